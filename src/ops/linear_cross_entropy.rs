@@ -45,7 +45,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
 }
 
 /// [`linear_cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others, as
-/// [`cross_entropy_ignoring`](super::cross_entropy_ignoring)'s is. A plan computes it with all logits at once.
+/// [`cross_entropy_ignoring`](super::cross_entropy_ignoring)'s is.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -5,12 +5,12 @@ use super::super::plan::{BufferRange, Phase};
 use super::form::{Form, Forms};
 use super::linear::{self, product};
 use super::program::Program;
-use super::{Job, Lower, part, place_of};
+use super::{Job, Lower, attribute, part, place_of};
 use crate::Result;
-use crate::graph::{self, ValueId};
-use crate::ops::cross_entropy::lowering::in_place;
+use crate::graph::{self, Attribute, ValueId};
+use crate::ops::cross_entropy::lowering::{gradient_of_counted, in_place};
 use crate::ops::linear_cross_entropy;
-use crate::ops::lowering::{Accumulate, Ids};
+use crate::ops::lowering::{Accumulate, Ids, Named};
 use candle_core::DType;
 use std::cell::RefCell;
 
@@ -33,6 +33,8 @@ struct Head {
     weight: ValueId,
     /// (N).
     targets: graph::ValueRef,
+    /// The target that does not count.
+    ignore: Option<u32>,
     loss: ValueId,
     /// Whether gradients of x and of the weight are needed.
     gradients: [bool; 2],
@@ -77,17 +79,27 @@ impl Form for Head {
     /// The loss is computed in f32 for half precision, from logits that come in its dtype.
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
         let (all_rows, width, classes) = (self.rows, self.width, self.classes);
-        let counted = all_rows * lower.job.config.accumulation;
+        let micro_batches = lower.job.config.accumulation;
         lower.plan.phase = Phase::Loss;
         let ids = Ids {
             read: 0,
             bound: classes,
-            ignore: None,
+            ignore: self.ignore,
         };
         lower.ids.push((self.targets.value, ids));
         let (x, targets) = (lower.read(&self.x), lower.read(&self.targets));
         let wide = lower.program.graph.value(self.loss).dtype;
         let losses = lower.temporary("losses", &[all_rows], wide);
+        // Of ids that are ignored nobody knows beforehand how many there are.
+        let (counted, dloss) = match self.ignore {
+            None => (all_rows * micro_batches, None),
+            Some(ignore) => {
+                let dloss = lower.temporary("dloss", &[1], wide);
+                let (reads, writes) = ([("targets", targets.clone())], [("dloss", dloss.clone())]);
+                lower.plan.call(gradient_of_counted(ignore), reads, writes);
+                (micro_batches, Some(dloss))
+            }
+        };
         let [dx, dw] = self.gradients;
         let dx = dx.then(|| lower.temporary("dx", &[all_rows, width], self.dtype));
         let weight = lower.product_weight(&[self.weight], self.dtype);
@@ -107,11 +119,11 @@ impl Form for Head {
                 Accumulate::Never,
             );
             // The logits become their gradient.
-            let reads = [("targets", some(&targets, 1))];
+            let reads = Named::from([("targets", some(&targets, 1))]);
+            let reads = reads.with_some("dloss", dloss.clone());
             let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
-            lower
-                .plan
-                .call(in_place(rows, classes, counted), reads, writes);
+            let kernel = in_place(rows, classes, counted, self.ignore);
+            lower.plan.call(kernel, reads, writes);
             if let Some(dx) = &dx {
                 let factors = [(&logits, false), (&weight, false)];
                 let dx = some(dx, width);
@@ -139,7 +151,8 @@ impl Form for Head {
                 );
             }
         }
-        lower.mean_loss = Some(lower.mean_of(losses, counted));
+        let ignored = self.ignore.map(|id| (targets, id));
+        lower.mean_loss = Some(lower.mean_of(losses, counted, ignored));
         if dw.is_some() {
             lower.gradient_done(&[self.weight]);
         }
@@ -174,7 +187,6 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
     let (graph, node) = (program.graph, &program.nodes[i]);
     let is_head = node.op == linear_cross_entropy::NAME
         && !node.composed
-        && node.attributes.is_empty() // all targets count
         && linear::is_own(program, job, node, 1);
     // Read by anything else, its gradient would not be 1.
     if !is_head || !program.is_wanted(loss) || !program.readers(loss).is_empty() {
@@ -186,6 +198,10 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
     if graph.value(targets.value).dtype != DType::U32 || is_empty {
         return;
     }
+    let ignore = match attribute(node, "ignore") {
+        Some(Attribute::Count(id)) => Some(id as u32),
+        _ => None,
+    };
     let [classes, width] = [0, 1].map(|dim| graph.shape_of(weight)[dim]);
     let form = Head {
         path: place_of(node),
@@ -193,6 +209,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
         x: x.clone(),
         weight: weight.value,
         targets,
+        ignore,
         loss,
         gradients: [0, 1].map(|input| program.passes_through(node, input)),
         dtype: graph.value(x.value).dtype,

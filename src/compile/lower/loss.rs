@@ -3,7 +3,7 @@
 use super::super::plan::{BufferRange, Phase};
 use super::Lower;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
-use crate::ops::lowering::Accumulate;
+use crate::ops::lowering::{Accumulate, Named};
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -47,7 +47,7 @@ impl Lower<'_> {
         let output = self.program.outputs[0].clone();
         let loss = self.read(&output);
         let counted = self.job.config.accumulation;
-        let mean = self.mean_of(loss, counted);
+        let mean = self.mean_of(loss, counted, None);
         let dtype = self.program.graph.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
         let writes = [("dloss", gradient.clone())];
@@ -56,13 +56,21 @@ impl Lower<'_> {
         Ok(mean)
     }
 
-    /// Adds losses over how many there are in a step.
-    pub(super) fn mean_of(&mut self, losses: BufferRange, counted: usize) -> BufferRange {
+    /// Adds losses over how many there are in a step; with targets of which an id is ignored, over `counted` times how
+    /// many count.
+    pub(super) fn mean_of(
+        &mut self,
+        losses: BufferRange,
+        counted: usize,
+        ignored: Option<(BufferRange, u32)>,
+    ) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);
-        let kernel = mean_of(counted, Accumulate::AfterFirst);
-        let writes = [("loss", mean.clone())];
-        self.plan.call(kernel, [("losses", losses)], writes);
+        let ignore = ignored.as_ref().map(|(_, id)| *id);
+        let kernel = mean_of(counted, ignore, Accumulate::AfterFirst);
+        let targets = ignored.map(|(targets, _)| targets);
+        let reads = Named::from([("losses", losses)]).with_some("targets", targets);
+        self.plan.call(kernel, reads, [("loss", mean.clone())]);
         mean
     }
 

@@ -223,11 +223,25 @@ CROSS_ENTROPY(f32)
 CROSS_ENTROPY(f16)
 CROSS_ENTROPY(bf16)
 
-// The mean of the rows' losses, added up in f64 in a fixed order. mean (1) f32 or null; mean64 (1) f64 or null, added
-// to where `accumulate`. One block of 1024 threads.
+// How many of the targets count, in thread 0 of 1024.
+__device__ __forceinline__ long long counting(const unsigned* targets, long long rows, long long ignore) {
+    __shared__ int counts[32];
+    int count = 0; // of a thread: fewer than 2^31
+    for (long long row = threadIdx.x; row < rows; row += 1024) count += (long long)targets[row] != ignore;
+    count = __reduce_add_sync(0xffffffffu, count);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+    __syncthreads();
+    long long counted = 0;
+    for (int warp = 0; threadIdx.x == 0 && warp < 32; warp++) counted += counts[warp];
+    return counted;
+}
+
+// The mean of the rows' losses, added up in f64 in a fixed order, over `counted`, times how many of the targets count
+// unless they are null. mean (1) f32 or null; mean64 (1) f64 or null, added to where `accumulate`. One block of 1024
+// threads.
 extern "C" __global__ void __launch_bounds__(1024)
-    cross_entropy_mean(const float* losses, long long rows, long long counted, float* mean, double* mean64,
-                       int accumulate) {
+    cross_entropy_mean(const float* losses, const unsigned* targets, long long ignore, long long rows, long long counted,
+                       float* mean, double* mean64, int accumulate) {
     __shared__ double sums[1024];
     double sum = 0.0;
     for (long long row = threadIdx.x; row < rows; row += 1024) sum += (double)losses[row];
@@ -236,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
+    if (targets) counted *= counting(targets, rows, ignore);
     if (threadIdx.x > 0) return;
     double result = sums[0] / (double)counted;
     if (mean) *mean = (float)result;
@@ -245,16 +260,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 // y = x / (how many of the targets count), in f64, rounded to f32. One block of 1024 threads.
 template <class X>
 __device__ __forceinline__ void share(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {
-    __shared__ int counts[32];
-    int count = 0; // of a thread: fewer than 2^31
-    for (long long row = threadIdx.x; row < rows; row += 1024) count += (long long)targets[row] != ignore;
-    count = __reduce_add_sync(0xffffffffu, count);
-    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    long long counted = 0;
-    for (int warp = 0; warp < 32; warp++) counted += counts[warp];
-    *y = (float)((double)*x / (double)counted);
+    long long counted = counting(targets, rows, ignore);
+    if (threadIdx.x == 0) *y = (float)((double)*x / (double)counted);
 }
 
 #define SHARE(NAME, X)                                                                                                 \

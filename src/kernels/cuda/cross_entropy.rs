@@ -39,7 +39,7 @@ pub(crate) fn forward(
     mean: View,
 ) -> Result<()> {
     rows(gpu, logits, targets, losses, statistics)?;
-    launch_mean(gpu, losses, targets.counted, (mean.pointer, 0), false)
+    mean_of(gpu, losses, None, targets.counted, (mean.pointer, 0), false)
 }
 
 /// As [`forward`], the losses (rows) f32 themselves: 0 where a target does not count.
@@ -106,18 +106,17 @@ pub(crate) fn backward(
     Ok(())
 }
 
-/// Losses (rows) f32 of logits (rows, classes), which become their gradient: from that of the mean over `counted` rows,
-/// of which these may be some, dloss (1) f32. Targets (rows) u32, all of which count.
+/// Losses (rows) f32 of logits (rows, classes), which become their gradient: from that of the mean over all targets
+/// that count, of which these may be some, dloss (1) f32.
 pub(crate) fn in_place(
     gpu: &CudaDevice,
     logits: View,
     classes: usize,
-    targets: View,
+    targets: Targets,
     dloss: View,
-    counted: usize,
     losses: View,
 ) -> Result<()> {
-    let rows = targets.len;
+    let rows = targets.ids.len;
     let kernel = SOURCE.kernel(gpu, "cross_entropy_in_place", suffix(logits.dtype))?;
     // Of long rows fewer are to be under way, so that the level-2 cache holds them between the two times they are read.
     let row_bytes = classes * logits.dtype.size_in_bytes();
@@ -126,11 +125,11 @@ pub(crate) fn in_place(
         logits,
         if row_bytes > 128 << 10 { 1024 } else { 512 },
     );
-    let (count, ignore, width) = (rows as i64, -1i64, classes as i32);
-    let counted = counted as i64;
+    let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
+    let counted = targets.counted as i64;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
-    launch.arg(&targets.pointer).arg(&ignore);
+    launch.arg(&targets.ids.pointer).arg(&ignore);
     launch.arg(&dloss.pointer).arg(&counted);
     launch.arg(&losses.pointer).arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
@@ -139,15 +138,16 @@ pub(crate) fn in_place(
 }
 
 /// The mean over `counted` rows of losses (rows) f32, some of them or all: loss (1) f64, which is added to or
-/// overwritten.
+/// overwritten. With `targets` over so many times as many rows as count.
 pub(crate) fn mean(
     gpu: &CudaDevice,
     losses: View,
+    targets: Option<Targets>,
     counted: usize,
     loss: View,
     accumulate: bool,
 ) -> Result<()> {
-    launch_mean(gpu, losses, counted, (0, loss.pointer), accumulate)
+    mean_of(gpu, losses, targets, counted, (0, loss.pointer), accumulate)
 }
 
 /// Threads of a row, at most so many, and rows of a block.
@@ -157,9 +157,10 @@ fn block(classes: usize, logits: View, most: usize) -> (usize, usize) {
 }
 
 /// The mean goes to a place for an f32, one for an f64, or both, where they are not null.
-fn launch_mean(
+fn mean_of(
     gpu: &CudaDevice,
     losses: View,
+    targets: Option<Targets>,
     counted: usize,
     (mean, mean64): (u64, u64),
     accumulate: bool,
@@ -167,8 +168,11 @@ fn launch_mean(
     let kernel = SOURCE.kernel(gpu, "cross_entropy_mean", "")?;
     let (rows, counted) = (losses.len as i64, counted as i64);
     let accumulate = i32::from(accumulate);
+    let ids = targets.map_or(0, |targets| targets.ids.pointer);
+    let ignore = targets.map_or(-1, |targets| targets.ignored());
     let mut launch = kernel.builder();
-    launch.arg(&losses.pointer).arg(&rows).arg(&counted);
+    launch.arg(&losses.pointer).arg(&ids).arg(&ignore);
+    launch.arg(&rows).arg(&counted);
     launch.arg(&mean).arg(&mean64).arg(&accumulate);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((1, 1), (1024, 1))) }.w()?;

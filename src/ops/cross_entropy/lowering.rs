@@ -73,7 +73,7 @@ pub(in crate::ops) fn planned_loss(
             None => cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean),
             Some(sum) => {
                 cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
-                cuda_kernel::mean(l.gpu, losses, 1, sum, false)?;
+                cuda_kernel::mean(l.gpu, losses, None, 1, sum, false)?;
                 cuda_kernel::share(l.gpu, targets, sum, mean)
             }
         }
@@ -211,54 +211,79 @@ impl<'a> CheckedIds<'a> {
     }
 }
 
+/// The gradient of a sum of losses whose mean is taken over those that count, but for a factor. Reads `targets` (all
+/// rows); writes `dloss` (1): the loss scale over how many count.
+pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
+    let kernel = kernel!("loss_share", of "dloss", |T, k, s| {
+        let targets = CheckedIds::of(k, s.x("targets")?)?;
+        let share = s.step.loss_scale / targets.counted as f64;
+        s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let targets = targets_on_gpu(k, l.x("targets")?);
+        cuda_kernel::share(l.gpu, targets, l.loss_scale, l.y("dloss")?)
+    });
+    kernel.sized([("ignore", ignore as usize)])
+}
+
 /// Loss and gradient of some rows, where the loss is the mean of `counted` rows in all and nothing but the loss scale
-/// comes before it. Reads `targets` (rows); writes `logits` (rows, V), which become their gradient, and `losses`
-/// (rows).
-pub(crate) fn in_place(rows: usize, classes: usize, counted: usize) -> Kernel {
+/// comes before it. Reads `targets` (rows) and, where some are ignored, `dloss` (1), the gradient of their losses' sum
+/// times `counted`; writes `logits` (rows, V), which become their gradient, and `losses` (rows).
+pub(crate) fn in_place(rows: usize, classes: usize, counted: usize, ignore: Option<u32>) -> Kernel {
     let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
         let targets = s.x::<u32>("targets")?;
-        // What an eager step's backward begins with.
-        let weight = s.step.loss_scale / k.count("counted")? as f64;
-        let target = |row: usize| targets[row] as usize;
+        let dloss = match s.has_x("dloss") {
+            true => WithDType::to_f64(s.x::<<T as Stored>::Wide>("dloss")?[0]),
+            false => s.step.loss_scale, // what an eager step's backward begins with
+        };
+        let weight = dloss / k.count("counted")? as f64;
+        let ignore = k.count("ignore").ok();
+        let target = |row: usize| Some(targets[row] as usize).filter(|id| Some(*id) != ignore);
         let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
         let (classes, weight) = (k.count("classes")?, Real::real(weight));
         kernel::forward_backward_in_place(logits, classes, target, weight, losses);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (classes, counted) = (k.count("classes")?, k.count("counted")?);
-        let (targets, losses) = (l.x("targets")?, l.y("losses")?);
-        cuda_kernel::in_place(
-            l.gpu,
-            l.y("logits")?,
-            classes,
-            targets,
-            l.loss_scale,
-            counted,
-            losses,
-        )
+        let (logits, classes) = (l.y("logits")?, k.count("classes")?);
+        let targets = targets_on_gpu(k, l.x("targets")?);
+        let dloss = l.some_x("dloss").unwrap_or(l.loss_scale);
+        cuda_kernel::in_place(l.gpu, logits, classes, targets, dloss, l.y("losses")?)
     });
     let sizes = [("rows", rows), ("classes", classes), ("counted", counted)];
-    kernel.sized(sizes).in_place()
+    let kernel = kernel.sized(sizes).in_place();
+    with_ignored(kernel, ignore)
 }
 
-/// The rows' share of the mean loss of `counted`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it.
-pub(crate) fn mean_of(counted: usize, accumulate: Accumulate) -> Kernel {
+fn with_ignored(kernel: Kernel, ignore: Option<u32>) -> Kernel {
+    match ignore {
+        Some(id) => kernel.sized([("ignore", id as usize)]),
+        None => kernel,
+    }
+}
+
+/// The rows' share of the mean loss of `counted`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it. With
+/// an id that is ignored it reads `targets` (rows) too, and the mean is over `counted` times as many as count.
+pub(crate) fn mean_of(counted: usize, ignore: Option<u32>, accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("mean_loss", |T, k, s| {
         let losses = s
             .x::<T>("losses")?
             .iter()
             .map(|loss| WithDType::to_f64(*loss));
-        let share = losses.sum::<f64>() / k.count("counted")? as f64;
+        let counting = match s.has_x("targets") {
+            true => CheckedIds::of(k, s.x("targets")?)?.counted,
+            false => 1,
+        };
+        let share = losses.sum::<f64>() / (k.count("counted")? * counting) as f64;
         let loss = &mut s.y::<f64>("loss")?[0];
         *loss = share + if s.adds(k) { *loss } else { 0.0 };
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (losses, loss) = (l.x("losses")?, l.y("loss")?);
-        cuda_kernel::mean(l.gpu, losses, k.count("counted")?, loss, l.adds(k))
+        let (losses, loss, counted) = (l.x("losses")?, l.y("loss")?, k.count("counted")?);
+        let targets = l.some_x("targets").map(|ids| targets_on_gpu(k, ids));
+        cuda_kernel::mean(l.gpu, losses, targets, counted, loss, l.adds(k))
     });
-    kernel
-        .sized([("counted", counted)])
-        .accumulating(accumulate)
+    let kernel = kernel.sized([("counted", counted)]);
+    with_ignored(kernel, ignore).accumulating(accumulate)
 }
 
 /// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the loss scale over how many losses a

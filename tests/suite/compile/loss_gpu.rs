@@ -1,6 +1,8 @@
 //! Steps of losses planned on a GPU against the same planned on the CPU.
 
-use super::loss_step::{Case, elementwise_ops, every_op, ops_of_other_models, parts};
+use super::loss_step::{
+    Case, elementwise_ops, every_op, ignoring_head, ops_of_other_models, parts,
+};
 use super::{CPU, distance};
 use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
@@ -80,7 +82,8 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn losses_are_those_of_the_cpu(
-    #[values(every_op, ops_of_other_models, elementwise_ops, parts)] case: fn() -> Case,
+    #[values(every_op, ops_of_other_models, elementwise_ops, ignoring_head, parts)]
+    case: fn() -> Case,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let gpu = crate::gpu();
@@ -114,7 +117,7 @@ fn losses_are_those_of_the_cpu(
 /// The mean of equal micro-batches is that of one of them.
 #[rstest]
 #[ignore = "needs a CUDA device"]
-fn micro_batches(#[values(every_op, parts)] case: fn() -> Case) {
+fn micro_batches(#[values(every_op, ignoring_head, parts)] case: fn() -> Case) {
     let (gpu, case) = (crate::gpu(), case());
     let [whole, mean] = [1, 3].map(|n| train_on(&case, Precision::F32, &gpu, 3, n));
     for (got, wanted) in mean.losses.iter().zip(&whole.losses) {

@@ -291,6 +291,94 @@ fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     assert!(step.plan().peak_bytes() > 2 * logits_bytes);
 }
 
+/// Head and loss of targets of which one id does not count: it is no class even. More logits than are there at a time,
+/// on a GPU too.
+pub fn ignoring_head() -> Case {
+    const ROWS: usize = 260;
+    let ids = (0..ROWS as u32).map(|i| match i % 3 {
+        0 => u32::MAX,
+        _ => i * 7919 % 180_000,
+    });
+    Case {
+        parameters: vec![
+            weight("head", &[180_000, 4], 1),
+            weight("inner", &[4, 4], 2),
+        ],
+        inputs: vec![
+            ("x", weight("", &[ROWS, 4], 3).1.as_tensor().clone()),
+            ("targets", Tensor::from_iter(ids, DEVICE).unwrap()),
+        ],
+        bound: 2e-6,
+        loss: |weights, x| {
+            let inner = ops::linear(&x[0], &weights[1])?;
+            ops::linear_cross_entropy_ignoring(&inner, &weights[0], &x[1], u32::MAX)
+        },
+    }
+}
+
+#[rstest]
+fn a_head_that_ignores_targets_is_as_eager(
+    #[values(None, Some(DType::BF16), Some(DType::F16))] half: Option<DType>,
+) {
+    let case = ignoring_head();
+    case.assert_as_eager(half);
+    let optimizer = AdamW::new(case.parameters.clone(), AdamWConfig::default()).unwrap();
+    let hollow = case.inputs.iter();
+    let hollow = hollow.map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap());
+    let hollow: Vec<Tensor> = hollow.collect();
+    let weights: Vec<Var> = case.parameters.iter().map(|(_, var)| var.clone()).collect();
+    let loss = || (case.loss)(&weights, &hollow);
+    let step = LossStep::new(&optimizer, &StepConfig::default(), loss).unwrap();
+    assert!(step.plan().peak_bytes() < 260 * 180_000 * 4);
+}
+
+/// Each micro-batch has the mean over its own targets that count; a row that does not count may be anything.
+#[test]
+fn micro_batches_that_ignore_differently() {
+    const IGNORED: u32 = 5;
+    let weights = [weight("head", &[11, 4], 1), weight("inner", &[4, 4], 2)];
+    let x = weight("", &[6, 4], 3).1.as_tensor().clone();
+    let mut rows: Vec<Vec<f32>> = x.to_vec2().unwrap();
+    rows[1].fill(f32::INFINITY);
+    let x = Tensor::new(rows, DEVICE).unwrap();
+    let targets = Tensor::new(&[3u32, 5, 10, 5, 5, 0], DEVICE).unwrap();
+    let loss = |x: &Tensor, targets: &Tensor| {
+        let h = ops::add(x, &ops::linear(x, &weights[1].1)?)?;
+        ops::linear_cross_entropy_ignoring(&h, &weights[0].1, targets, IGNORED)
+    };
+    let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
+    let config = StepConfig {
+        accumulation: 2,
+        ..Default::default()
+    };
+    let hollow_x = graph::input("x", (3, 4), DType::F32).unwrap();
+    let hollow_targets = graph::input("targets", 3, DType::U32).unwrap();
+    let mut step = LossStep::new(&optimizer, &config, || loss(&hollow_x, &hollow_targets)).unwrap();
+    let finite = x.clamp(-9f32, 9f32).unwrap();
+    for x in [&x, &finite] {
+        let planned = step
+            .forward_backward(&[("x", x), ("targets", &targets)])
+            .unwrap();
+        let half = |i: usize| loss(&finite.narrow(0, 3 * i, 3)?, &targets.narrow(0, 3 * i, 3)?);
+        let eager = ((half(0).unwrap() + half(1).unwrap()).unwrap() / 2.0).unwrap();
+        let gradients = eager.backward().unwrap();
+        let eager: f32 = eager.to_scalar().unwrap();
+        assert!((planned - eager).abs() <= 1e-6 * eager, "{planned} {eager}");
+        for (name, gradient) in step.gradients().unwrap() {
+            let (_, var) = weights.iter().find(|(other, _)| *other == name).unwrap();
+            // What does not count is multiplied by 0, which infinity is not.
+            if x.to_vec2::<f32>().unwrap()[1][0].is_finite() {
+                let off = difference(&gradient, gradients.get(var).unwrap());
+                assert!(off <= 1e-6, "{name}: {off:e}");
+            }
+        }
+    }
+    let nothing = Tensor::full(IGNORED, 6, DEVICE).unwrap();
+    let error = step.forward_backward(&[("x", &finite), ("targets", &nothing)]);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("all ignored"), "{error}");
+}
+
 /// Nothing flows through what is detached, nor through what is computed without a graph.
 #[test]
 fn detached() {

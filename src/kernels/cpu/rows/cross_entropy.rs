@@ -117,7 +117,7 @@ pub fn backward<T: Stored>(
 pub fn forward_backward_in_place<T: Stored>(
     logits: &mut [T],
     classes: usize,
-    target: impl Fn(usize) -> usize + Sync,
+    target: impl Fn(usize) -> Option<usize> + Sync,
     weight: T::Wide,
     loss: &mut [T::Wide],
 ) {
@@ -127,7 +127,11 @@ pub fn forward_backward_in_place<T: Stored>(
             || {
                 let rows = logits.chunks_exact_mut(classes).zip(loss);
                 for (i, (x, loss)) in rows.enumerate() {
-                    let class = target(first + i);
+                    let Some(class) = target(first + i) else {
+                        x.fill(T::zero());
+                        *loss = T::Wide::ZERO;
+                        continue;
+                    };
                     *loss = match T::as_wide_mut(x) {
                         Some(x) => wide_row_in_place(x, class, weight),
                         None => narrow_row_in_place(x, class, weight),
@@ -206,7 +210,7 @@ mod tests {
         let mut gradient = vec![T::zero(); logits.len()];
         backward(&logits, classes, target, &statistics, weight, &mut gradient);
         let (mut got, mut got_loss) = (logits, zeros(rows));
-        forward_backward_in_place(&mut got, classes, class, weight, &mut got_loss);
+        forward_backward_in_place(&mut got, classes, target, weight, &mut got_loss);
         assert!(got == gradient && got_loss == loss, "{rows} x {classes}");
     }
 
@@ -226,7 +230,7 @@ mod tests {
         forward(&logits, classes, target, &mut loss, &mut statistics);
         backward(&logits, classes, target, &statistics, weight, &mut gradient);
         let (mut in_place, mut in_place_loss) = (logits, zeros(rows));
-        forward_backward_in_place(&mut in_place, classes, class, weight, &mut in_place_loss);
+        forward_backward_in_place(&mut in_place, classes, target, weight, &mut in_place_loss);
         for loss in loss.iter().chain(&in_place_loss) {
             let (loss, exact) = (WithDType::to_f64(*loss), 7f64.ln());
             assert!((loss - exact).abs() <= 2e-7 * exact, "{loss}");

@@ -18,20 +18,30 @@ fn logits_become_their_gradient() {
         (3, 50_257),
         (2, 70_001),
     ] {
-        for offset in [0, 1] {
-            loss::<f32>(&gpu, rows, classes, offset);
-            loss::<f16>(&gpu, rows, classes, offset);
-            loss::<bf16>(&gpu, rows, classes, offset);
+        for (offset, ignore) in [(0, None), (1, None), (0, Some(0)), (1, Some(0))] {
+            loss::<f32>(&gpu, [rows, classes], offset, ignore);
+            loss::<f16>(&gpu, [rows, classes], offset, ignore);
+            loss::<bf16>(&gpu, [rows, classes], offset, ignore);
         }
     }
 }
 
-fn loss<T: Element>(gpu: &CudaDevice, rows: usize, classes: usize, offset: usize) {
+fn loss<T: Element>(
+    gpu: &CudaDevice,
+    [rows, classes]: [usize; 2],
+    offset: usize,
+    ignore: Option<u32>,
+) {
     let (counted, dloss) = (rows + 11, 3f32);
     let logits = numbers::<T>(rows * classes, 1);
     let targets: Vec<u32> = (0..rows).map(|row| (row * 7919 % classes) as u32).collect();
     let (mut exact, mut exact_losses) = (wide(&logits), Vec::new());
     for (row, target) in exact.chunks_mut(classes).zip(&targets) {
+        if Some(*target) == ignore {
+            exact_losses.push(0.0);
+            row.fill(0.0);
+            continue;
+        }
         let (target, total) = (*target as usize, row.iter().map(|x| x.exp()).sum::<f64>());
         exact_losses.push(total.ln() - row[target]);
         let share = f64::from(dloss) / counted as f64;
@@ -39,16 +49,20 @@ fn loss<T: Element>(gpu: &CudaDevice, rows: usize, classes: usize, offset: usize
         row[target] -= share;
     }
     let logits = Buffer::new(gpu, &logits, offset);
-    let targets = Buffer::new(gpu, &targets, 0);
+    let ids = Buffer::new(gpu, &targets, 0);
+    let of = |ids, counted| cross_entropy::Targets {
+        ids,
+        ignore,
+        counted,
+    };
     let dloss = Buffer::new(gpu, &[dloss], 0);
     let losses = Buffer::<f32>::room(gpu, rows, 0);
     cross_entropy::in_place(
         gpu,
         logits.view(gpu),
         classes,
-        targets.view(gpu),
+        of(ids.view(gpu), counted),
         dloss.view(gpu),
-        counted,
         losses.view(gpu),
     )
     .unwrap();
@@ -59,11 +73,24 @@ fn loss<T: Element>(gpu: &CudaDevice, rows: usize, classes: usize, offset: usize
     let first = rows / 2;
     let view = losses.view(gpu);
     let rest = view.part(first, rows - first);
-    cross_entropy::mean(gpu, rest, counted, mean.view(gpu), false).unwrap();
-    cross_entropy::mean(gpu, view.part(0, first), counted, mean.view(gpu), true).unwrap();
+    let add = |losses, accumulate| {
+        cross_entropy::mean(gpu, losses, None, counted, mean.view(gpu), accumulate).unwrap();
+    };
+    add(rest, false);
+    add(view.part(0, first), true);
     let exact = wide(&losses.read(gpu)).iter().sum::<f64>() / counted as f64;
     let got = mean.read(gpu)[0];
     assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
+
+    // Over three times those that count.
+    let counting = targets.iter().filter(|id| Some(**id) != ignore).count();
+    if counting > 0 {
+        let targets = Some(of(ids.view(gpu), 0));
+        cross_entropy::mean(gpu, view, targets, 3, mean.view(gpu), true).unwrap();
+        let exact = exact + exact * counted as f64 / (3 * counting) as f64;
+        let got = mean.read(gpu)[0];
+        assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
+    }
 }
 
 /// Of targets of which some do not count: as if the others were all there are.
