@@ -42,16 +42,18 @@ impl ProbedPhase {
     }
 }
 
-/// Tells the probe of calls of one phase, which are replayed next: of their ranges, in which nothing happens, and which
-/// call each kernel is of.
+/// Replays calls of one phase, and then, while they run, tells the probe of them: of their ranges, in which nothing
+/// happens, and which call each kernel is of.
 #[cfg(feature = "cuda")]
-pub(super) fn tell_replay(
+pub(super) fn replay(
     plan: &Plan,
     calls: Range<usize>,
     kernels: &[usize],
     phase: &mut ProbedPhase,
+    launch: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     phase.enter(plan.calls()[calls.start].phase);
+    launch()?;
     for call in &plan.calls()[calls.clone()] {
         let _goes_on = run_probed(plan, call, || Ok(ControlFlow::Continue(())))?;
     }

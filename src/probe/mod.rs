@@ -152,8 +152,8 @@ pub trait Listener: Send + Sync {
     fn takes_replays(&self) -> bool {
         false
     }
-    /// The thread replays recorded work. Ranges of its ops were entered and left before, one after another, and are the
-    /// last ones of the range that the thread is in. Each kernel's number says which of `ops` ops it is of, in the
+    /// The thread has replayed recorded work. Ranges of its ops were entered and left since, one after another, and are
+    /// the last ones of the range that the thread is in. Each kernel's number says which of `ops` ops it is of, in the
     /// order in which they run.
     fn replayed(&self, _ops: usize, _kernels: &[usize]) {}
 }
@@ -207,7 +207,7 @@ pub(crate) fn takes_replays() -> bool {
         .all(|(_, listener)| listener.takes_replays())
 }
 
-/// The thread replays the last `ops` ops of the range that it is in; each kernel is of the one with its number.
+/// The thread has replayed the last `ops` ops of the range that it is in; each kernel is of the one with its number.
 #[cfg(feature = "cuda")]
 pub(crate) fn replayed(ops: usize, kernels: &[usize]) {
     tell(|listener| listener.replayed(ops, kernels));

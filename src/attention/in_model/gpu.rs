@@ -13,10 +13,11 @@ use crate::ops::lowering::{Kernel, Named, Operands};
 use candle_core::Result;
 use std::ops::Range;
 
-/// Heads in the model's dimension: (B, T, H*Dh), or a part of rows that are longer.
+/// Heads in the model's dimension: (B, T, heads*Dh), or a part of rows that are longer.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     view: View<'a>,
+    heads: usize,
     /// From a position to the next, in elements.
     row: usize,
 }
@@ -26,7 +27,7 @@ impl<'a> Rows<'a> {
         Heads {
             view: self.view,
             strides: [sizes.length * self.row, sizes.head_dim, self.row],
-            dims: [sizes.batch, sizes.heads, sizes.length, sizes.head_dim],
+            dims: [sizes.batch, self.heads, sizes.length, sizes.head_dim],
         }
     }
 
@@ -44,7 +45,7 @@ impl<'a> Rows<'a> {
 /// q, k and v: three buffers, or one.
 fn qkv<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
     match sizes.packed {
-        false => ["q", "k", "v"].map(|name| dense(sizes, views[name])),
+        false => apart(sizes, ["q", "k", "v"].map(|name| views[name])),
         true => split(sizes, views["qkv"]),
     }
 }
@@ -52,32 +53,55 @@ fn qkv<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
 /// Their gradients, as [`qkv`].
 fn gradients<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
     match sizes.packed {
-        false => ["dq", "dk", "dv"].map(|name| dense(sizes, views[name])),
+        false => apart(sizes, ["dq", "dk", "dv"].map(|name| views[name])),
         true => split(sizes, views["dqkv"]),
     }
 }
 
-/// The thirds of rows.
-fn split<'a>(sizes: &InModel, packed: View<'a>) -> [Rows<'a>; 3] {
-    let width = sizes.heads * sizes.head_dim;
-    [0, 1, 2].map(|third| Rows {
-        view: packed.part_from(third * width),
-        row: 3 * width,
+fn apart<'a>(sizes: &InModel, [q, k, v]: [View<'a>; 3]) -> [Rows<'a>; 3] {
+    let heads = [(q, sizes.heads), (k, sizes.kv_heads), (v, sizes.kv_heads)];
+    heads.map(|(view, heads)| Rows {
+        view,
+        heads,
+        row: heads * sizes.head_dim,
     })
 }
 
+/// The parts of rows.
+fn split<'a>(sizes: &InModel, packed: View<'a>) -> [Rows<'a>; 3] {
+    let [q, k, v] = sizes.columns();
+    let parts = [
+        (0, sizes.heads),
+        (q, sizes.kv_heads),
+        (q + k, sizes.kv_heads),
+    ];
+    parts.map(|(first, heads)| Rows {
+        view: packed.part_from(first),
+        heads,
+        row: q + k + v,
+    })
+}
+
+/// What is as wide as q.
 fn dense<'a>(sizes: &InModel, view: View<'a>) -> Rows<'a> {
-    let row = sizes.heads * sizes.head_dim;
-    Rows { view, row }
+    Rows {
+        view,
+        heads: sizes.heads,
+        row: sizes.heads * sizes.head_dim,
+    }
 }
 
 /// Turns q or k, or both where they are packed, in place.
-pub(super) fn rotate(k: &Kernel, l: &Operands<'_>, back: bool) -> Result<()> {
-    let sizes = InModel::of(k)?;
-    let width = sizes.heads * sizes.head_dim;
+pub(super) fn rotate(kernel: &Kernel, l: &Operands<'_>, back: bool) -> Result<()> {
+    let sizes = InModel::of(kernel)?;
+    let [q, k, v] = sizes.columns();
     let (heads, row) = match sizes.packed {
-        false => (sizes.heads, width),
-        true => (2 * sizes.heads, 3 * width), // q's, then k's
+        false => (sizes.heads, q),
+        true => (sizes.heads + sizes.kv_heads, q + k + v), // q's, then k's
+    };
+    let turn = rope::Turn {
+        by_halves: sizes.by_halves,
+        back,
     };
     let turned = rope::Turned {
         batch: sizes.batch,
@@ -86,7 +110,7 @@ pub(super) fn rotate(k: &Kernel, l: &Operands<'_>, back: bool) -> Result<()> {
         head_dim: sizes.head_dim,
         row,
     };
-    rope::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, back)
+    rope::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, turn)
 }
 
 pub(super) fn tiled(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {

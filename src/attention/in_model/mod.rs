@@ -1,5 +1,6 @@
 //! Attention in the model's dimension, as plans have it: projections (B, T, H*Dh) are cut into heads, rotated to their
-//! positions, compared and merged again without lying apart. Causal, with as many heads of k and v as of q.
+//! positions, compared and merged again without lying apart. Causal. Naive attention has as many heads of k and v as of
+//! q there, and on the CPU rotates adjacent pairs.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -16,6 +17,7 @@ use crate::kernels::cpu::attention::rotary_heads::{self, Angles};
 use crate::kernels::cpu::heads::{self, HeadSizes};
 use crate::kernels::cpu::{Real, Stored};
 use crate::ops::lowering::{Kernel, Slices, kernel, on_gpu};
+use crate::ops::rope::HALVES;
 use candle_core::Result;
 
 /// The sizes of attention in a model.
@@ -27,12 +29,16 @@ pub(crate) struct InModel {
     pub length: usize,
     /// H.
     pub heads: usize,
+    /// Hkv: heads of k and v, each of which serves H / Hkv heads of q.
+    pub kv_heads: usize,
     /// Dh.
     pub head_dim: usize,
     /// What scores are multiplied by.
     pub scale: f64,
-    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, 3*H*Dh), and their gradients too;
-    /// else they are three, (B, T, H*Dh) each.
+    /// Whether element i of a head rotates with element i + Dh/2, not with its neighbour.
+    pub by_halves: bool,
+    /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, (H + 2 Hkv)*Dh), and their gradients
+    /// too; else they are three, (B, T, H*Dh) and twice (B, T, Hkv*Dh).
     pub packed: bool,
 }
 
@@ -51,13 +57,27 @@ impl InModel {
         Sizes {
             batch: self.batch,
             heads: self.heads,
-            kv_heads: self.heads,
+            kv_heads: self.kv_heads,
             queries: self.length,
             keys: self.length,
             head_dim: self.head_dim,
             value_dim: self.head_dim,
             mask: Mask::Causal,
             scale: self.scale,
+        }
+    }
+
+    /// The columns of q, k and v in the rows of positions.
+    pub fn columns(&self) -> [usize; 3] {
+        [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_dim)
+    }
+
+    /// Of the heads of q, k or v alone.
+    pub fn only(&self, heads: usize) -> Self {
+        Self {
+            heads,
+            kv_heads: heads,
+            ..*self
         }
     }
 
@@ -79,9 +99,9 @@ impl InModel {
         }
     }
 
-    /// The strides of a (B, T, H*Dh), by batch, head, position and element.
-    fn in_rows(&self) -> [usize; 4] {
-        let row = self.heads * self.head_dim;
+    /// The strides of a (B, T, heads*Dh), by batch, head, position and element.
+    fn in_rows(&self, heads: usize) -> [usize; 4] {
+        let row = heads * self.head_dim;
         [self.length * row, self.head_dim, row, 1]
     }
 
@@ -97,8 +117,10 @@ impl InModel {
             batch: k.count("B")?,
             length: k.count("T")?,
             heads: k.count("H")?,
+            kv_heads: k.count("Hkv")?,
             head_dim: k.count("Dh")?,
             scale: k.number("scale")?,
+            by_halves: k.flag(HALVES),
             packed: k.flag("packed"),
         })
     }
@@ -108,11 +130,16 @@ impl InModel {
             ("B", self.batch),
             ("T", self.length),
             ("H", self.heads),
+            ("Hkv", self.kv_heads),
             ("Dh", self.head_dim),
         ];
         let kernel = kernel.sized(sizes);
         let kernel = kernel.with("scale", Attribute::Number(self.scale));
-        kernel.with("packed", Attribute::Flag(self.packed))
+        let flags = [(HALVES, self.by_halves), ("packed", self.packed)];
+        let flags = flags.into_iter().filter(|(_, set)| *set);
+        flags.fold(kernel, |kernel, (name, _)| {
+            kernel.with(name, Attribute::Flag(true))
+        })
     }
 
     /// Of a kernel that compares all positions, `passes` times two products.
@@ -124,11 +151,12 @@ impl InModel {
     }
 
     /// Rotates heads to their positions, in place. Reads `cos`, `sin` (T, Dh/2); writes `x` (B, T, H*Dh), or q and k of
-    /// what is packed.
+    /// what is packed on a GPU.
     pub fn rotate(&self) -> Kernel {
         let kernel = kernel!("rotate", of "x", |T, k, s| {
-            let sizes = Self::of(k)?.heads();
-            rotary_heads::rotate_in_place(sizes, angles(s)?, s.y::<T>("x")?);
+            let sizes = Self::of(k)?;
+            let (heads, x) = (sizes.heads(), s.y::<T>("x")?);
+            rotary_heads::rotate_in_place(heads, angles(s)?, sizes.by_halves, x);
         });
         let kernel = on_gpu!(kernel, |k, l| gpu::rotate(k, l, false));
         self.given_to(kernel).in_place()
@@ -153,7 +181,9 @@ impl InModel {
     pub fn merge_rotated_back(&self) -> Kernel {
         let kernel = kernel!("merge_rotated_back", |T, k, s| {
             let (x, y) = (s.x::<T>("x")?, s.y("y")?);
-            rotary_heads::merge_rotated_back(Self::of(k)?.heads(), angles(s)?, x, y);
+            let sizes = Self::of(k)?;
+            let heads = sizes.heads();
+            rotary_heads::merge_rotated_back(heads, angles(s)?, sizes.by_halves, x, y);
         });
         self.given_to(kernel)
     }
@@ -212,7 +242,8 @@ impl InModel {
     pub fn tiled(&self) -> Kernel {
         let kernel = kernel!(KERNELS[0], |T, k, s| {
             let sizes = Self::of(k)?;
-            let [q, k, v] = lying::<T, 3>(s, ["q", "k", "v"], sizes.in_rows())?;
+            let [q] = lying::<T, 1>(s, ["q"], sizes.in_rows(sizes.heads))?;
+            let [k, v] = lying::<T, 2>(s, ["k", "v"], sizes.in_rows(sizes.kv_heads))?;
             let outputs = flash::Outputs {
                 out: s.y("out")?,
                 rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
@@ -226,13 +257,14 @@ impl InModel {
     }
 
     /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T) and, in half
-    /// precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) on the CPU; on a GPU as q, k
-    /// and v lie, and `workspace`.
+    /// precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) and twice (B, Hkv, T, Dh) on
+    /// the CPU; on a GPU as q, k and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
         let kernel = kernel!(KERNELS[1], |T, k, s| {
             let sizes = Self::of(k)?;
-            let names = ["d_out", "q", "k", "v", "out"];
-            let [d_out, q, k, v, out] = lying::<T, 5>(s, names, sizes.in_rows())?;
+            let names = ["d_out", "q", "out"];
+            let [d_out, q, out] = lying::<T, 3>(s, names, sizes.in_rows(sizes.heads))?;
+            let [k, v] = lying::<T, 2>(s, ["k", "v"], sizes.in_rows(sizes.kv_heads))?;
             let inputs = flash::Inputs {
                 d_out,
                 q,

@@ -22,7 +22,7 @@ pub(crate) struct Turned {
     pub heads: usize,
     /// Dh, even.
     pub head_dim: usize,
-    /// From a position to the next, in elements: H*Dh, or 3*H*Dh where q, k and v lie packed.
+    /// From a position to the next, in elements: H*Dh, or more where q, k and v lie packed.
     pub row: usize,
 }
 
@@ -58,18 +58,13 @@ pub(crate) fn rotate(
 }
 
 /// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32.
-/// `back` turns the other way, as gradients are.
 pub(crate) fn in_place(
     gpu: &CudaDevice,
     x: View,
     tables: [View; 2],
     heads: &Turned,
-    back: bool,
+    turn: Turn,
 ) -> Result<()> {
-    let turn = Turn {
-        by_halves: false,
-        back,
-    };
     launch(gpu, x, tables, heads, turn, x)
 }
 

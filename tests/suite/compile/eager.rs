@@ -7,6 +7,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::{Forward, PlanConfig, TrainStep};
 use tallow::model::TransformerConfig;
 use tallow::no_grad;
+use tallow::ops::RotaryPairs;
 use tallow::precision::Precision;
 
 fn plan(batch_size: usize, sequence_length: usize) -> PlanConfig {
@@ -29,6 +30,29 @@ fn odd_shapes(
     let plan = PlanConfig {
         precision,
         ..plan(shape.0, shape.1)
+    };
+    agree(&model, &plan);
+}
+
+/// Heads of k and v that serve several of q, rotated by halves or not; projections with biases.
+#[rstest]
+fn grouped_heads(
+    #[values((4, 2, 24), (6, 1, 40), (2, 2, 8))] heads: (usize, usize, usize),
+    #[values(RotaryPairs::Adjacent, RotaryPairs::Halves)] rope_pairs: RotaryPairs,
+    #[values(false, true)] qkv_bias: bool,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let (heads, kv_heads, head_dim) = heads;
+    let model = TransformerConfig {
+        num_kv_heads: Some(kv_heads),
+        rope_pairs,
+        qkv_bias,
+        ..config(2, heads, head_dim, 56, attention)
+    };
+    let plan = PlanConfig {
+        precision,
+        ..plan(2, 67)
     };
     agree(&model, &plan);
 }

@@ -7,6 +7,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::{Call, Forward, PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
+use tallow::ops::RotaryPairs;
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
 
@@ -145,6 +146,31 @@ fn precisions_and_attention(
         ..plan(precision)
     };
     agree(&model, &long);
+}
+
+/// Heads of k and v that serve several of q, rotated by halves or not; projections with biases.
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn grouped_heads(
+    #[values((4, 2, 24), (6, 1, 64), (3, 3, 128))] heads: (usize, usize, usize),
+    #[values(RotaryPairs::Adjacent, RotaryPairs::Halves)] rope_pairs: RotaryPairs,
+    #[values(false, true)] qkv_bias: bool,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let (heads, kv_heads, head_dim) = heads;
+    let model = TransformerConfig {
+        num_kv_heads: Some(kv_heads),
+        rope_pairs,
+        qkv_bias,
+        ..config(2, heads, head_dim, 56, attention)
+    };
+    let plan = PlanConfig {
+        batch_size: 3,
+        sequence_length: 130,
+        ..plan(precision)
+    };
+    agree(&model, &plan);
 }
 
 #[rstest]

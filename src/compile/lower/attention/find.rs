@@ -35,10 +35,7 @@ pub(in crate::compile::lower) fn find(
                 map.op == "linear" && same_x && !map.composed
             });
             let weights = maps.map(|map| (map, 1));
-            let equal = maps.iter().all(|map| {
-                program.graph.value(map.output).shape == program.graph.value(maps[0].output).shape
-            });
-            if are_maps && equal && linear::can_be_packed(program, job, &weights, form.dtype) {
+            if are_maps && linear::can_be_packed(program, job, &weights, form.dtype) {
                 form.sizes.packed = true;
                 packed.push(vec![q, k, v]);
             }
@@ -61,6 +58,9 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     if node.composed || attribute(node, "mask")? != Attribute::Mask(Mask::Causal) {
         return None;
     }
+    let Attribute::Number(scale) = attribute(node, "scale")? else {
+        return None;
+    };
     let heads = |place: usize| Heads::of(program, &node.inputs[place], i);
     let [q, k, v] = [heads(0)?, heads(1)?, heads(2)?];
     let merge = program.only_reader(node.output)?;
@@ -69,18 +69,36 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     let [batch, heads, length, head_dim] = q.shape[..] else {
         return None;
     };
-    let alike = k.shape == q.shape && v.shape == q.shape && !q.shape.contains(&0);
-    let rotated_alike = k.angles == q.angles && v.angles.is_none();
-    let thirds = [&q, &k, &v].map(|x| x.third);
-    // Thirds of the rows of one projection, which the CPU's kernels do not take.
-    let in_one = thirds == [Some(0), Some(1), Some(2)]
+    let kv_heads = *k.shape.get(1)?;
+    let of_kv = [batch, kv_heads, length, head_dim];
+    let alike = k.shape == of_kv && v.shape == of_kv && !q.shape.contains(&0) && kv_heads > 0;
+    let grouped = kv_heads != heads;
+    let rotated_alike = k.angles == q.angles && v.angles.is_none() && q.by_halves == k.by_halves;
+    let on_gpu = job.function.target == Target::Cuda;
+    let angles = q.angles.clone();
+    let sizes = InModel {
+        batch,
+        length,
+        heads,
+        kv_heads,
+        head_dim,
+        scale,
+        by_halves: q.by_halves,
+        packed: false,
+    };
+    // Parts of the rows of one projection, which the CPU's kernels do not take.
+    let columns = sizes.columns();
+    let row = columns.iter().sum();
+    let firsts = [0, columns[0], columns[0] + columns[1]];
+    let parts = [&q, &k, &v].map(|x| x.part);
+    let in_one = parts == firsts.map(|first| Some(Part { first, row }))
         && q.projection == k.projection
         && k.projection == v.projection
-        && job.function.target == Target::Cuda;
+        && on_gpu;
     let dtype = graph.value(node.output).dtype;
     let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    // The CPU's naive kernel rotates by itself.
-    let takes = q.angles.is_some() || !is_naive || job.function.target == Target::Cuda;
+    // Naive attention's kernels know no groups; the CPU's rotates by itself, adjacent pairs.
+    let takes = !is_naive || !grouped && (on_gpu || q.angles.is_some() && !q.by_halves);
     let nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
     // Rotated in place: nothing else reads a projection, nor does what makes it.
     let is_ours = [&q, &k, &v].iter().all(|x| {
@@ -95,22 +113,14 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         .iter()
         .all(|other| program.are_in_one_segment(i, *other));
     let fits = is_merged && alike && rotated_alike && known && takes && is_ours && together;
-    if !fits || !(in_one || thirds == [None; 3]) {
+    if !fits || !(in_one || parts == [None; 3]) {
         return None;
     }
-    let Attribute::Number(scale) = attribute(node, "scale")? else {
-        return None;
-    };
-    let angles = q.angles.clone();
     let form = Attention {
         path: place_of(node),
         sizes: InModel {
-            batch,
-            length,
-            heads,
-            head_dim,
-            scale,
             packed: in_one,
+            ..sizes
         },
         dtype,
         is_naive,
@@ -125,28 +135,35 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
 
 /// q, k or v, from a projection to the heads that attention reads.
 struct Heads {
-    /// (N, D), or (N, 3 D).
+    /// (N, their columns), or more in a row.
     projection: ValueId,
-    /// Which third of its columns they are, if not all.
-    third: Option<usize>,
-    /// (B, H, T, Dh).
+    /// Which of its columns they are, if not all.
+    part: Option<Part>,
+    /// (B, heads, T, Dh).
     shape: Vec<usize>,
     /// Cosines and sines, where they are rotated.
     angles: Option<[graph::ValueRef; 2]>,
+    by_halves: bool,
     /// What cuts and rotates them.
     nodes: Vec<usize>,
+}
+
+/// Columns of longer rows.
+#[derive(Clone, Copy, PartialEq)]
+struct Part {
+    first: usize,
+    /// How many columns there are in all.
+    row: usize,
 }
 
 impl Heads {
     /// What node `reader` reads as `operand`.
     fn of(program: &Program<'_>, operand: &graph::ValueRef, reader: usize) -> Option<Self> {
         let mut maker = cut(program, operand, reader)?;
-        let (mut angles, mut nodes) = (None, Vec::new());
+        let (mut angles, mut by_halves, mut nodes) = (None, false, Vec::new());
         if program.nodes[maker].op == "rope" {
             let rope = &program.nodes[maker];
-            if attribute(rope, HALVES).is_some() {
-                return None; // the kernels rotate adjacent pairs
-            }
+            by_halves = attribute(rope, HALVES).is_some();
             let [cos, sin] = &rope.reads[..] else {
                 return None;
             };
@@ -166,32 +183,33 @@ impl Heads {
             nodes.push(copy);
             projection = &program.nodes[copy].inputs[0];
         }
-        let third = match &projection.view {
+        let elements = program.graph.value(projection.value).elements();
+        let part = match &projection.view {
             None => None,
-            Some(view) => Some(third(
-                view,
-                program.graph.value(projection.value).elements(),
-            )?),
+            Some(view) => Some(part(view, elements)?),
         };
         Some(Self {
             projection: projection.value,
-            third,
+            part,
             shape: program.graph.value(split.output).shape.clone(),
             angles,
+            by_halves,
             nodes,
         })
     }
 }
 
-/// Which third a view (B, T, D) is of the columns of a (B, T, 3 D) of so many elements.
-fn third(view: &graph::View, elements: usize) -> Option<usize> {
+/// Which columns a view (B, T, width) is of a (B, T, row) of so many elements.
+fn part(view: &graph::View, elements: usize) -> Option<Part> {
     let [batch, length, width] = view.shape[..] else {
         return None;
     };
-    let is_third = view.stride == [3 * length * width, 3 * width, 1] && width > 0;
-    let is_all = 3 * batch * length * width == elements;
-    let fits = is_third && is_all && view.offset.is_multiple_of(width);
-    fits.then(|| view.offset / width)
+    let row = view.stride[1];
+    let fits = view.stride == [length * row, row, 1]
+        && batch * length * row == elements
+        && view.offset + width <= row;
+    let first = view.offset;
+    fits.then_some(Part { first, row })
 }
 
 /// The node that makes all of an operand, which node `reader` alone reads.

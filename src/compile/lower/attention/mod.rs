@@ -1,5 +1,5 @@
 //! Attention in the model's dimension: projections cut into heads, rotated to their positions, compared, and merged
-//! again. Causal, with as many heads of k and v as of q.
+//! again. Causal; in naive attention with as many heads of k and v as of q.
 
 mod find;
 
@@ -20,21 +20,21 @@ struct Attention {
     sizes: InModel,
     dtype: DType,
     is_naive: bool,
-    /// The projections, (N, D) each, or all three as one, (N, 3 D), three times; rotated in place where a kernel does
-    /// not rotate by itself.
+    /// The projections, (N, H Dh) and twice (N, Hkv Dh), or all three as one beside each other, three times; rotated in
+    /// place where a kernel does not rotate by itself.
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
     angles: Option<[graph::ValueRef; 2]>,
     /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what
     /// rounding took from the output.
     kept: Vec<ValueId>,
-    /// (N, D).
+    /// (N, H Dh).
     output: ValueId,
     is_wanted: bool,
 }
 
 impl Attention {
-    /// N, D.
+    /// N, H Dh.
     fn shape(&self) -> [usize; 2] {
         let s = &self.sizes;
         [s.batch * s.length, s.heads * s.head_dim]
@@ -94,17 +94,28 @@ impl Attention {
     fn rotate(
         &self,
         lower: &mut Lower<'_>,
-        kernel: &Kernel,
+        kernel: fn(&InModel) -> Kernel,
         heads: &Named<BufferRange>,
     ) -> Result<()> {
         let angles = self.angles(lower)?;
         if !angles.is_empty() {
-            for x in heads.iter().take(2) {
+            for (x, sizes) in heads.iter().zip(self.each()).take(2) {
                 let writes = [("x", x.clone())];
-                lower.plan.call(kernel.clone(), angles.clone(), writes);
+                lower.plan.call(kernel(&sizes), angles.clone(), writes);
             }
         }
         Ok(())
+    }
+
+    /// The sizes of q's, k's and v's heads, or of what they are packed in.
+    fn each(&self) -> Vec<InModel> {
+        let s = &self.sizes;
+        match s.packed {
+            true => vec![*s],
+            false => [s.heads, s.kv_heads, s.kv_heads]
+                .map(|heads| s.only(heads))
+                .into(),
+        }
     }
 
     /// Naive attention's scores on a GPU, of as many heads as it has there at once.
@@ -181,35 +192,32 @@ impl Attention {
         gradients: &Named<BufferRange>,
     ) -> Result<()> {
         let op = self.sizes.tiled_backward();
-        let [b, h, t, d] = [
-            self.sizes.batch,
-            self.sizes.heads,
-            self.sizes.length,
-            self.sizes.head_dim,
-        ];
         if lower.is_on_gpu() {
             let words = workspace::flash_backward(&self.sizes.flash());
             let workspace = lower.scratch(&[words], DType::U32);
             let writes = gradients.clone().with("workspace", workspace);
             lower.plan.call(op, reads, writes);
-            return self.rotate(lower, &self.sizes.rotate_back(), gradients);
+            return self.rotate(lower, InModel::rotate_back, gradients);
         }
         let names = [("dq", "dq_heads"), ("dk", "dk_heads"), ("dv", "dv_heads")];
-        let heads = names.map(|(name, buffer)| {
-            let place = self.buffer(lower, buffer, &[b, h, t, d], false);
-            (name, place)
+        let each = self.each();
+        let heads = names.iter().zip(&each).map(|((name, buffer), sizes)| {
+            let shape = [sizes.batch, sizes.heads, sizes.length, sizes.head_dim];
+            let place = self.buffer(lower, buffer, &shape, false);
+            (*name, place)
         });
+        let heads: Vec<_> = heads.collect();
         lower.plan.call(op, reads, heads.clone());
         let angles = self.angles(lower)?;
-        for (i, ((_, from), to)) in heads.into_iter().zip(gradients.iter()).enumerate() {
+        let merged = heads.into_iter().zip(gradients.iter()).zip(each);
+        for (i, (((_, from), to), sizes)) in merged.enumerate() {
             let (reads, writes) = (Named::from([("x", from)]), [("y", to.clone())]);
             match i < 2 && !angles.is_empty() {
                 true => {
-                    let (kernel, reads) =
-                        (self.sizes.merge_rotated_back(), reads.and(angles.clone()));
+                    let (kernel, reads) = (sizes.merge_rotated_back(), reads.and(angles.clone()));
                     lower.plan.call(kernel, reads, writes);
                 }
-                false => lower.plan.call(self.sizes.merge(), reads, writes),
+                false => lower.plan.call(sizes.merge(), reads, writes),
             }
         }
         Ok(())
@@ -230,7 +238,7 @@ impl Form for Attention {
             return self.naive_forward(lower, threads);
         }
         let qkv = self.qkv(lower);
-        self.rotate(lower, &self.sizes.rotate(), &qkv)?;
+        self.rotate(lower, InModel::rotate, &qkv)?;
         match self.is_naive {
             true => self.naive_forward_on_gpu(lower),
             false => self.flash_forward(lower),
@@ -243,10 +251,14 @@ impl Form for Attention {
             return Ok(());
         };
         let qkv = self.qkv(lower);
-        let [rows, width] = self.shape();
+        let [rows, _] = self.shape();
         let names = self.sizes.names(&["dqkv"], &["dq", "dk", "dv"]);
-        let columns = width * 3 / names.len();
-        let gradients = names.iter().map(|name| {
+        let columns = self.sizes.columns();
+        let columns = match self.sizes.packed {
+            true => vec![columns.iter().sum()],
+            false => columns.to_vec(),
+        };
+        let gradients = names.iter().zip(columns).map(|(name, columns)| {
             let gradient = self.buffer(lower, name, &[rows, columns], false);
             (*name, gradient)
         });
@@ -280,7 +292,7 @@ impl Form for Attention {
                 let writes = writes.with_some("dscores", d_scores);
                 let op = self.sizes.naive_backward();
                 lower.plan.call(op, reads.and(kept), writes);
-                self.rotate(lower, &self.sizes.rotate_back(), &gradients)?;
+                self.rotate(lower, InModel::rotate_back, &gradients)?;
             }
             (false, _) => {
                 let reads = reads.with("out", out).and(kept);

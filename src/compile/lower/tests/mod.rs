@@ -205,6 +205,39 @@ fn gradients_that_pass() {
     }
 }
 
+/// Attention of grouped heads that rotate by halves is computed where the projections lie: nothing is cut into heads or
+/// copied for it, and in half precision q, k and v are one product.
+#[rstest::rstest]
+fn grouped_heads_lie_in_the_models_dimension(
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+    #[values(false, true)] qkv_bias: bool,
+) {
+    let model = TransformerConfig {
+        num_kv_heads: Some(3),
+        rope_pairs: crate::ops::RotaryPairs::Halves,
+        qkv_bias,
+        ..small(2)
+    };
+    let config = PlanConfig {
+        precision,
+        ..in_bf16(2)
+    };
+    let plan = gpu_plan(&model, &config, [0, 0]);
+    let count = |name: &str| {
+        let calls = plan.calls().iter();
+        calls.filter(|call| call.op.name() == name).count()
+    };
+    for name in ["split_heads", "merge_heads", "rope", "contiguous"] {
+        assert_eq!(count(name), 0, "{name}");
+    }
+    let packed = precision == Precision::BF16 && !qkv_bias;
+    let rotated = if packed { 1 } else { 2 }; // q and k in one call
+    assert_eq!(
+        (count("rotate"), count("rotate_back")),
+        (2 * rotated, 2 * rotated)
+    );
+}
+
 /// A block of GPT-2's kind: LayerNorm, one projection to q, k and v with a bias, GELU.
 fn block(
     weights: &candle_nn::VarBuilder<'_>,

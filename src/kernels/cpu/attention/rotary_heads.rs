@@ -85,8 +85,13 @@ pub(super) fn turn_back_stored<S: Stored>(
     }
 }
 
-/// Turns every head of x (B, T, H*Dh) by its position's angles.
-pub fn rotate_in_place<S: Stored>(sizes: HeadSizes, angles: Angles<'_, S::Wide>, x: &mut [S]) {
+/// Turns every head of x (B, T, H*Dh) by its position's angles: its adjacent pairs, or its halves.
+pub fn rotate_in_place<S: Stored>(
+    sizes: HeadSizes,
+    angles: Angles<'_, S::Wide>,
+    by_halves: bool,
+    x: &mut [S],
+) {
     let HeadSizes {
         length, head_dim, ..
     } = sizes;
@@ -98,7 +103,10 @@ pub fn rotate_in_place<S: Stored>(sizes: HeadSizes, angles: Angles<'_, S::Wide>,
                 for (row, x) in x.chunks_exact_mut(width).enumerate() {
                     let at = angles.at((first + row) % length, head_dim);
                     for x in x.chunks_exact_mut(head_dim) {
-                        turn_stored(x, at);
+                        match by_halves {
+                            false => turn_stored(x, at),
+                            true => turn_halves(x, at, false),
+                        }
                     }
                 }
             },
@@ -122,10 +130,37 @@ fn turn_stored<S: Stored>(x: &mut [S], (cos, sin): (&[S::Wide], &[S::Wide])) {
     }
 }
 
+/// Turns the pairs (x[i], x[i + Dh/2]) where they lie, elements of a narrower type rounded once.
+#[inline(always)]
+fn turn_halves<S: Stored>(x: &mut [S], (cos, sin): (&[S::Wide], &[S::Wide]), inverse: bool) {
+    let sign = if inverse { -S::Wide::ONE } else { S::Wide::ONE };
+    let turn = |x1: &mut [S::Wide], x2: &mut [S::Wide], cos: &[S::Wide], sin: &[S::Wide]| {
+        for (((x1, x2), c), s) in x1.iter_mut().zip(x2).zip(cos).zip(sin) {
+            let s = *s * sign;
+            (*x1, *x2) = (*x1 * *c - *x2 * s, *x1 * s + *x2 * *c);
+        }
+    };
+    let (x1, x2) = x.split_at_mut(cos.len());
+    if let (Some(x1), Some(x2)) = (S::as_wide_mut(x1), S::as_wide_mut(x2)) {
+        return turn(x1, x2, cos, sin);
+    }
+    let mut buffers = [[S::Wide::ZERO; BLOCK]; 2];
+    let angles = cos.chunks(BLOCK).zip(sin.chunks(BLOCK));
+    for ((x1, x2), (cos, sin)) in x1.chunks_mut(BLOCK).zip(x2.chunks_mut(BLOCK)).zip(angles) {
+        let [wide1, wide2] = buffers.each_mut().map(|buffer| &mut buffer[..cos.len()]);
+        S::load(x1, wide1);
+        S::load(x2, wide2);
+        turn(wide1, wide2, cos, sin);
+        S::store(wide1, x1);
+        S::store(wide2, x2);
+    }
+}
+
 /// (B, H, T, Dh) to (B, T, H*Dh), rotated back: how the gradients of q and k return.
 pub fn merge_rotated_back<S: Stored>(
     sizes: HeadSizes,
     angles: Angles<'_, S::Wide>,
+    by_halves: bool,
     split: &[S],
     merged: &mut [S],
 ) {
@@ -146,7 +181,14 @@ pub fn merge_rotated_back<S: Stored>(
                     let at = angles.at(t, head_dim);
                     for (h, to) in merged.chunks_exact_mut(head_dim).enumerate() {
                         let from = ((b * heads + h) * length + t) * head_dim;
-                        turn_back(&split[from..from + head_dim], at, to);
+                        let from = &split[from..from + head_dim];
+                        match by_halves {
+                            false => turn_back(from, at, to),
+                            true => {
+                                to.copy_from_slice(from);
+                                turn_halves(to, at, true);
+                            }
+                        }
                     }
                 }
             },
@@ -203,17 +245,22 @@ mod tests {
             let [mut split, mut rotated, mut wanted] = [(); 3].map(|()| vec![S::zero(); n]);
 
             heads::split(sizes, &x, &mut split);
-            rope::rotate(&split, cos, sin, head_dim, false, &mut rotated);
-            heads::merge(sizes, &rotated, &mut wanted);
-            let mut got = x.clone();
-            rotate_in_place(sizes, angles, &mut got);
-            assert!(got == wanted, "{sizes:?}");
+            for (by_halves, rotate) in [
+                (false, rope::rotate as fn(&[S], _, _, _, _, &mut [S])),
+                (true, rope::rotate_halves),
+            ] {
+                rotate(&split, cos, sin, head_dim, false, &mut rotated);
+                heads::merge(sizes, &rotated, &mut wanted);
+                let mut got = x.clone();
+                rotate_in_place(sizes, angles, by_halves, &mut got);
+                assert!(got == wanted, "{sizes:?}");
 
-            rope::rotate(&x, cos, sin, head_dim, true, &mut rotated);
-            heads::merge(sizes, &rotated, &mut wanted);
-            let mut got = vec![S::from_f64(f64::NAN); n];
-            merge_rotated_back(sizes, angles, &x, &mut got);
-            assert!(got == wanted, "{sizes:?}");
+                rotate(&x, cos, sin, head_dim, true, &mut rotated);
+                heads::merge(sizes, &rotated, &mut wanted);
+                let mut got = vec![S::from_f64(f64::NAN); n];
+                merge_rotated_back(sizes, angles, by_halves, &x, &mut got);
+                assert!(got == wanted, "{sizes:?}");
+            }
         }
     }
 }

@@ -284,7 +284,11 @@ fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: u
             row,
         };
         let tables = [cos.view(gpu), sin.view(gpu)];
-        rope::in_place(gpu, on_gpu.view(gpu), tables, &sizes, back).unwrap();
+        let turn = rope::Turn {
+            by_halves: false,
+            back,
+        };
+        rope::in_place(gpu, on_gpu.view(gpu), tables, &sizes, turn).unwrap();
         assert_close("q, k, v", &on_gpu.read(gpu), &exact);
         let v = |values: &[T]| -> Vec<u64> {
             let rows = values.chunks(row);
