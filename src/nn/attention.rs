@@ -152,11 +152,11 @@ impl CausalSelfAttention {
             None => [None, None],
         };
         let kv_heads = self.num_kv_heads;
-        let q = || self.positioned(heads(&self.q_proj, x, self.num_heads)?, q_norm);
-        let k = || self.positioned(heads(&self.k_proj, x, kv_heads)?, k_norm);
+        let q = || self.positioned(heads(&self.q_proj, x, self.num_heads, q_norm)?);
+        let k = || self.positioned(heads(&self.k_proj, x, kv_heads, k_norm)?);
         let q = in_module("q_proj", q)?; // (B, H, T, Dh)
         let k = in_module("k_proj", k)?; // (B, Hkv, T, Dh)
-        let v = in_module("v_proj", || heads(&self.v_proj, x, kv_heads))?; // (B, Hkv, T, Dh)
+        let v = in_module("v_proj", || heads(&self.v_proj, x, kv_heads, None))?; // (B, Hkv, T, Dh)
         let config = AttentionConfig {
             mask: Mask::Causal,
             scale: None,
@@ -166,12 +166,8 @@ impl CausalSelfAttention {
         in_module("output_proj", || self.output_proj.forward(&merged))
     }
 
-    /// Heads normalised and rotated, as far as the layer does so.
-    fn positioned(&self, heads: Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
-        let heads = match norm {
-            Some(norm) => norm.forward(&heads)?,
-            None => heads,
-        };
+    /// Heads rotated, if the layer does so.
+    fn positioned(&self, heads: Tensor) -> Result<Tensor> {
         match &self.rotary {
             Some(rotary) => rotary.forward(&heads, 0),
             None => Ok(heads),
@@ -179,9 +175,14 @@ impl CausalSelfAttention {
     }
 }
 
-/// x projected and cut into heads: (B, heads, T, Dh).
-fn heads(projection: &Linear, x: &Tensor, heads: usize) -> Result<Tensor> {
-    ops::split_heads(&projection.forward(x)?, heads)
+/// x projected and cut into heads, (B, heads, T, Dh), each of them normalised before: plans then cut nothing.
+fn heads(projection: &Linear, x: &Tensor, heads: usize, norm: Option<&RmsNorm>) -> Result<Tensor> {
+    let mut rows = projection.forward(x)?; // (B, T, heads Dh)
+    if let (Some(norm), &[batch, length, width]) = (norm, rows.dims()) {
+        let apart = rows.reshape((batch, length, heads, width / heads))?;
+        rows = norm.forward(&apart)?.reshape((batch, length, width))?;
+    }
+    ops::split_heads(&rows, heads)
 }
 
 impl Layer for CausalSelfAttention {

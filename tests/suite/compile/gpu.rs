@@ -148,21 +148,23 @@ fn precisions_and_attention(
     agree(&model, &long);
 }
 
-/// Heads of k and v that serve several of q, rotated by halves or not; projections with biases.
+/// Heads of k and v that serve several of q, rotated by halves or not; projections with biases, or norms.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn grouped_heads(
     #[values((4, 2, 24), (6, 1, 64), (3, 3, 128))] heads: (usize, usize, usize),
     #[values(RotaryPairs::Adjacent, RotaryPairs::Halves)] rope_pairs: RotaryPairs,
-    #[values(false, true)] qkv_bias: bool,
+    #[values((false, false), (true, false), (false, true))] bias_and_norm: (bool, bool),
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
     let (heads, kv_heads, head_dim) = heads;
+    let (qkv_bias, qk_norm) = bias_and_norm;
     let model = TransformerConfig {
         num_kv_heads: Some(kv_heads),
         rope_pairs,
         qkv_bias,
+        qk_norm,
         ..config(2, heads, head_dim, 56, attention)
     };
     let plan = PlanConfig {

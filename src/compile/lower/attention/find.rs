@@ -104,7 +104,8 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     let is_ours = [&q, &k, &v].iter().all(|x| {
         let maker = program.maker(x.projection).map(|by| program.nodes[by].op);
         let readers = program.readers(x.projection).iter();
-        let made = maker.is_some_and(|op| ["linear", "linear_bias"].contains(&op));
+        let makers = ["linear", "linear_bias", "rms_norm"];
+        let made = maker.is_some_and(|op| makers.contains(&op));
         made && !program.is_output(x.projection)
             && readers.clone().all(|reader| nodes.contains(reader))
             && (in_one || readers.count() == 1)
@@ -156,6 +157,16 @@ struct Part {
     row: usize,
 }
 
+impl Part {
+    /// All of the columns of a view.
+    fn all(view: &graph::View) -> Self {
+        Self {
+            first: 0,
+            row: view.shape[view.shape.len() - 1],
+        }
+    }
+}
+
 impl Heads {
     /// What node `reader` reads as `operand`.
     fn of(program: &Program<'_>, operand: &graph::ValueRef, reader: usize) -> Option<Self> {
@@ -186,7 +197,7 @@ impl Heads {
         let elements = program.graph.value(projection.value).elements();
         let part = match &projection.view {
             None => None,
-            Some(view) => Some(part(view, elements)?),
+            Some(view) => Some(part(view, elements)?).filter(|part| *part != Part::all(view)),
         };
         Some(Self {
             projection: projection.value,

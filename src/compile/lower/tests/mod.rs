@@ -210,12 +210,14 @@ fn gradients_that_pass() {
 #[rstest::rstest]
 fn grouped_heads_lie_in_the_models_dimension(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
-    #[values(false, true)] qkv_bias: bool,
+    #[values((false, false), (true, false), (false, true))] bias_and_norm: (bool, bool),
 ) {
+    let (qkv_bias, qk_norm) = bias_and_norm;
     let model = TransformerConfig {
         num_kv_heads: Some(3),
         rope_pairs: crate::ops::RotaryPairs::Halves,
         qkv_bias,
+        qk_norm,
         ..small(2)
     };
     let config = PlanConfig {
@@ -230,7 +232,7 @@ fn grouped_heads_lie_in_the_models_dimension(
     for name in ["split_heads", "merge_heads", "rope", "contiguous"] {
         assert_eq!(count(name), 0, "{name}");
     }
-    let packed = precision == Precision::BF16 && !qkv_bias;
+    let packed = precision == Precision::BF16 && !qkv_bias && !qk_norm;
     let rotated = if packed { 1 } else { 2 }; // q and k in one call
     assert_eq!(
         (count("rotate"), count("rotate_back")),
