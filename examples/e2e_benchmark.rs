@@ -39,6 +39,7 @@ use tallow::Result;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
+use tallow::optim::{AdamWConfig, Moments};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Format, Report, counted};
 
@@ -131,6 +132,8 @@ struct Flags {
 enum OptimizerFlag {
     /// This crate's, in place
     Adamw,
+    /// This crate's, with running means in bf16: 4 bytes a parameter in place of 8
+    AdamwBf16,
     /// candle_nn's, to compare
     CandleAdamw,
 }
@@ -367,12 +370,18 @@ impl Flags {
     }
 
     fn optimizer(&self) -> OptimizerChoice {
-        let config = tallow::optim::AdamWConfig {
+        let config = AdamWConfig {
             lr: self.lr,
             ..Default::default()
         };
         match self.optimizer {
             OptimizerFlag::Adamw => OptimizerChoice::AdamW(config),
+            OptimizerFlag::AdamwBf16 => OptimizerChoice::AdamW(AdamWConfig {
+                moments: Moments::Bf16 {
+                    seed: self.common.seed,
+                },
+                ..config
+            }),
             OptimizerFlag::CandleAdamw => OptimizerChoice::CandleAdamW(config),
         }
     }

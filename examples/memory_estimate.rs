@@ -184,6 +184,7 @@ impl Flags {
                                     precision,
                                     checkpointing,
                                     kernels,
+                                    ..Default::default()
                                 });
                             }
                         }

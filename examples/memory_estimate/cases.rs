@@ -80,6 +80,7 @@ pub fn case(i: usize) -> (TransformerConfig, Workload) {
             .parse()
             .unwrap_or_default(),
         kernels: Kernels::Cpu,
+        ..Default::default()
     };
     (config, workload)
 }

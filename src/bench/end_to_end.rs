@@ -135,6 +135,7 @@ impl EndToEnd {
             precision: self.precision,
             checkpointing: self.config.checkpointing,
             kernels: Kernels::of(device),
+            moments: self.optimizer.moments(),
         };
         memory::estimate(&self.config, &workload)
     }

@@ -1,6 +1,6 @@
 //! What comes after backward in a measured training step.
 
-use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, Moments};
 use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
@@ -25,8 +25,20 @@ impl OptimizerChoice {
     /// As reports name it.
     pub fn name(&self) -> &'static str {
         match self {
+            OptimizerChoice::AdamW(AdamWConfig {
+                moments: Moments::Bf16 { .. },
+                ..
+            }) => "adamw-bf16",
             OptimizerChoice::AdamW(_) => "adamw",
             OptimizerChoice::CandleAdamW(_) => "candle-adamw",
+        }
+    }
+
+    /// What its running means are stored in.
+    pub(super) fn moments(&self) -> Moments {
+        match self {
+            OptimizerChoice::AdamW(config) => config.moments,
+            OptimizerChoice::CandleAdamW(_) => Moments::Wide,
         }
     }
 

@@ -210,23 +210,45 @@ fn on_cpu<R>(
     }
 }
 
-/// Lends the elements of variables and their state, all in f32 or all in f64, as bytes.
+/// Lends the elements of variables and their state as bytes.
 fn with_mut_bytes(tensors: &[&Tensor], f: impl FnOnce(&[*mut [u8]])) -> candle_core::Result<()> {
+    // Behind a pointer, or every dtype that follows another would be a type of its own.
+    type Borrower<'f> = Box<dyn FnOnce(&[*mut [u8]]) + 'f>;
+
+    fn lend(tensors: &[&Tensor], lent: Vec<*mut [u8]>, f: Borrower<'_>) -> candle_core::Result<()> {
+        let dtype = tensors.first().map(|tensor| tensor.dtype());
+        let other = tensors
+            .iter()
+            .position(|tensor| Some(tensor.dtype()) != dtype);
+        let alike = other.unwrap_or(tensors.len());
+        match dtype {
+            None => {
+                f(&lent);
+                Ok(())
+            }
+            Some(DType::F64) => lend_as::<f64>(tensors.split_at(alike), lent, f),
+            Some(DType::BF16) => lend_as::<bf16>(tensors.split_at(alike), lent, f),
+            Some(_) => lend_as::<f32>(tensors.split_at(alike), lent, f),
+        }
+    }
+
     fn lend_as<T: Element>(
-        tensors: &[&Tensor],
-        f: impl FnOnce(&[*mut [u8]]),
+        (first, rest): (&[&Tensor], &[&Tensor]),
+        mut lent: Vec<*mut [u8]>,
+        f: Borrower<'_>,
     ) -> candle_core::Result<()> {
-        with_mut_slices::<T>(tensors, |slices| {
+        let mut result = Ok(());
+        with_mut_slices::<T>(first, |slices| {
             let of = |slice: &*mut [T]| {
                 std::ptr::slice_from_raw_parts_mut(slice.cast(), slice.len() * size_of::<T>())
             };
-            f(&slices.iter().map(of).collect::<Vec<_>>());
-        })
+            lent.extend(slices.iter().map(of));
+            result = lend(rest, lent, f);
+        })?;
+        result
     }
-    match tensors.first().map(|tensor| tensor.dtype()) {
-        Some(DType::F64) => lend_as::<f64>(tensors, f),
-        _ => lend_as::<f32>(tensors, f),
-    }
+
+    lend(tensors, Vec::with_capacity(tensors.len()), Box::new(f))
 }
 
 fn bytes<T>(elements: &mut [T]) -> *mut [u8] {

@@ -4,6 +4,7 @@ use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Location};
 pub use super::call::{BufferRange, Call, Phase};
 use super::parts::{self, PartCost};
+use crate::optim::Moments;
 use candle_core::DType;
 use std::ops::Range;
 
@@ -104,6 +105,21 @@ impl Plan {
         Self {
             workspace_bytes: bytes as u64,
             ..self
+        }
+    }
+
+    /// With AdamW's running means stored like this; they are f32 in a plan that has met no optimizer yet.
+    pub fn with_moments(mut self, moments: Moments) -> Self {
+        self.set_moments(|_, parameter| moments.dtype(parameter));
+        self
+    }
+
+    /// Says in what dtype each parameter's running means are, by its number and the dtype of the buffer so far.
+    pub(super) fn set_moments(&mut self, dtype: impl Fn(usize, DType) -> DType) {
+        for buffer in &mut self.buffers {
+            if let Location::ExpAvg(number) | Location::ExpAvgSq(number) = buffer.location {
+                buffer.dtype = dtype(number, buffer.dtype);
+            }
         }
     }
 

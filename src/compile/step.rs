@@ -133,6 +133,8 @@ impl Step {
     ) -> Result<bool> {
         let planned = optimizer.planned_updates(self.op, &self.parameters)?;
         parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        self.plan
+            .set_moments(|number, _| planned[number].exp_avg.dtype());
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // somebody else has stepped
         }

@@ -13,6 +13,7 @@ pub(crate) mod limits;
 mod mask;
 #[cfg(any(test, feature = "cuda"))]
 pub(crate) mod ptx_cache;
+pub(crate) mod stochastic;
 pub(crate) mod strided;
 mod update;
 pub(crate) mod workspace;

@@ -17,6 +17,8 @@ pub struct Update {
     pub second_correction: f64,
     /// Added to the root of the corrected second moment.
     pub eps: f64,
+    /// What moments in bf16 are rounded by: the parameter's random bits in this step.
+    pub rounding: u32,
 }
 
 impl Update {
@@ -32,6 +34,7 @@ impl Update {
             step_size: lr / (1.0 - beta1.powf(step)),
             second_correction: (1.0 - beta2.powf(step)).sqrt(),
             eps,
+            rounding: 0,
         }
     }
 }

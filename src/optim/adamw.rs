@@ -23,7 +23,8 @@ use std::collections::{HashMap, HashSet};
 /// p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 /// ```
 ///
-/// The state is `f32` whatever a parameter's dtype (`f64` for `f64` parameters): 8 bytes a parameter. A parameter in
+/// The state is `f32` whatever a parameter's dtype (`f64` for `f64` parameters): 8 bytes a parameter, or 4 in bf16
+/// ([`Moments::Bf16`](super::Moments::Bf16)). A parameter in
 /// `f16` or `bf16` has a third state, `master`, its value in `f32` (12 bytes in all), of which it is the rounding: a
 /// step of 1e-3 would otherwise be rounded away from a `bf16` weight of 1 every time. Setting such a parameter from
 /// outside is noticed, and its `master` starts from there.
@@ -106,11 +107,11 @@ impl AdamW {
             group.config.validate()?;
         }
         refuse_duplicates(&groups)?;
-        let slots = groups
-            .iter()
-            .flat_map(|group| &group.parameters)
-            .map(|(name, var)| Slot::new(name, var))
-            .collect::<Result<_>>()?;
+        let slots = groups.iter().flat_map(|group| {
+            let parameters = group.parameters.iter();
+            parameters.map(|(name, var)| Slot::new(name, var, group.config.moments))
+        });
+        let slots = slots.collect::<Result<_>>()?;
         Ok(Self {
             groups,
             slots,
@@ -178,17 +179,10 @@ impl AdamW {
         let gradients = self.readable_gradients(gradients)?;
         self.steps += 1;
         crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
-        let mut slots = self.slots.iter().zip(&gradients);
+        let mut slots = self.slots.iter().zip(&gradients).enumerate();
         for group in &self.groups {
-            let config = &group.config;
-            let update = Update::new(
-                config.lr,
-                config.betas,
-                config.eps,
-                config.weight_decay,
-                self.steps,
-            );
-            for ((_, var), (slot, gradient)) in group.parameters.iter().zip(&mut slots) {
+            for ((_, var), (number, (slot, gradient))) in group.parameters.iter().zip(&mut slots) {
+                let update = group.config.update(self.steps, number);
                 step(var, gradient, slot, &update)?;
             }
         }

@@ -59,7 +59,7 @@ impl Batch {
     /// Updates what was added: one launch for what is on one GPU and of the same dtypes.
     pub(super) fn step(&self) -> Result<()> {
         /// What a launch's entries have in common.
-        type Kind = (DeviceId, DType, Option<DType>);
+        type Kind = (DeviceId, [DType; 2], Option<DType>);
 
         let mut launches: Vec<(Kind, &CudaDevice, Vec<Entry>)> = Vec::new();
         for parameter in &self.parameters {
@@ -74,7 +74,8 @@ impl Batch {
                 copy: half.map(elements).transpose()?,
                 update: parameter.update,
             };
-            let kind = (on.id(), gradient.dtype(), half.map(Tensor::dtype));
+            let dtypes = [gradient.dtype(), m.dtype()];
+            let kind = (on.id(), dtypes, half.map(Tensor::dtype));
             match launches.iter_mut().find(|(other, ..)| *other == kind) {
                 Some((.., entries)) => entries.push(entry),
                 None => launches.push((kind, on, vec![entry])),

@@ -48,7 +48,7 @@ mod state;
 pub use accumulate::GradientAccumulator;
 pub use adamw::AdamW;
 pub use clip::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
-pub use config::{AdamWConfig, ParameterGroup, decay_matrices_only};
+pub use config::{AdamWConfig, Moments, ParameterGroup, decay_matrices_only};
 pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};
 pub use guard::check_finite;
 pub use schedule::Schedule;

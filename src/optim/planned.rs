@@ -24,18 +24,11 @@ impl AdamW {
         parameters: &[(String, Var)],
     ) -> Result<Vec<PlannedUpdate>> {
         let mut found = HashMap::new();
-        let mut slots = self.slots.iter();
+        let mut slots = self.slots.iter().enumerate();
         for group in &self.groups {
-            let config = &group.config;
-            config.validate()?;
-            let update = Update::new(
-                config.lr,
-                config.betas,
-                config.eps,
-                config.weight_decay,
-                self.steps + 1,
-            );
-            for ((name, var), slot) in group.parameters.iter().zip(&mut slots) {
+            group.config.validate()?;
+            for ((name, var), (number, slot)) in group.parameters.iter().zip(&mut slots) {
+                let update = group.config.update(self.steps + 1, number);
                 found.insert(var.id(), (name, slot, update));
             }
         }

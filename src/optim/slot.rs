@@ -1,9 +1,10 @@
 //! One parameter's state, and its update by the CPU's kernel.
 
+use super::config::Moments;
 use crate::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::Update;
 use crate::kernels::cpu::Real;
-use crate::kernels::cpu::adamw;
+use crate::kernels::cpu::adamw::{self, Moment};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor, Var};
 use half::{bf16, f16};
@@ -24,7 +25,7 @@ pub(super) struct Slot {
 
 impl Slot {
     /// The state before the first step.
-    pub(super) fn new(name: &str, var: &Var) -> Result<Self> {
+    pub(super) fn new(name: &str, var: &Var, moments: Moments) -> Result<Self> {
         if graph::is_hollow(var) {
             return Err(Error::Order {
                 op: "AdamW",
@@ -42,14 +43,22 @@ impl Slot {
                 hint: "leave variables that are not trained out".into(),
             });
         }
-        let state = wide(var.dtype());
+        let (state, moment) = (wide(var.dtype()), moments.dtype(var.dtype()));
+        if (state, moment) == (DType::F64, DType::BF16) {
+            return Err(Error::DType {
+                op: "AdamW",
+                expected: format!("parameter {name} in f16, bf16 or f32, beside moments in bf16"),
+                got: "f64".into(),
+                hint: "leave AdamWConfig::moments as it is by default".into(),
+            });
+        }
         let master = match var.dtype() {
             DType::F16 | DType::BF16 => Some(Var::from_tensor(&var.detach().to_dtype(state)?)?),
             _ => None,
         };
         Ok(Self {
-            exp_avg: Var::zeros(var.shape(), state, var.device())?,
-            exp_avg_sq: Var::zeros(var.shape(), state, var.device())?,
+            exp_avg: Var::zeros(var.shape(), moment, var.device())?,
+            exp_avg_sq: Var::zeros(var.shape(), moment, var.device())?,
             master,
         })
     }
@@ -69,29 +78,41 @@ pub(super) fn step_cpu(
     slot: &Slot,
     update: &Update,
 ) -> Result<()> {
-    let Some(master) = &slot.master else {
-        match parameter.dtype() {
-            DType::F32 => step_full::<f32>(parameter, gradient, slot, update),
-            DType::F64 => step_full::<f64>(parameter, gradient, slot, update),
-            other => no_kernel(STEP, other),
-        }?;
-        return Ok(());
-    };
-    match (parameter.dtype(), gradient.dtype()) {
-        (DType::F16, DType::F16) => {
-            step_half::<f16, f16>(parameter, gradient, master, slot, update)
-        }
-        (DType::F16, _) => step_half::<f16, f32>(parameter, gradient, master, slot, update),
-        (DType::BF16, DType::BF16) => {
-            step_half::<bf16, bf16>(parameter, gradient, master, slot, update)
-        }
-        (DType::BF16, _) => step_half::<bf16, f32>(parameter, gradient, master, slot, update),
-        (other, _) => no_kernel(STEP, other),
-    }?;
+    match (parameter.dtype(), slot.exp_avg.dtype()) {
+        (DType::F64, _) => step_full::<f64, f64>(parameter, gradient, slot, update)?,
+        (_, DType::BF16) => step_with::<bf16>(parameter, gradient, slot, update)?,
+        _ => step_with::<f32>(parameter, gradient, slot, update)?,
+    }
     Ok(())
 }
 
-fn step_full<T: Element + Real>(
+/// Of moments in `M`, computed in f32.
+fn step_with<M: Element + Moment<Wide = f32>>(
+    parameter: &Tensor,
+    gradient: &Tensor,
+    slot: &Slot,
+    update: &Update,
+) -> candle_core::Result<()> {
+    let Some(master) = &slot.master else {
+        return match parameter.dtype() {
+            DType::F32 => step_full::<f32, M>(parameter, gradient, slot, update),
+            other => no_kernel(STEP, other),
+        };
+    };
+    match (parameter.dtype(), gradient.dtype()) {
+        (DType::F16, DType::F16) => {
+            step_half::<f16, f16, M>(parameter, gradient, master, slot, update)
+        }
+        (DType::F16, _) => step_half::<f16, f32, M>(parameter, gradient, master, slot, update),
+        (DType::BF16, DType::BF16) => {
+            step_half::<bf16, bf16, M>(parameter, gradient, master, slot, update)
+        }
+        (DType::BF16, _) => step_half::<bf16, f32, M>(parameter, gradient, master, slot, update),
+        (other, _) => no_kernel(STEP, other),
+    }
+}
+
+fn step_full<T: Element + Real, M: Element + Moment<Wide = T>>(
     parameter: &Tensor,
     gradient: &Tensor,
     slot: &Slot,
@@ -99,8 +120,8 @@ fn step_full<T: Element + Real>(
 ) -> candle_core::Result<()> {
     read(gradient, |g: &[T]| {
         with_mut_slice(parameter, |p: &mut [T]| {
-            with_mut_slice(&slot.exp_avg, |m: &mut [T]| {
-                with_mut_slice(&slot.exp_avg_sq, |v: &mut [T]| {
+            with_mut_slice(&slot.exp_avg, |m: &mut [M]| {
+                with_mut_slice(&slot.exp_avg_sq, |v: &mut [M]| {
                     adamw::step(p, g, m, v, update);
                     Ok(())
                 })
@@ -109,7 +130,7 @@ fn step_full<T: Element + Real>(
     })
 }
 
-fn step_half<P: Element<Wide = f32>, G: Element<Wide = f32>>(
+fn step_half<P: Element<Wide = f32>, G: Element<Wide = f32>, M: Element + Moment<Wide = f32>>(
     parameter: &Tensor,
     gradient: &Tensor,
     master: &Tensor,
@@ -119,8 +140,8 @@ fn step_half<P: Element<Wide = f32>, G: Element<Wide = f32>>(
     read(gradient, |g: &[G]| {
         with_mut_slice(parameter, |p: &mut [P]| {
             with_mut_slice(master, |master: &mut [f32]| {
-                with_mut_slice(&slot.exp_avg, |m: &mut [f32]| {
-                    with_mut_slice(&slot.exp_avg_sq, |v: &mut [f32]| {
+                with_mut_slice(&slot.exp_avg, |m: &mut [M]| {
+                    with_mut_slice(&slot.exp_avg_sq, |v: &mut [M]| {
                         adamw::step_half(p, g, master, m, v, update);
                         Ok(())
                     })

@@ -1,14 +1,18 @@
 //! One call: a kernel's, or a part of the update, which is loss scaling undone, clipping, and AdamW in the dtype of the
-//! parameters, f32 or f64.
+//! parameters, f32 or f64, with running means in it or in bf16.
 
 use super::super::op::Op;
 use super::super::plan::Plan;
 use super::super::run::not_finite;
 use super::Controls;
 use crate::Result;
-use crate::kernels::cpu::{adamw, reduce, unscale as unscaling};
+use crate::kernels::Update;
+use crate::kernels::cpu::adamw::{self, Moment};
+use crate::kernels::cpu::{Real, reduce, unscale as unscaling};
 use crate::ops::cpu::for_real;
 use crate::ops::lowering::Slices;
+use candle_core::DType;
+use half::bf16;
 use std::ops::ControlFlow;
 
 /// Runs a call: whether the step goes on after it.
@@ -65,15 +69,25 @@ fn check_overflow(s: &Slices<'_>) -> Result<ControlFlow<()>> {
 fn step(s: &Slices<'_>, parameter: usize, controls: &Controls<'_>) -> candle_core::Result<()> {
     let update = &controls.updates[parameter];
     let factor = s.some_x::<f64>("factor")?.map_or(1.0, |factor| factor[1]);
-    for_real!(s.dtype_of("gradient")?, R => {
-        let gradient = s.x::<R>("gradient")?;
-        let (p, m, v) = (s.y("parameter")?, s.y("exp_avg")?, s.y("exp_avg_sq")?);
-        match factor < 1.0 {
-            true => adamw::step_scaled(p, gradient, factor, m, v, update),
-            false => adamw::step(p, gradient, m, v, update),
-        }
-        Ok(())
-    })
+    match s.dtype_of("exp_avg")? {
+        DType::BF16 => step_of::<f32, bf16>(s, factor, update),
+        DType::F64 => step_of::<f64, f64>(s, factor, update),
+        _ => step_of::<f32, f32>(s, factor, update),
+    }
+}
+
+fn step_of<R: Real, M: Moment<Wide = R>>(
+    s: &Slices<'_>,
+    factor: f64,
+    update: &Update,
+) -> candle_core::Result<()> {
+    let gradient = s.x::<R>("gradient")?;
+    let (p, m, v) = (s.y("parameter")?, s.y::<M>("exp_avg")?, s.y("exp_avg_sq")?);
+    match factor < 1.0 {
+        true => adamw::step_scaled(p, gradient, factor, m, v, update),
+        false => adamw::step(p, gradient, m, v, update),
+    }
+    Ok(())
 }
 
 /// The norm, and what the gradients are multiplied by: as `clip_grad_norm_checked`.

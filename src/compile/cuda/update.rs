@@ -19,15 +19,15 @@ use std::collections::HashMap;
 pub(super) struct OptimizerLayout {
     /// Which of the distinct updates it takes.
     groups: Vec<usize>,
-    /// Where exp_avg and exp_avg_sq are.
-    states: Vec<[u64; 2]>,
+    /// Where exp_avg and exp_avg_sq are, and in what.
+    states: Vec<([u64; 2], DType)>,
 }
 
 impl OptimizerLayout {
     pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
         let states = updates.iter().map(|planned| {
             let [first, second] = [&planned.exp_avg, &planned.exp_avg_sq].map(elements);
-            Ok([first?.pointer, second?.pointer])
+            Ok(([first?.pointer, second?.pointer], planned.exp_avg.dtype()))
         });
         Ok(Self {
             groups: inputs::groups(controls.updates),
@@ -62,8 +62,8 @@ impl Updates {
                 continue;
             };
             let view = |operand| device_pointers.view(plan, operand, 0);
-            let state = known.states[parameter];
-            let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, DType::F32, elements));
+            let (state, dtype) = known.states[parameter];
+            let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, dtype, elements));
             entries.insert(index, table.len());
             table.push(Entry {
                 value: view(&call.writes["parameter"]),

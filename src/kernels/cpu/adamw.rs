@@ -13,63 +13,123 @@
 //! element and writes 12.
 
 use super::{Real, Stored, parallel::TASK_ELEMENTS, simd, simd::BLOCK};
-use crate::kernels::Update;
+use crate::kernels::{Update, stochastic};
+use half::bf16;
 use rayon::prelude::*;
 
+/// What moments are stored in.
+pub trait Moment: Stored {
+    /// Calls `step` with both moments in the type that they are computed in. They are elements `first..` of a
+    /// parameter, at most [`BLOCK`].
+    fn update(
+        moments: [&mut [Self]; 2],
+        update: &Update,
+        first: usize,
+        step: impl FnOnce(&mut [Self::Wide], &mut [Self::Wide]),
+    );
+}
+
+macro_rules! stored_as_computed {
+    ($($T:ty),+) => {$(
+        impl Moment for $T {
+            #[inline(always)]
+            fn update(
+                [m, v]: [&mut [Self]; 2],
+                _: &Update,
+                _: usize,
+                step: impl FnOnce(&mut [Self], &mut [Self]),
+            ) {
+                step(m, v);
+            }
+        }
+    )+};
+}
+stored_as_computed!(f32, f64);
+
+/// Rounded at random: a moment changes by less than the distance of its neighbours in most steps.
+impl Moment for bf16 {
+    #[inline(always)]
+    fn update(
+        [m, v]: [&mut [Self]; 2],
+        update: &Update,
+        first: usize,
+        step: impl FnOnce(&mut [f32], &mut [f32]),
+    ) {
+        let mut buffers = [[0f32; BLOCK]; 2];
+        let [wide_m, wide_v] = buffers.each_mut().map(|buffer| &mut buffer[..m.len()]);
+        Self::load(m, wide_m);
+        Self::load(v, wide_v);
+        step(wide_m, wide_v);
+        for (i, (m, v)) in wide_m.iter_mut().zip(wide_v.iter_mut()).enumerate() {
+            let random = stochastic::bits(update.rounding, (first + i) as u32);
+            *m = stochastic::round_to_bf16(*m, random & 0xffff);
+            *v = stochastic::round_to_bf16(*v, random >> 16);
+        }
+        Self::store(wide_m, m);
+        Self::store(wide_v, v);
+    }
+}
+
 /// Updates `parameter`, `exp_avg` and `exp_avg_sq` from `gradient`; slices of one length.
-pub fn step<T: Real>(
+pub fn step<T: Real, M: Moment<Wide = T>>(
     parameter: &mut [T],
     gradient: &[T],
-    exp_avg: &mut [T],
-    exp_avg_sq: &mut [T],
+    exp_avg: &mut [M],
+    exp_avg_sq: &mut [M],
     update: &Update,
 ) {
-    let n = parameter.len();
-    assert_eq!((gradient.len(), exp_avg.len(), exp_avg_sq.len()), (n, n, n));
-    parameter
-        .par_chunks_mut(TASK_ELEMENTS)
-        .zip(gradient.par_chunks(TASK_ELEMENTS))
-        .zip(exp_avg.par_chunks_mut(TASK_ELEMENTS))
-        .zip(exp_avg_sq.par_chunks_mut(TASK_ELEMENTS))
-        .for_each(|(((p, g), m), v)| {
-            simd::vectorized(
-                #[inline(always)]
-                || range(p, g, m, v, update),
-            )
-        });
+    let each = |p: &mut [T], g: &[T], m: &mut [T], v: &mut [T]| range(p, g, m, v, update);
+    in_blocks(parameter, gradient, [exp_avg, exp_avg_sq], update, each);
 }
 
 /// As [`step`] with `gradient * factor`, rounded as a pass of its own would: the gradient is read once, and not
 /// written.
-pub fn step_scaled<T: Real>(
+pub fn step_scaled<T: Real, M: Moment<Wide = T>>(
     parameter: &mut [T],
     gradient: &[T],
     factor: f64,
-    exp_avg: &mut [T],
-    exp_avg_sq: &mut [T],
+    exp_avg: &mut [M],
+    exp_avg_sq: &mut [M],
     update: &Update,
+) {
+    let factor = T::real(factor);
+    let each = |p: &mut [T], g: &[T], m: &mut [T], v: &mut [T]| {
+        let mut scaled = [T::ZERO; BLOCK];
+        let scaled = &mut scaled[..g.len()];
+        for (scaled, g) in scaled.iter_mut().zip(g) {
+            *scaled = *g * factor;
+        }
+        range(p, scaled, m, v, update);
+    };
+    in_blocks(parameter, gradient, [exp_avg, exp_avg_sq], update, each);
+}
+
+/// Calls `each` with parameter, gradient and moments, block by block.
+#[inline(always)]
+fn in_blocks<T: Real, M: Moment<Wide = T>>(
+    parameter: &mut [T],
+    gradient: &[T],
+    [exp_avg, exp_avg_sq]: [&mut [M]; 2],
+    update: &Update,
+    each: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Sync,
 ) {
     let n = parameter.len();
     assert_eq!((gradient.len(), exp_avg.len(), exp_avg_sq.len()), (n, n, n));
-    let factor = T::real(factor);
     parameter
         .par_chunks_mut(TASK_ELEMENTS)
         .zip(gradient.par_chunks(TASK_ELEMENTS))
         .zip(exp_avg.par_chunks_mut(TASK_ELEMENTS))
         .zip(exp_avg_sq.par_chunks_mut(TASK_ELEMENTS))
-        .for_each(|(((p, g), m), v)| {
+        .enumerate()
+        .for_each(|(task, (((p, g), m), v))| {
             simd::vectorized(
                 #[inline(always)]
                 || {
-                    let mut scaled = [T::ZERO; BLOCK];
                     let blocks = p.chunks_mut(BLOCK).zip(g.chunks(BLOCK));
                     let blocks = blocks.zip(m.chunks_mut(BLOCK)).zip(v.chunks_mut(BLOCK));
-                    for (((p, g), m), v) in blocks {
-                        let scaled = &mut scaled[..g.len()];
-                        for (scaled, g) in scaled.iter_mut().zip(g) {
-                            *scaled = *g * factor;
-                        }
-                        range(p, scaled, m, v, update);
+                    for (i, (((p, g), m), v)) in blocks.enumerate() {
+                        let first = task * TASK_ELEMENTS + i * BLOCK;
+                        M::update([m, v], update, first, |m, v| each(p, g, m, v));
                     }
                 },
             )
@@ -81,12 +141,12 @@ pub fn step_scaled<T: Real>(
 /// A step is often smaller than half the distance between two `bf16` numbers, and would be rounded away every time.
 /// So the parameter's exact value is state too: `master` is updated in `f32`, and `parameter` becomes its rounding.
 /// Where `parameter` is not `master`'s rounding, it was set since: `master` restarts from it.
-pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>>(
+pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>, M: Moment<Wide = f32>>(
     parameter: &mut [P],
     gradient: &[G],
     master: &mut [f32],
-    exp_avg: &mut [f32],
-    exp_avg_sq: &mut [f32],
+    exp_avg: &mut [M],
+    exp_avg_sq: &mut [M],
     update: &Update,
 ) {
     let n = parameter.len();
@@ -98,7 +158,8 @@ pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>>(
         .zip(master.par_chunks_mut(TASK_ELEMENTS))
         .zip(exp_avg.par_chunks_mut(TASK_ELEMENTS))
         .zip(exp_avg_sq.par_chunks_mut(TASK_ELEMENTS))
-        .for_each(|((((p, g), master), m), v)| {
+        .enumerate()
+        .for_each(|(task, ((((p, g), master), m), v))| {
             simd::vectorized(
                 #[inline(always)]
                 || {
@@ -110,7 +171,7 @@ pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>>(
                         .zip(master.chunks_mut(BLOCK))
                         .zip(m.chunks_mut(BLOCK))
                         .zip(v.chunks_mut(BLOCK));
-                    for ((((p, g), master), m), v) in blocks {
+                    for (i, ((((p, g), master), m), v)) in blocks.enumerate() {
                         let current = &mut current[..p.len()];
                         let buffer = &mut buffer[..p.len()];
                         P::load(p, current);
@@ -126,7 +187,10 @@ pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>>(
                             };
                         }
                         G::load(g, buffer);
-                        range(master, buffer, m, v, update);
+                        let first = task * TASK_ELEMENTS + i * BLOCK;
+                        M::update([m, v], update, first, |m, v| {
+                            range(master, buffer, m, v, update);
+                        });
                         P::store(master, p);
                     }
                 },

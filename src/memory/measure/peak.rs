@@ -120,7 +120,13 @@ impl Step {
         let dtype = workload.precision.parameter_dtype();
         let model = TransformerLM::from_var_builder(&config, nn::seeded(0, dtype, &Device::Cpu))?;
         let optimizer = match workload.mode {
-            Mode::TrainStep => Some(AdamW::new(model.parameters(), AdamWConfig::default())?),
+            Mode::TrainStep => {
+                let config = AdamWConfig {
+                    moments: workload.moments,
+                    ..Default::default()
+                };
+                Some(AdamW::new(model.parameters(), config)?)
+            }
             _ => None,
         };
         let shape = (workload.batch_size, workload.sequence_length);

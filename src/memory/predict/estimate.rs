@@ -8,6 +8,7 @@ use super::workload::{Mode, Workload, check, check_some, optimizer_state, place}
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
+use crate::optim::Moments;
 use crate::report::Format;
 use crate::{Error, Result};
 use serde::Serialize;
@@ -211,8 +212,8 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
             Source::Weight(_) => {
                 add(MemoryKind::Weights, What::Weight(ValueId(i)), width);
                 if mode == Mode::TrainStep {
-                    for what in optimizer_state(width) {
-                        add(MemoryKind::Optimizer, What::Named(what), size_of::<f32>());
+                    for (what, width) in optimizer_state(width, Moments::Wide) {
+                        add(MemoryKind::Optimizer, What::Named(what), width);
                     }
                 }
             }

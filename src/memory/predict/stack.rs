@@ -39,8 +39,9 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
     };
     let mut residents = vec![of_parameters(MemoryKind::Weights, "weights", width)];
     if workload.mode == Mode::TrainStep {
-        let state = optimizer_state(width);
-        residents.extend(state.map(|what| of_parameters(MemoryKind::Optimizer, what, 4)));
+        let state = optimizer_state(width, workload.moments);
+        residents
+            .extend(state.map(|(what, width)| of_parameters(MemoryKind::Optimizer, what, width)));
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
     residents.push(buffer(

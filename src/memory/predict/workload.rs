@@ -5,8 +5,10 @@ pub use crate::graph::Target as Kernels;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
+use crate::optim::Moments;
 use crate::precision::Precision;
 use crate::{Error, Result};
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 /// How much of a training step is run.
@@ -63,6 +65,9 @@ pub struct Workload {
     /// Whose kernels compute it; the CPU's where a serialized workload says nothing.
     #[serde(default)]
     pub kernels: Kernels,
+    /// What AdamW stores running means in; f32 where a serialized workload says nothing.
+    #[serde(default)]
+    pub moments: Moments,
 }
 
 /// Refuses what has no breakdown.
@@ -83,10 +88,16 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     }
 }
 
-/// What AdamW keeps of a parameter with so many bytes an element, in f32 each.
-pub(super) fn optimizer_state(width: usize) -> impl Iterator<Item = &'static str> {
-    let master = (width < size_of::<f32>()).then_some("master weights");
-    ["exp_avg", "exp_avg_sq"].into_iter().chain(master)
+/// What AdamW keeps of a parameter with so many bytes an element, and the bytes of an element of it.
+pub(super) fn optimizer_state(
+    width: usize,
+    moments: Moments,
+) -> impl Iterator<Item = (&'static str, usize)> {
+    let f32_bytes = size_of::<f32>();
+    let moment = moments.dtype(DType::F32).size_in_bytes();
+    let master = (width < f32_bytes).then_some(("master weights", f32_bytes));
+    let moments = ["exp_avg", "exp_avg_sq"].map(|name| (name, moment));
+    moments.into_iter().chain(master)
 }
 
 /// Whose memory it is, and what shares it.

@@ -58,6 +58,7 @@ fn a_few_blocks_stand_for_all() {
                         precision,
                         checkpointing: strategy.parse().unwrap(),
                         kernels: [Kernels::Cpu, Kernels::Cuda][(i + j + layers) % 3 % 2],
+                        ..Default::default()
                     };
                     let (plan, whole) = (
                         estimate(&config, &workload).unwrap(),
@@ -492,6 +493,7 @@ fn figures_stay_what_they_were() {
             precision: precision.parse().unwrap(),
             checkpointing: checkpointing.parse().unwrap(),
             kernels: Kernels::Cuda,
+            ..Default::default()
         };
         let plan = estimate(&TransformerConfig::preset(preset).unwrap(), &workload).unwrap();
         let found = [plan.after_forward_bytes, plan.peak_bytes];

@@ -4,13 +4,14 @@ use super::{named, noise, noisy_gradient, relative, store, values, var};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::Error;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamW, AdamWConfig, Moments};
 
 const CONFIG: AdamWConfig = AdamWConfig {
     lr: 1e-2,
     betas: (0.9, 0.95),
     eps: 1e-8,
     weight_decay: 0.1,
+    moments: Moments::Wide,
 };
 
 /// The textbook's recurrence for one number: corrected moments by name, no common factors taken out. `round` is applied

@@ -10,8 +10,8 @@ const int CHUNK = 8192; // elements of a block
 struct Tensor {
     float* parameter;     // (n); of a parameter in half precision its exact value
     void* gradient;       // (n)
-    float* first;         // (n), exp_avg
-    float* second;        // (n), exp_avg_sq
+    void* first;          // (n), exp_avg
+    void* second;         // (n), exp_avg_sq
     void* copy;           // (n), the parameter rounded to half precision, or null
     long long n;
     int group;            // which Update
@@ -24,7 +24,8 @@ struct Chunk {
 };
 
 struct Update {
-    float decay, first_share, beta2, second_share, step_size, second_correction, eps, unused;
+    float decay, first_share, beta2, second_share, step_size, second_correction, eps;
+    unsigned rounding; // the key by which moments in bf16 are rounded
 };
 
 struct Clip {

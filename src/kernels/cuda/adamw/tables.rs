@@ -14,9 +14,9 @@ pub(crate) struct Entry<'a> {
     pub value: View<'a>,
     /// f32.
     pub gradient: View<'a>,
-    /// f32.
+    /// f32 or bf16.
     pub exp_avg: View<'a>,
-    /// f32.
+    /// As exp_avg.
     pub exp_avg_sq: View<'a>,
     /// The value rounded to f16 or bf16, where it is wanted.
     pub copy: Option<View<'a>>,
@@ -39,15 +39,21 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// The tables of entries in f32, with gradients in f32, or bf16 beside copies in it; copies are of one dtype.
+    /// The tables of entries in f32, with gradients in f32, or bf16 beside copies in it; copies are of one dtype. The
+    /// kernels of moments in bf16 are called so.
     pub(crate) fn new(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
-            Ok(match (entry.gradient.dtype, copies) {
-                (DType::F32, Some(DType::F16)) => "f32_f16",
-                (DType::F32, None | Some(DType::BF16)) => "f32",
-                (DType::BF16, Some(DType::BF16)) => "f32_of_bf16",
-                other => bail!("AdamW's tables: no kernel for gradients and copies in {other:?}"),
+            Ok(match (entry.gradient.dtype, copies, entry.exp_avg.dtype) {
+                (DType::F32, Some(DType::F16), DType::F32) => "f32_f16",
+                (DType::F32, Some(DType::F16), DType::BF16) => "f32_f16_moments",
+                (DType::F32, None | Some(DType::BF16), DType::F32) => "f32",
+                (DType::F32, None | Some(DType::BF16), DType::BF16) => "f32_moments",
+                (DType::BF16, Some(DType::BF16), DType::F32) => "f32_of_bf16",
+                (DType::BF16, Some(DType::BF16), DType::BF16) => "f32_of_bf16_moments",
+                other => bail!(
+                    "AdamW's tables: no kernel for gradients, copies and moments in {other:?}"
+                ),
             })
         });
         Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
@@ -61,14 +67,18 @@ impl Tables {
         }
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
-            Ok(match (entry.gradient.dtype, copies) {
-                (DType::BF16, Some(DType::BF16)) => "bf16",
-                (DType::F32, Some(DType::BF16)) => "bf16_f32",
-                (DType::F16, Some(DType::F16)) => "f16",
-                (DType::F32, Some(DType::F16)) => "f16_f32",
-                other => {
-                    bail!("AdamW's tables: no kernel for gradients and parameters in {other:?}")
-                }
+            Ok(match (entry.gradient.dtype, copies, entry.exp_avg.dtype) {
+                (DType::BF16, Some(DType::BF16), DType::F32) => "bf16",
+                (DType::BF16, Some(DType::BF16), DType::BF16) => "bf16_moments",
+                (DType::F32, Some(DType::BF16), DType::F32) => "bf16_f32",
+                (DType::F32, Some(DType::BF16), DType::BF16) => "bf16_f32_moments",
+                (DType::F16, Some(DType::F16), DType::F32) => "f16",
+                (DType::F16, Some(DType::F16), DType::BF16) => "f16_moments",
+                (DType::F32, Some(DType::F16), DType::F32) => "f16_f32",
+                (DType::F32, Some(DType::F16), DType::BF16) => "f16_f32_moments",
+                other => bail!(
+                    "AdamW's tables: no kernel for gradients, parameters and moments in {other:?}"
+                ),
             })
         });
         Self::with_types(gpu, entries, types.collect::<Result<_>>()?)

@@ -7,6 +7,9 @@
 // operation is rounded on its own, in PyTorch's order: the CPU's bits.
 //
 // Bytes an element, f32: 16 in, 12 out (+ 2 out for a half-precision copy). Pointers are best at 16 bytes.
+//
+// Moments in bf16 (12 in, 8 out) are rounded up or down at random, by bits of the element's number and the key: the
+// CPU's bits too (kernels/stochastic.rs).
 
 __device__ __forceinline__ void step(float* p, float g, float* m, float* v, const Update& u) {
     *m = add(*m, mul(u.first_share, sub(g, *m)));
@@ -15,9 +18,28 @@ __device__ __forceinline__ void step(float* p, float g, float* m, float* v, cons
     *p = sub(mul(*p, u.decay), __fdiv_rn(mul(u.step_size, *m), denominator));
 }
 
-// C: the type of `copy`. MASTER: the copy is what others see and may set: where it is not the exact value's rounding,
+__device__ __forceinline__ unsigned mixed(unsigned x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+__device__ __forceinline__ float round_to_bf16(float x, unsigned random) {
+    unsigned bits = __float_as_uint(x), rounded = (bits + random) & 0xffff0000u;
+    return __uint_as_float((bits & 0x7f800000u) == 0x7f800000u ? bits : rounded);
+}
+
+// What is stored of moments: themselves in f32, numbers of bf16 in bf16.
+__device__ __forceinline__ void round_moments(float*, float*, unsigned, unsigned, float) {}
+__device__ __forceinline__ void round_moments(float* m, float* v, unsigned key, unsigned element, bf16) {
+    unsigned random = mixed(key ^ element * 0x9e3779b9u);
+    *m = round_to_bf16(*m, random & 0xffffu);
+    *v = round_to_bf16(*v, random >> 16);
+}
+
+// M: the type of the moments. C: the type of `copy`. MASTER: the copy is what others see and may set: where it is not the exact value's rounding,
 // somebody set it since, and the step starts from it. clip may be null. Grid: the chunks; block 256.
-template <class G, class C, bool MASTER>
+template <class G, class M, class C, bool MASTER>
 __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks, const Update* updates,
                                       const Clip* clip) {
     const int N = 4;
@@ -33,8 +55,8 @@ __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks
     long long start = begin_of(chunk, tensor, &count);
     float* parameter = tensor.parameter + start;
     const G* gradient = (const G*)tensor.gradient + start;
-    float* first_moment = tensor.first + start;
-    float* second_moment = tensor.second + start;
+    M* first_moment = (M*)tensor.first + start;
+    M* second_moment = (M*)tensor.second + start;
     C* copy = tensor.copy ? (C*)tensor.copy + start : nullptr;
 
     for (int first = threadIdx.x * N; first < count; first += 256 * N) {
@@ -50,7 +72,10 @@ __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks
             for (int i = 0; i < N; i++) p[i] = widen(narrow<C>(p[i])) == seen[i] ? p[i] : seen[i];
         }
 #pragma unroll
-        for (int i = 0; i < N; i++) step(&p[i], mul(g[i], factor), &m[i], &v[i], u);
+        for (int i = 0; i < N; i++) {
+            step(&p[i], mul(g[i], factor), &m[i], &v[i], u);
+            round_moments(&m[i], &v[i], u.rounding, (unsigned)(start + first + i), M());
+        }
         store_few(parameter, first, count, p);
         store_few(first_moment, first, count, m);
         store_few(second_moment, first, count, v);
@@ -61,7 +86,11 @@ __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks
 #define ADAMW(NAME, G, C, MASTER)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                    \
         adamw_##NAME(const Tensor* tensors, const Chunk* chunks, const Update* updates, const Clip* clip) {              \
-        adamw<G, C, MASTER>(tensors, chunks, updates, clip);                                                             \
+        adamw<G, f32, C, MASTER>(tensors, chunks, updates, clip);                                                        \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                    \
+        adamw_##NAME##_moments(const Tensor* tensors, const Chunk* chunks, const Update* updates, const Clip* clip) {    \
+        adamw<G, bf16, C, MASTER>(tensors, chunks, updates, clip);                                                       \
     }
 
 ADAMW(f32, f32, bf16, false) // gradients f32; a copy in bf16 where there is one

@@ -63,8 +63,7 @@ pub(crate) fn step(
 
 /// An update as the kernel reads it.
 pub(crate) fn words(update: &Update) -> [f32; 8] {
-    let unused = 0.0;
-    [
+    let words = [
         update.decay,
         update.first_share,
         update.beta2,
@@ -72,7 +71,8 @@ pub(crate) fn words(update: &Update) -> [f32; 8] {
         update.step_size,
         update.second_correction,
         update.eps,
-        unused,
-    ]
-    .map(|word| word as f32)
+    ];
+    let words = words.map(|word| word as f32);
+    let [a, b, c, d, e, f, g] = words;
+    [a, b, c, d, e, f, g, f32::from_bits(update.rounding)]
 }
