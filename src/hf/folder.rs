@@ -116,7 +116,10 @@ impl WeightSource for Folder {
     fn path_of(&self, name: &str) -> &Path {
         match self.places.get(name) {
             Some((file, _)) => self.files[*file].path(),
-            None => &self.path,
+            None => match &self.files[..] {
+                [one] => one.path(),
+                _ => &self.path,
+            },
         }
     }
 
