@@ -87,8 +87,8 @@ impl CausalSelfAttention {
 
     /// Takes `q_proj.weight` (H Dh, D), `k_proj.weight` and `v_proj.weight` (Hkv Dh, D), and `output_proj.weight`
     /// (D, H Dh) from the builder; where the configuration has them `q_proj.bias`, `k_proj.bias`, `v_proj.bias` and
-    /// `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` the layer knows no positions. Its attention is
-    /// [`Algorithm::Naive`].
+    /// `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` the layer knows no positions. Its
+    /// attention is [`Algorithm::Naive`].
     ///
     /// # Errors
     /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, and whatever the builder
