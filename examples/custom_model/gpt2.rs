@@ -1,8 +1,8 @@
 //! GPT-2, from this crate's layers and ops alone: LayerNorm with biases, learned positions, GELU by tanh, projections
 //! with biases, and a head that is the embedding's table. Names are those of `transformers`' `GPT2LMHeadModel`.
 
-use candle_core::{D, Tensor, Var};
-use candle_nn::{Init, VarBuilder};
+use candle_core::{D, Tensor};
+use candle_nn::VarBuilder;
 use tallow::Result;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::nn::{Embedding, Layer, LayerNorm, Linear};
@@ -10,6 +10,9 @@ use tallow::ops::{self, Gelu};
 use tallow::probe::{in_module, module};
 
 const EPS: f64 = 1e-5;
+
+/// What the tables start with: as the head, one of standard deviation 1 would give logits in the tens.
+const STD: f64 = 0.02;
 
 /// The sizes of a GPT-2, and what computes its attention.
 #[derive(Clone, Debug)]
@@ -68,13 +71,6 @@ impl Block {
     }
 }
 
-/// A table that starts as GPT-2's do: as the head, one of standard deviation 1 would give logits in the tens.
-fn table(rows: usize, width: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
-    let (mean, stdev) = (0.0, 0.02);
-    let weight = vb.get_with_hints((rows, width), "weight", Init::Randn { mean, stdev })?;
-    Embedding::from_weight(Var::from_tensor(&weight)?.into_inner()) // a variable: it is trained
-}
-
 pub struct Gpt2 {
     config: Gpt2Config,
     wte: Embedding,
@@ -88,8 +84,8 @@ impl Gpt2 {
         let width = config.n_embd;
         let block = |i| Block::new(width, vb.pp("h").pp(i));
         Ok(Self {
-            wte: table(config.vocab_size, width, vb.pp("wte"))?,
-            wpe: table(config.n_positions, width, vb.pp("wpe"))?,
+            wte: Embedding::with_std(config.vocab_size, width, STD, vb.pp("wte"))?,
+            wpe: Embedding::with_std(config.n_positions, width, STD, vb.pp("wpe"))?,
             h: (0..config.n_layer).map(block).collect::<Result<_>>()?,
             ln_f: LayerNorm::new(width, EPS, vb.pp("ln_f"))?,
             config,

@@ -5,6 +5,7 @@ use super::config::PlanConfig;
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
+use crate::nn::Architecture;
 
 /// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) for a training step or, without, a forward alone.
 pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool) -> Result<u64> {
@@ -15,14 +16,19 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [q, kv] = model.attention_widths().map(|size| size as f64);
     let (rows, parameters) = (b * t, model.num_parameters() as f64);
     let width = config.precision.dtype().size_in_bytes() as f64;
-    let ids_and_tables = 4.0 * rows + 4.0 * t * model.head_dim() as f64;
+    let angles = match model.architecture {
+        Architecture::Llama => 4.0 * t * model.head_dim() as f64,
+        Architecture::Gpt2 => 0.0,
+    };
+    let ids_and_tables = 4.0 * rows + angles;
     let total = match trains {
         false => {
             let logits = width * rows * model.vocab_size as f64;
             4.0 * parameters + 4.0 * rows * d + logits
         }
         true => {
-            // q, k, v and what the output projection reads; gate and up, unless a budget has them recomputed.
+            // q, k, v and what the output projection reads; gate and up, unless a budget has them recomputed, or what
+            // GELU reads and makes.
             let gate_up = match config.memory_budget_bytes {
                 None => 2.0 * f,
                 Some(_) => 0.0,

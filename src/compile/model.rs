@@ -6,7 +6,7 @@ use super::lower::{Lowered, Recompute};
 use super::planned::Planned;
 use super::traced::{Target, TracedFunction};
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::nn::Checkpointing;
+use crate::nn::{Architecture, Checkpointing};
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
 use crate::{Result, autocast, graph};
@@ -52,9 +52,13 @@ impl<'a> Planner<'a> {
     ) -> Result<Self> {
         model.validate()?;
         config.check(model)?;
-        let twin = TransformerConfig {
-            context_length: config.sequence_length,
-            ..model.clone()
+        let twin = match model.architecture {
+            // Tables of angles, no longer than they are read.
+            Architecture::Llama => TransformerConfig {
+                context_length: config.sequence_length,
+                ..model.clone()
+            },
+            _ => model.clone(),
         };
         let model = TransformerLM::of_any_length(&twin, graph::weights(DType::F32))?;
         Self::new(op, &model, config, target)

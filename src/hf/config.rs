@@ -1,136 +1,14 @@
 //! `config.json`: read into a configuration, and written from one.
 
+use super::gpt2;
+use super::settings::Settings;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
-use crate::nn::{Checkpointing, RopeScaling};
+use crate::nn::{Architecture, Checkpointing, RopeScaling};
 use crate::ops::RotaryPairs;
 use crate::{Error, Result};
-use serde_json::{Map, Value, json};
-use std::cell::RefCell;
-use std::collections::BTreeSet;
+use serde_json::{Value, json};
 use std::path::Path;
-
-/// What does not change what a model computes in training.
-const INERT: [&str; 16] = [
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "max_window_layers",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "return_dict",
-    "use_cache",
-];
-
-/// As [`INERT`], of which the library writes no more or other programs write more.
-const ALSO_INERT: [&str; 6] = [
-    "is_llama_config",
-    "problem_type",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-];
-
-/// The settings of one file, each of which has to be asked for.
-struct Settings<'a> {
-    path: &'a Path,
-    values: &'a Map<String, Value>,
-    asked: RefCell<BTreeSet<&'static str>>,
-}
-
-impl Settings<'_> {
-    fn refuse<T>(&self, problem: String) -> Result<T> {
-        Err(Error::Format {
-            path: self.path.into(),
-            problem,
-            hint: "hf::load knows Llama, Qwen2, Qwen3 and Mistral models without a sliding window"
-                .into(),
-        })
-    }
-
-    /// What is there under `key`, unless it is null.
-    fn get(&self, key: &'static str) -> Option<&Value> {
-        self.asked.borrow_mut().insert(key);
-        self.values.get(key).filter(|value| !value.is_null())
-    }
-
-    fn parsed<T>(
-        &self,
-        key: &'static str,
-        what: &str,
-        parse: impl FnOnce(&Value) -> Option<T>,
-    ) -> Result<Option<T>> {
-        let Some(value) = self.get(key) else {
-            return Ok(None);
-        };
-        match parse(value) {
-            Some(parsed) => Ok(Some(parsed)),
-            None => self.refuse(format!("{key} is {value}, not {what}")),
-        }
-    }
-
-    fn size(&self, key: &'static str) -> Result<Option<usize>> {
-        let parse = |value: &Value| usize::try_from(value.as_u64()?).ok();
-        self.parsed(key, "a size", parse)
-    }
-
-    fn number(&self, key: &'static str) -> Result<Option<f64>> {
-        self.parsed(key, "a number", Value::as_f64)
-    }
-
-    fn flag(&self, key: &'static str) -> Result<bool> {
-        Ok(self
-            .parsed(key, "true or false", Value::as_bool)?
-            .unwrap_or(false))
-    }
-
-    fn text(&self, key: &'static str) -> Result<Option<String>> {
-        self.parsed(key, "a text", |value| Some(value.as_str()?.to_string()))
-    }
-
-    fn needed<T>(&self, key: &'static str, value: Result<Option<T>>) -> Result<T> {
-        match value? {
-            Some(value) => Ok(value),
-            None => self.refuse(format!("it has no {key}")),
-        }
-    }
-
-    /// Refuses what nothing has asked for, and what is set but would change what is computed.
-    fn check_rest(&self, wanted: &[(&'static str, Value)]) -> Result<()> {
-        for (key, wanted) in wanted {
-            if let Some(value) = self.get(key)
-                && !is_same(value, wanted)
-            {
-                return self.refuse(format!("{key} is {value}, and only {wanted} is known"));
-            }
-        }
-        let asked = self.asked.borrow();
-        for (key, value) in self.values {
-            let is_inert = INERT.contains(&key.as_str()) || ALSO_INERT.contains(&key.as_str());
-            if !asked.contains(key.as_str()) && !is_inert && !value.is_null() {
-                return self.refuse(format!("{key} ({value}) is a setting that is not known"));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Whether both are one value: numbers by what they are, `0` as `0.0`.
-fn is_same(value: &Value, wanted: &Value) -> bool {
-    match (value.as_f64(), wanted.as_f64()) {
-        (Some(value), Some(wanted)) => value == wanted,
-        _ => value == wanted,
-    }
-}
 
 /// The configuration that the text of a `config.json` says.
 pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
@@ -146,19 +24,29 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
             hint: "hf::load reads the config.json that save_pretrained writes".into(),
         });
     };
-    let s = Settings {
-        path,
-        values: &values,
-        asked: RefCell::default(),
-    };
+    let s = Settings::new(path, &values);
     let kind = s.needed("model_type", s.text("model_type"))?;
-    let (qkv_bias, qk_norm) = match kind.as_str() {
-        "llama" | "mistral" => (false, false),
-        "qwen2" => (true, false),
-        "qwen3" => (false, true),
+    let config = match kind.as_str() {
+        "llama" | "mistral" => llama(&s, false, false)?,
+        "qwen2" => llama(&s, true, false)?,
+        "qwen3" => llama(&s, false, true)?,
+        "gpt2" => gpt2::parse(&s)?,
         _ => return s.refuse(format!("model_type is {kind:?}")),
     };
-    let (scaling, theta) = rotary(&s)?;
+    let config = match config.head_dim() > crate::attention::FLASH_MAX_HEAD_DIM {
+        true => TransformerConfig {
+            attention: Algorithm::Naive,
+            ..config
+        },
+        false => config,
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+/// A model that is like Llama's, or is.
+fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerConfig> {
+    let (scaling, theta) = rotary(s)?;
     let config = TransformerConfig {
         vocab_size: s.needed("vocab_size", s.size("vocab_size"))?,
         context_length: s.needed("max_position_embeddings", s.size("max_position_embeddings"))?,
@@ -174,13 +62,14 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
         head_dim: s.size("head_dim")?,
         qkv_bias,
         qk_norm,
-        tie_embeddings: s.flag("tie_word_embeddings")?,
+        tie_embeddings: s.flag("tie_word_embeddings", false)?,
         rope_pairs: RotaryPairs::Halves,
         rope_scaling: scaling,
+        architecture: Architecture::Llama,
     };
     if let Some(window) = s.size("sliding_window")?
         && window < config.context_length
-        && values.get("use_sliding_window") != Some(&Value::Bool(false))
+        && s.values.get("use_sliding_window") != Some(&Value::Bool(false))
     {
         return s.refuse(format!(
             "sliding_window is {window}, and windows are not known"
@@ -201,14 +90,6 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
         ("partial_rotary_factor", json!(1.0)),
         ("rope_interleaved", json!(false)),
     ])?;
-    let config = match config.head_dim() > crate::attention::FLASH_MAX_HEAD_DIM {
-        true => TransformerConfig {
-            attention: Algorithm::Naive,
-            ..config
-        },
-        false => config,
-    };
-    config.validate()?;
     Ok(config)
 }
 
@@ -224,11 +105,7 @@ fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
     let Some(values) = given.as_object() else {
         return s.refuse(format!("the scaling of its angles is {given}"));
     };
-    let r = Settings {
-        path: s.path,
-        values,
-        asked: RefCell::default(),
-    };
+    let r = Settings::new(s.path, values);
     let theta = r.number("rope_theta")?.or(theta).unwrap_or(THETA);
     let old_kind = r.text("type")?;
     let kind = r
@@ -276,6 +153,13 @@ fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
 /// # Errors
 /// A model that is none of its families'.
 pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
+    match config.architecture {
+        Architecture::Llama => llama_to_json(config, dtype),
+        Architecture::Gpt2 => Ok(gpt2::to_json(config, dtype)),
+    }
+}
+
+fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
     let refuse = |field, got: String, expected: &str| {
         Err(Error::config("hf::save", field, got)
             .must_be(expected, "as the families of Hugging Face's files have it"))

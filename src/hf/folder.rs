@@ -1,8 +1,8 @@
 //! A folder of weights: one safetensors file, or shards with an index.
 
-use super::names::{ours, theirs};
+use super::weights::Names;
 use crate::files::{TensorFile, read_to_string};
-use crate::model::WeightSource;
+use crate::model::{TransformerConfig, WeightSource};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use serde_json::Value;
@@ -15,31 +15,36 @@ pub(super) const INDEX: &str = "model.safetensors.index.json";
 /// The files, and which of them has a weight.
 pub(super) struct Folder {
     path: PathBuf,
+    names: &'static Names,
+    /// Whether the head is the embedding: a file may have it all the same.
+    is_tied: bool,
     files: Vec<TensorFile>,
-    /// By our name, or by theirs where it is none of ours: which file.
-    places: BTreeMap<String, usize>,
+    /// By our name, or by theirs where it is none of ours: which file, and what it is called there.
+    places: BTreeMap<String, (usize, String)>,
 }
 
 impl Folder {
-    /// Opens the files. Of a model whose head is `tied` a file may have the head all the same.
-    pub fn open(path: &Path, tied: bool) -> Result<Self> {
+    /// Opens the files of a model of this configuration.
+    pub fn open(path: &Path, config: &TransformerConfig) -> Result<Self> {
         let mut folder = Self {
             path: path.into(),
+            names: Names::of(config.architecture),
+            is_tied: config.tie_embeddings,
             files: Vec::new(),
             places: BTreeMap::new(),
         };
         match path.join(INDEX).exists() {
-            true => folder.add_shards(tied)?,
+            true => folder.add_shards()?,
             false => {
                 let file = TensorFile::open(&path.join(SINGLE))?;
                 let names = file.names();
-                folder.add(file, names, tied);
+                folder.add(file, names)?;
             }
         }
         Ok(folder)
     }
 
-    fn add_shards(&mut self, tied: bool) -> Result<()> {
+    fn add_shards(&mut self) -> Result<()> {
         let index = self.path.join(INDEX);
         let refuse = |problem: String| Error::Format {
             path: index.clone(),
@@ -74,30 +79,47 @@ impl Folder {
                     "{name} is in one of {shard} and its index alone"
                 )));
             }
-            self.add(file, names, tied);
+            self.add(file, names)?;
         }
         Ok(())
     }
 
-    fn add(&mut self, file: TensorFile, names: impl IntoIterator<Item = String>, tied: bool) {
-        for name in names {
-            // Tables of angles that older files have, and a head beside the embedding that it is.
-            let is_other =
-                name.ends_with("rotary_emb.inv_freq") || tied && name == "lm_head.weight";
-            if !is_other {
-                let name = ours(&name).unwrap_or(name);
-                self.places.insert(name, self.files.len());
+    fn add(&mut self, file: TensorFile, names: impl IntoIterator<Item = String>) -> Result<()> {
+        for theirs in names {
+            let is_other = self.is_tied && theirs == "lm_head.weight";
+            if is_other || self.names.is_table(&theirs) {
+                continue;
+            }
+            let mut weights = self.names.ours(&theirs);
+            if weights.is_empty() {
+                weights.push(theirs.clone());
+            }
+            for weight in weights {
+                let place = (self.files.len(), theirs.clone());
+                if let Some((_, other)) = self.places.insert(weight, place) {
+                    return Err(Error::Weight {
+                        path: file.path().into(),
+                        name: theirs,
+                        expected: "one tensor a weight".into(),
+                        got: format!("{other} too"),
+                        hint: "leave one of them out".into(),
+                    });
+                }
             }
         }
         self.files.push(file);
+        Ok(())
     }
 }
 
 impl WeightSource for Folder {
     fn path_of(&self, name: &str) -> &Path {
         match self.places.get(name) {
-            Some(file) => self.files[*file].path(),
-            None => &self.path,
+            Some((file, _)) => self.files[*file].path(),
+            None => match &self.files[..] {
+                [one] => one.path(),
+                _ => &self.path,
+            },
         }
     }
 
@@ -106,17 +128,34 @@ impl WeightSource for Folder {
     }
 
     fn name_there(&self, name: &str) -> String {
-        theirs(name).unwrap_or(name.into())
+        match self.places.get(name) {
+            Some((_, there)) => there.clone(),
+            None => self
+                .names
+                .theirs(name)
+                .map_or(name.into(), |theirs| theirs.name),
+        }
     }
 
     fn shape(&self, name: &str) -> Option<&[usize]> {
-        self.files[*self.places.get(name)?].shape(&self.name_there(name))
+        let (file, there) = self.places.get(name)?;
+        self.files[*file].shape(there)
+    }
+
+    fn shape_there(&self, name: &str, shape: &[usize]) -> Vec<usize> {
+        self.names
+            .theirs(name)
+            .map_or(shape.into(), |theirs| theirs.shape(shape))
     }
 
     fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
-        match self.places.get(name) {
-            Some(file) => self.files[*file].get(&self.name_there(name), device),
-            None => Ok(None),
+        let Some((file, there)) = self.places.get(name) else {
+            return Ok(None);
+        };
+        let whole = self.files[*file].get(there, device)?;
+        match (whole, self.names.theirs(name)) {
+            (Some(whole), Some(theirs)) => Ok(Some(theirs.part_of(&whole)?)),
+            (whole, _) => Ok(whole),
         }
     }
 }

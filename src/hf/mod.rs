@@ -1,8 +1,9 @@
 //! Models as Hugging Face's folders have them: `config.json` and safetensors, one file or shards with an index.
 //!
 //! What lives here: reading such a folder into a [`TransformerLM`], and writing one that the library `transformers`
-//! reads with equal logits. Llama 3.x, SmolLM2, Qwen2.5, Qwen3 and Mistral are known, without sliding windows; another
-//! architecture or setting is an error that names it. Weights are read one at a time, into the dtype that is asked for.
+//! reads with equal logits. Llama 3.x, SmolLM2, Qwen2.5, Qwen3 and Mistral are known, without sliding windows, and
+//! GPT-2; another architecture or setting is an error that names it. GPT-2's rates of dropout are read over, since this
+//! crate has none, and written as 0. Weights are read one at a time, into the dtype that is asked for.
 //! [`find`] says where the folder of a name is, [`Tokenizer`] is the one beside a model. What does not live here:
 //! downloading.
 //!
@@ -28,9 +29,11 @@
 mod config;
 mod find;
 mod folder;
-mod names;
+mod gpt2;
+mod settings;
 #[cfg(feature = "hf")]
 mod tokenizer;
+mod weights;
 
 pub use find::{find, find_in};
 #[cfg(feature = "hf")]
@@ -38,12 +41,14 @@ pub use tokenizer::Tokenizer;
 
 use crate::files::{Entry, open, read_to_string, save_tensors, write_bytes};
 use crate::model::{LoadOptions, TransformerConfig, TransformerLM};
+use crate::nn::Architecture;
 use crate::{Error, Result};
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use folder::{Folder, INDEX, SINGLE};
 use serde_json::{Map, Value, json};
 use std::io::Read;
 use std::path::Path;
+use weights::{Names, Theirs};
 
 const CONFIG: &str = "config.json";
 
@@ -59,14 +64,20 @@ pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
     config::parse(&read_to_string(&path)?, &path)
 }
 
-/// What a weight of a [`TransformerLM`] is called there; `None` for what is none.
+/// What a weight of a [`TransformerLM`] is called there, or what it is a part of; `None` for what is none.
 ///
 /// ```
 /// use tallow::hf;
-/// assert_eq!(hf::name_of("layers.3.ffn.w3.weight").unwrap(), "model.layers.3.mlp.up_proj.weight");
+/// use tallow::nn::Architecture::{Gpt2, Llama};
+///
+/// let w3 = hf::name_of(Llama, "layers.3.ffn.w3.weight");
+/// assert_eq!(w3.unwrap(), "model.layers.3.mlp.up_proj.weight");
+/// let keys = hf::name_of(Gpt2, "layers.3.attn.k_proj.bias"); // the second third of it
+/// assert_eq!(keys.unwrap(), "transformer.h.3.attn.c_attn.bias");
 /// ```
-pub fn name_of(weight: &str) -> Option<String> {
-    names::theirs(weight)
+pub fn name_of(architecture: Architecture, weight: &str) -> Option<String> {
+    let theirs = Names::of(architecture).theirs(weight)?;
+    Some(theirs.name)
 }
 
 /// The model in a folder, in f32.
@@ -88,7 +99,7 @@ pub fn load_with(
     device: &Device,
 ) -> Result<TransformerLM> {
     let config = config(&folder)?;
-    let files = Folder::open(folder.as_ref(), config.tie_embeddings)?;
+    let files = Folder::open(folder.as_ref(), &config)?;
     TransformerLM::read_weights(&config, &files, options, device)
 }
 
@@ -153,30 +164,28 @@ pub fn save_in_shards(
     max_shard_bytes: usize,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    let entries: Vec<Entry> = model.entries().collect();
-    let dtype = entries
+    let weights = weights(model);
+    let dtype = weights
         .first()
-        .map_or("float32", |entry| match entry.tensor.dtype() {
-            candle_core::DType::F16 => "float16",
-            candle_core::DType::BF16 => "bfloat16",
-            candle_core::DType::F64 => "float64",
+        .map_or("float32", |weight| match weight.dtype() {
+            DType::F16 => "float16",
+            DType::BF16 => "bfloat16",
+            DType::F64 => "float64",
             _ => "float32",
         });
     let config = config::to_json(model.config(), dtype)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io("write", folder, e))?;
-    let mut shards: Vec<(usize, Vec<Entry>)> = Vec::new();
+    let mut shards: Vec<(usize, Vec<Weight>)> = Vec::new();
     let mut total = 0;
-    for entry in entries {
-        let bytes = entry.tensor.elem_count() * entry.tensor.dtype().size_in_bytes();
-        let name = names::theirs(&entry.name).unwrap_or(entry.name);
-        let entry = Entry { name, ..entry };
+    for weight in weights {
+        let bytes = weight.bytes();
         total += bytes;
         match shards.last_mut() {
             Some((size, shard)) if *size + bytes <= max_shard_bytes => {
                 *size += bytes;
-                shard.push(entry);
+                shard.push(weight);
             }
-            _ => shards.push((bytes, vec![entry])),
+            _ => shards.push((bytes, vec![weight])),
         }
     }
     let count = shards.len();
@@ -186,10 +195,11 @@ pub fn save_in_shards(
             1 => SINGLE.to_string(),
             _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
         };
-        for entry in &shard {
-            weight_map.insert(entry.name.clone(), Value::String(file.clone()));
+        for weight in &shard {
+            weight_map.insert(weight.theirs.name.clone(), Value::String(file.clone()));
         }
-        save_tensors(&folder.join(file), shard, &[("format", "pt".into())], 1)?;
+        let entries: Vec<Entry> = shard.iter().map(Weight::entry).collect::<Result<_>>()?;
+        save_tensors(&folder.join(file), entries, &[("format", "pt".into())], 1)?;
     }
     let [single, index] = [SINGLE, INDEX].map(|name| folder.join(name));
     match count {
@@ -201,6 +211,53 @@ pub fn save_in_shards(
         }
     }
     write_bytes(&folder.join(CONFIG), pretty(&config).as_bytes())
+}
+
+/// A weight there, and what it is made of.
+struct Weight {
+    theirs: Theirs,
+    /// One of ours, or the three that are one there.
+    ours: Vec<Entry>,
+}
+
+/// The model's weights as they are there, in its order.
+fn weights(model: &TransformerLM) -> Vec<Weight> {
+    let names = Names::of(model.config().architecture);
+    let mut weights: Vec<Weight> = Vec::new();
+    for entry in model.entries() {
+        let theirs = names.theirs(&entry.name);
+        let theirs = theirs.unwrap_or_else(|| Theirs::as_here(entry.name.clone()));
+        let mut known = weights.iter_mut().rev();
+        match known.find(|weight| weight.theirs.name == theirs.name) {
+            Some(weight) => weight.ours.push(entry),
+            None => weights.push(Weight {
+                theirs,
+                ours: vec![entry],
+            }),
+        }
+    }
+    weights
+}
+
+impl Weight {
+    fn dtype(&self) -> DType {
+        self.ours[0].tensor.dtype()
+    }
+
+    fn bytes(&self) -> usize {
+        let ours = self.ours.iter().map(|entry| entry.tensor.elem_count());
+        ours.sum::<usize>() * self.dtype().size_in_bytes()
+    }
+
+    /// As it is saved: here it takes memory, where it lies another way there.
+    fn entry(&self) -> Result<Entry> {
+        let tensors: Vec<Tensor> = self.ours.iter().map(|entry| entry.tensor.clone()).collect();
+        Ok(Entry {
+            name: self.theirs.name.clone(),
+            tensor: self.theirs.joined(&tensors)?,
+            numbers: self.ours[0].numbers,
+        })
+    }
 }
 
 /// Removes a file of another model that was here: a reader would take it for this one's.

@@ -1,7 +1,8 @@
 //! The sizes of a transformer language model.
 
+use super::gpt2;
 use crate::attention::{Algorithm, flash};
-use crate::nn::{Checkpointing, RopeScaling, SelfAttentionConfig, check_eps};
+use crate::nn::{Architecture, Checkpointing, RopeScaling, SelfAttentionConfig, check_eps};
 use crate::ops::RotaryPairs;
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -9,8 +10,8 @@ use candle_core::Shape;
 /// The sizes of a [`TransformerLM`](super::TransformerLM).
 ///
 /// The fields from `num_kv_heads` on make other families of it: Llama 3 (grouped heads, rotation by halves, scaled
-/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral without a window. They are
-/// as in the presets, CS336's model, where a serialized configuration says nothing.
+/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral without a window; GPT-2 is
+/// another [`Architecture`]. They are as in the presets, CS336's model, where a serialized configuration says nothing.
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:
 ///
@@ -24,7 +25,7 @@ use candle_core::Shape;
 pub struct TransformerConfig {
     /// V: how many token ids there are.
     pub vocab_size: usize,
-    /// The longest sequence that can be run.
+    /// The longest sequence that can be run; in GPT-2 it has as many vectors of positions.
     pub context_length: usize,
     /// D: the width of the residual stream.
     pub d_model: usize,
@@ -36,7 +37,7 @@ pub struct TransformerConfig {
     pub d_ff: usize,
     /// The base of the rotary angles.
     pub rope_theta: f64,
-    /// What the norms add under the root.
+    /// What the norms, of either kind, add under the root.
     pub rms_norm_eps: f64,
     /// What computes attention; naive where a serialized configuration says nothing. The weights do not depend on it.
     #[cfg_attr(feature = "serde", serde(default))]
@@ -66,6 +67,10 @@ pub struct TransformerConfig {
     /// How rotary angles are stretched over longer contexts.
     #[cfg_attr(feature = "serde", serde(default))]
     pub rope_scaling: RopeScaling,
+    /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, `qkv_bias` and
+    /// `qk_norm` as the presets have them, and every head of q has its own k and v, of D / H elements.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub architecture: Architecture,
 }
 
 impl Default for TransformerConfig {
@@ -100,6 +105,7 @@ impl TransformerConfig {
             tie_embeddings: false,
             rope_pairs: RotaryPairs::Adjacent,
             rope_scaling: RopeScaling::None,
+            architecture: Architecture::Llama,
         }
     }
 
@@ -179,6 +185,18 @@ impl TransformerConfig {
         self.num_kv_heads.unwrap_or(self.num_heads)
     }
 
+    pub(crate) fn is_gpt2(&self) -> bool {
+        self.architecture == Architecture::Gpt2
+    }
+
+    /// How many maps of D F elements a block has.
+    pub(crate) fn feed_forward_maps(&self) -> usize {
+        match self.architecture {
+            Architecture::Llama => 3,
+            Architecture::Gpt2 => 2,
+        }
+    }
+
     /// The widths of q and of what is merged again, H Dh, and of k and v, Hkv Dh.
     pub(crate) fn attention_widths(&self) -> [usize; 2] {
         [self.num_heads, self.num_kv_heads()].map(|heads| heads.saturating_mul(self.head_dim()))
@@ -191,7 +209,8 @@ impl TransformerConfig {
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads(),
             head_dim: self.head_dim(),
-            qkv_bias: self.qkv_bias,
+            qkv_bias: self.qkv_bias || self.is_gpt2(),
+            output_bias: self.is_gpt2(),
             qk_norm_eps: self.qk_norm.then_some(self.rms_norm_eps),
         }
     }
@@ -200,54 +219,74 @@ impl TransformerConfig {
     pub fn parameter_shapes(&self) -> Vec<(String, Shape)> {
         let (vocab, d, f) = (self.vocab_size, self.d_model, self.d_ff);
         let [q, kv] = self.attention_widths();
-        let mut shapes: Vec<(String, Shape)> =
-            vec![("token_embeddings.weight".into(), (vocab, d).into())];
-        for layer in 0..self.num_layers {
-            let mut add = |part: &str, shape: Shape| {
-                shapes.push((format!("layers.{layer}.{part}"), shape));
-            };
-            add("ln1.weight", d.into());
-            for (name, width) in [("q_proj", q), ("k_proj", kv), ("v_proj", kv)] {
-                add(&format!("attn.{name}.weight"), (width, d).into());
-                if self.qkv_bias {
-                    add(&format!("attn.{name}.bias"), width.into());
-                }
+        let is_gpt2 = self.is_gpt2();
+        let qkv_bias = self.self_attention().qkv_bias;
+        let mut shapes = Vec::new();
+        let mut add = |layer: &str, shape: &[usize], has_bias: bool| {
+            shapes.push((format!("{layer}.weight"), shape.into()));
+            if has_bias {
+                shapes.push((format!("{layer}.bias"), shape[0].into()));
             }
-            add("attn.output_proj.weight", (d, q).into());
-            if self.qk_norm {
-                add("attn.q_norm.weight", self.head_dim().into());
-                add("attn.k_norm.weight", self.head_dim().into());
-            }
-            add("ln2.weight", d.into());
-            add("ffn.w1.weight", (f, d).into());
-            add("ffn.w2.weight", (d, f).into());
-            add("ffn.w3.weight", (f, d).into());
+        };
+        add("token_embeddings", &[vocab, d], false);
+        if is_gpt2 {
+            add("position_embeddings", &[self.context_length, d], false);
         }
-        shapes.push(("ln_final.weight".into(), d.into()));
+        for i in 0..self.num_layers {
+            let mut add = |part: &str, shape: &[usize], has_bias: bool| {
+                add(&format!("layers.{i}.{part}"), shape, has_bias);
+            };
+            add("ln1", &[d], is_gpt2);
+            for (name, width) in [("q_proj", q), ("k_proj", kv), ("v_proj", kv)] {
+                add(&format!("attn.{name}"), &[width, d], qkv_bias);
+            }
+            add("attn.output_proj", &[d, q], is_gpt2);
+            if self.qk_norm {
+                add("attn.q_norm", &[self.head_dim()], false);
+                add("attn.k_norm", &[self.head_dim()], false);
+            }
+            add("ln2", &[d], is_gpt2);
+            add("ffn.w1", &[f, d], is_gpt2);
+            add("ffn.w2", &[d, f], is_gpt2);
+            if !is_gpt2 {
+                add("ffn.w3", &[f, d], false);
+            }
+        }
+        add("ln_final", &[d], is_gpt2);
         if !self.tie_embeddings {
-            shapes.push(("lm_head.weight".into(), (vocab, d).into()));
+            add("lm_head", &[vocab, d], false);
         }
         shapes
     }
 
     /// How many parameters: `2 V D + L (2 D (H + Hkv) Dh + 3 D F + 2 D) + D`, with `V D` for a tied head, and biases
-    /// and norms of q and k where there are any. In the presets it is `2 V D + L (4 D^2 + 3 D F + 2 D) + D`. Saturates
-    /// rather than overflows.
+    /// and norms of q and k where there are any. In the presets it is `2 V D + L (4 D^2 + 3 D F + 2 D) + D`; in GPT-2,
+    /// with a tied head, `V D + context_length D + L (4 D^2 + 2 D F + 9 D + F) + 2 D`. Saturates rather than overflows.
     pub fn num_parameters(&self) -> usize {
         let [vocab, d, f, layers] =
             [self.vocab_size, self.d_model, self.d_ff, self.num_layers].map(|size| size as u128);
         let [q, kv] = self.attention_widths().map(|width| width as u128);
-        let biases = if self.qkv_bias { q + 2 * kv } else { 0 };
+        let biases = match self.self_attention().qkv_bias {
+            true => q + 2 * kv,
+            false => 0,
+        };
         let norms = if self.qk_norm { 2 * self.head_dim() } else { 0 };
-        let layer = d.saturating_mul(2 * (q + kv) + 3 * f + 2);
-        let layer = layer.saturating_add(biases + norms as u128);
+        // GPT-2's other biases, in a block and after all: of the output projection, w1, w2 and the norms.
+        let [in_block, after, positions] = match self.architecture {
+            Architecture::Llama => [0; 3],
+            Architecture::Gpt2 => [4 * d + f, d, self.context_length as u128],
+        };
+        let maps = self.feed_forward_maps() as u128;
+        let layer = d.saturating_mul(2 * (q + kv) + maps * f + 2);
+        let layer = layer.saturating_add(biases + norms as u128 + in_block);
         let tables = if self.tie_embeddings {
             vocab
         } else {
             2 * vocab
         };
         let total = d
-            .saturating_mul(tables + 1)
+            .saturating_mul(tables + positions + 1)
+            .saturating_add(after)
             .saturating_add(layers.saturating_mul(layer));
         usize::try_from(total).unwrap_or(usize::MAX)
     }
@@ -255,7 +294,7 @@ impl TransformerConfig {
     /// [`num_parameters`](Self::num_parameters), in letters where the model is as the presets are.
     pub(crate) fn parameters_formula(&self) -> &'static str {
         let is_square = self.attention_widths() == [self.d_model; 2];
-        let has_more = self.qkv_bias || self.qk_norm || self.tie_embeddings;
+        let has_more = self.qkv_bias || self.qk_norm || self.tie_embeddings || self.is_gpt2();
         match is_square && !has_more {
             true => "2VD + L(4D^2 + 3FD + 2D) + D",
             false => "all weights",
@@ -268,7 +307,7 @@ impl TransformerConfig {
     /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
     /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
     /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
-    /// flash attention; each names its field.
+    /// flash attention, a setting that the architecture has no place for; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
@@ -320,7 +359,7 @@ impl TransformerConfig {
                 "each head gets d_model / num_heads elements, unless head_dim says otherwise",
             );
         }
-        if !self.head_dim().is_multiple_of(2) {
+        if !self.is_gpt2() && !self.head_dim().is_multiple_of(2) {
             let (field, expected) = match self.head_dim {
                 Some(_) => ("head_dim", "even"),
                 None => ("num_heads", "such that d_model / num_heads is even"),
@@ -352,6 +391,9 @@ impl TransformerConfig {
             );
         }
         self.rope_scaling.check()?;
+        if self.is_gpt2() {
+            gpt2::check(self)?;
+        }
         check_eps("TransformerConfig", "rms_norm_eps", self.rms_norm_eps)
     }
 }

@@ -58,8 +58,13 @@ pub(crate) trait WeightSource {
         name.into()
     }
 
-    /// The shape of a weight.
+    /// The shape of the tensor there that is a weight, or has it.
     fn shape(&self, name: &str) -> Option<&[usize]>;
+
+    /// The shape that this must be for a weight of this shape.
+    fn shape_there(&self, _: &str, shape: &[usize]) -> Vec<usize> {
+        shape.into()
+    }
 
     /// A weight, on `device`.
     fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>>;
@@ -132,7 +137,7 @@ impl TransformerLM {
     /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
     /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
     /// `optimizer.` or `history.` are a checkpoint's, and left alone); a configuration in the file that has other
-    /// heads, another base of the rotary angles or another eps.
+    /// heads, another base of the rotary angles, another eps or another architecture.
     pub fn load(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
@@ -223,10 +228,11 @@ impl TransformerLM {
         }
         let mut weights = HashMap::new();
         for (name, shape) in &shapes {
-            let expected = format!("{:?}", shape.dims());
             let stored = names.get(name);
+            let there = file.shape_there(name, shape.dims());
+            let expected = format!("{there:?}");
             let got = stored.and_then(|stored| file.shape(stored));
-            if got != Some(shape.dims()) {
+            if got != Some(&there[..]) {
                 let got = got.map_or("no such weight".into(), |got| format!("{got:?}"));
                 return Err(refuse(name, expected, got));
             }

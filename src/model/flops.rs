@@ -28,7 +28,7 @@ pub struct Flops {
     pub projections: f64,
     /// q k^T and p v, in full (a causal mask saves nothing): `4 B L T^2 H Dh`, in the presets `4 B L T^2 D`.
     pub attention: f64,
-    /// w1, w2 and w3: `2 B T L 3 D F`.
+    /// w1, w2 and w3: `2 B T L 3 D F`; of GPT-2, which has no w3, `2 B T L 2 D F`.
     pub feed_forward: f64,
     /// The output head: `2 B T D V`.
     pub head: f64,
@@ -52,7 +52,8 @@ impl Flops {
 }
 
 /// What the reports print beside a FLOP count.
-pub const FORMULA: &str = "forward 2BT(L(4D^2 + 3DF) + DV) + 4BLT^2D, backward twice that";
+pub const FORMULA: &str =
+    "forward 2BT(L(4D^2 + 3DF) + DV) + 4BLT^2D (GPT-2: 2DF for 3DF), backward twice that";
 
 /// A forward pass over `batch_size` sequences of `sequence_length` tokens.
 ///
@@ -66,11 +67,12 @@ pub fn forward(config: &TransformerConfig, batch_size: usize, sequence_length: u
     let [b, t, layers] = [batch_size, sequence_length, config.num_layers].map(|n| n as f64);
     let [d, f, v] = [config.d_model, config.d_ff, config.vocab_size].map(|n| n as f64);
     let [q, kv] = config.attention_widths().map(|n| n as f64);
+    let maps = config.feed_forward_maps() as f64;
     Flops {
         embedding: 0.0,
         projections: 2.0 * b * t * layers * 2.0 * d * (q + kv),
         attention: 4.0 * b * layers * t * t * q,
-        feed_forward: 2.0 * b * t * layers * 3.0 * d * f,
+        feed_forward: 2.0 * b * t * layers * maps * d * f,
         head: 2.0 * b * t * d * v,
     }
 }

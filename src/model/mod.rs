@@ -23,6 +23,7 @@ mod depth;
 mod file;
 pub mod flops;
 mod generate;
+mod gpt2;
 mod toy;
 mod transformer;
 

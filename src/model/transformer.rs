@@ -3,8 +3,8 @@
 use super::{TransformerConfig, depth};
 use crate::attention::Algorithm;
 use crate::nn::{
-    self, Checkpointing, Embedding, Layer, Linear, RmsNorm, RotaryConfig, RotaryEmbedding,
-    TransformerBlock, join,
+    self, Architecture, Checkpointing, Embedding, Layer, Linear, Norm, RotaryConfig,
+    RotaryEmbedding, TransformerBlock, join,
 };
 use crate::probe::{self, in_module};
 use crate::{Error, Result, hardware, ops};
@@ -12,13 +12,14 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 
-/// A pre-norm transformer language model: token embedding, blocks, a final RMSNorm and an output head.
+/// A pre-norm transformer language model: token embedding, blocks, a final norm and an output head.
 ///
 /// Stanford CS336's model, name for name, so that its checkpoints load; by its [configuration](TransformerConfig) also
-/// a model of the Llama, Qwen or Mistral families, under the same names. The names: `token_embeddings.weight`,
+/// a model of the Llama, Qwen, Mistral or GPT-2 families, under the same names. The names: `token_embeddings.weight`,
 /// `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`, `layers.{i}.{ln1,ln2}.weight`,
 /// `ln_final.weight`, `lm_head.weight` unless it is tied; `attn.{q,k,v}_proj.bias` and `attn.{q,k}_norm.weight` where
-/// the configuration has them.
+/// the configuration has them. [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight` too, no
+/// `ffn.w3`, and a `bias` beside the `weight` of every norm and linear map but the head.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -38,8 +39,10 @@ use std::num::NonZeroUsize;
 pub struct TransformerLM {
     config: TransformerConfig,
     token_embeddings: Embedding,
+    /// (context_length, D), where positions are learned.
+    position_embeddings: Option<Embedding>,
     layers: Vec<TransformerBlock>,
-    ln_final: RmsNorm,
+    ln_final: Norm,
     lm_head: Linear,
 }
 
@@ -69,29 +72,46 @@ impl TransformerLM {
     /// As [`from_var_builder`](Self::from_var_builder), of a configuration that is a model's but for its context
     /// length, which no memory need hold: for a trace.
     pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
-        let rotary = RotaryConfig {
-            theta: config.rope_theta,
-            head_dim: config.head_dim(),
-            max_length: config.context_length,
-            pairs: config.rope_pairs,
-            scaling: config.rope_scaling,
+        let architecture = config.architecture;
+        let rotary = match architecture {
+            Architecture::Llama => {
+                let rotary = RotaryConfig {
+                    theta: config.rope_theta,
+                    head_dim: config.head_dim(),
+                    max_length: config.context_length,
+                    pairs: config.rope_pairs,
+                    scaling: config.rope_scaling,
+                };
+                Some(RotaryEmbedding::with_config(
+                    &rotary,
+                    vb.dtype(),
+                    vb.device(),
+                )?)
+            }
+            Architecture::Gpt2 => None,
         };
-        let rotary = RotaryEmbedding::with_config(&rotary, vb.dtype(), vb.device())?;
         let eps = config.rms_norm_eps;
         let layers = (0..config.num_layers).map(|i| {
             let block = TransformerBlock::with_config(
+                architecture,
                 &config.self_attention(),
                 config.d_ff,
                 eps,
-                Some(rotary.clone()),
+                rotary.clone(),
                 vb.pp("layers").pp(i),
             );
             Ok(block?.with_attention(config.attention))
         });
         let (vocab, width) = (config.vocab_size, config.d_model);
-        let token_embeddings = Embedding::new(vocab, width, vb.pp("token_embeddings"))?;
+        let table = |rows: usize, name: &str| match architecture {
+            Architecture::Llama => Embedding::new(rows, width, vb.pp(name)),
+            Architecture::Gpt2 => Embedding::with_std(rows, width, 0.02, vb.pp(name)),
+        };
+        let token_embeddings = table(vocab, "token_embeddings")?;
+        let positions = || table(config.context_length, "position_embeddings");
+        let position_embeddings = config.is_gpt2().then(positions).transpose()?;
         let layers = layers.collect::<Result<_>>()?;
-        let ln_final = RmsNorm::new(width, eps, vb.pp("ln_final"))?;
+        let ln_final = Norm::new(architecture, width, eps, vb.pp("ln_final"))?;
         let lm_head = match config.tie_embeddings {
             true => Linear::from_weights(token_embeddings.weight().clone(), None)?,
             false => Linear::new(width, vocab, vb.pp("lm_head"))?,
@@ -99,6 +119,7 @@ impl TransformerLM {
         Ok(Self {
             config: config.clone(),
             token_embeddings,
+            position_embeddings,
             layers,
             ln_final,
             lm_head,
@@ -132,7 +153,7 @@ impl TransformerLM {
         self.lm_head.weight().device()
     }
 
-    /// Every parameter with its name, in a fixed order: embedding, blocks, final norm, head. One variable under two
+    /// Every parameter with its name, in a fixed order: embeddings, blocks, final norm, head. One variable under two
     /// names comes once, under the first.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
@@ -186,6 +207,10 @@ impl TransformerLM {
         }
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
+        if let Some(positions) = &self.position_embeddings {
+            let first = positions.weight().narrow(0, 0, tokens.dim(1)?)?; // (T, D)
+            x = in_module("position_embeddings", || ops::add(&x, &first))?;
+        }
         if x.track_op() {
             depth::check(self.layers.len())?;
         }
@@ -221,7 +246,13 @@ fn numbered_forward(i: usize, block: &TransformerBlock, x: &Tensor) -> Result<Te
 /// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it
 /// becomes a variable.
 pub(super) fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
-    let rows = config.vocab_size.max(config.d_ff).max(config.d_model);
+    let positions = if config.is_gpt2() {
+        config.context_length
+    } else {
+        0
+    };
+    let sizes = [config.vocab_size, positions, config.d_ff, config.d_model];
+    let rows = sizes.into_iter().fold(0, usize::max);
     let largest = (rows as u64).saturating_mul(config.d_model as u64);
     let elements = config.num_parameters() as u64;
     let wanted_bytes = elements.saturating_add(largest).saturating_mul(4);
@@ -252,6 +283,9 @@ impl Layer for TransformerLM {
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         self.token_embeddings
             .visit(&join(path, "token_embeddings"), visit);
+        if let Some(positions) = &self.position_embeddings {
+            positions.visit(&join(path, "position_embeddings"), visit);
+        }
         for (i, layer) in self.layers.iter().enumerate() {
             layer.visit(&join(path, &format!("layers.{i}")), visit);
         }

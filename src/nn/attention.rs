@@ -20,6 +20,8 @@ pub struct SelfAttentionConfig {
     pub head_dim: usize,
     /// Whether q, k and v have biases.
     pub qkv_bias: bool,
+    /// Whether the output projection has one.
+    pub output_bias: bool,
     /// The eps with which each head of q and of k is normalised before it is rotated; `None` if it is not.
     pub qk_norm_eps: Option<f64>,
 }
@@ -77,15 +79,16 @@ impl CausalSelfAttention {
             num_kv_heads: num_heads,
             head_dim: d_model / num_heads,
             qkv_bias: false,
+            output_bias: false,
             qk_norm_eps: None,
         };
         Self::with_config(&config, rotary, vb)
     }
 
     /// Takes `q_proj.weight` (H Dh, D), `k_proj.weight` and `v_proj.weight` (Hkv Dh, D), and `output_proj.weight`
-    /// (D, H Dh) from the builder; where the configuration has them `q_proj.bias`, `k_proj.bias` and `v_proj.bias`,
-    /// `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` the layer knows no positions. Its attention is
-    /// [`Algorithm::Naive`].
+    /// (D, H Dh) from the builder; where the configuration has them `q_proj.bias`, `k_proj.bias`, `v_proj.bias` and
+    /// `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` the layer knows no positions. Its
+    /// attention is [`Algorithm::Naive`].
     ///
     /// # Errors
     /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, and whatever the builder
@@ -114,10 +117,11 @@ impl CausalSelfAttention {
             );
         };
         let kv_width = kv_heads * head_dim; // of so many heads as q has, or fewer
-        let projection = |to: usize, name: &str| match config.qkv_bias {
-            true => Linear::with_bias(width, to, vb.pp(name)),
-            false => Linear::new(width, to, vb.pp(name)),
+        let map = |from: usize, to: usize, has_bias: bool, name: &str| match has_bias {
+            true => Linear::with_bias(from, to, vb.pp(name)),
+            false => Linear::new(from, to, vb.pp(name)),
         };
+        let projection = |to: usize, name: &str| map(width, to, config.qkv_bias, name);
         let norm = |eps, name: &str| RmsNorm::new(head_dim, eps, vb.pp(name));
         let norms = config
             .qk_norm_eps
@@ -126,7 +130,7 @@ impl CausalSelfAttention {
             q_proj: projection(q_width, "q_proj")?,
             k_proj: projection(kv_width, "k_proj")?,
             v_proj: projection(kv_width, "v_proj")?,
-            output_proj: Linear::new(q_width, width, vb.pp("output_proj"))?,
+            output_proj: map(q_width, width, config.output_bias, "output_proj")?,
             norms: norms.transpose()?,
             rotary,
             num_heads: heads,

@@ -1,25 +1,26 @@
 //! One layer of the transformer.
 
-use super::{
-    CausalSelfAttention, Layer, RmsNorm, RotaryEmbedding, SelfAttentionConfig, SwiGlu, join,
-};
+use super::architecture::{Architecture, FeedForward, Norm};
+use super::{CausalSelfAttention, Layer, RotaryEmbedding, SelfAttentionConfig, join};
 use crate::attention::Algorithm;
 use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-/// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`.
+/// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`. Its norms and its feed-forward network are its
+/// [architecture](Architecture)'s.
 #[derive(Clone, Debug)]
 pub struct TransformerBlock {
-    ln1: RmsNorm,
+    ln1: Norm,
     attn: CausalSelfAttention,
-    ln2: RmsNorm,
-    ffn: SwiGlu,
+    ln2: Norm,
+    ffn: FeedForward,
 }
 
 impl TransformerBlock {
-    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn` from the builder; `eps` is the norms'.
+    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn` from the builder; `eps` is the norms'. The architecture
+    /// is [`Architecture::Llama`].
     ///
     /// # Errors
     /// As the parts'.
@@ -32,14 +33,15 @@ impl TransformerBlock {
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         let attn = CausalSelfAttention::new(d_model, num_heads, rotary, vb.pp("attn"))?;
-        Self::around(attn, d_model, d_ff, eps, vb)
+        Self::around(attn, Architecture::Llama, d_model, d_ff, eps, vb)
     }
 
-    /// As [`new`](Self::new), with attention of this configuration.
+    /// As [`new`](Self::new), of any architecture, with attention of this configuration.
     ///
     /// # Errors
     /// As the parts'.
     pub fn with_config(
+        architecture: Architecture,
         attention: &SelfAttentionConfig,
         d_ff: usize,
         eps: f64,
@@ -47,21 +49,22 @@ impl TransformerBlock {
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         let attn = CausalSelfAttention::with_config(attention, rotary, vb.pp("attn"))?;
-        Self::around(attn, attention.d_model, d_ff, eps, vb)
+        Self::around(attn, architecture, attention.d_model, d_ff, eps, vb)
     }
 
     fn around(
         attn: CausalSelfAttention,
+        architecture: Architecture,
         d_model: usize,
         d_ff: usize,
         eps: f64,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         Ok(Self {
-            ln1: RmsNorm::new(d_model, eps, vb.pp("ln1"))?,
+            ln1: Norm::new(architecture, d_model, eps, vb.pp("ln1"))?,
             attn,
-            ln2: RmsNorm::new(d_model, eps, vb.pp("ln2"))?,
-            ffn: SwiGlu::new(d_model, d_ff, vb.pp("ffn"))?,
+            ln2: Norm::new(architecture, d_model, eps, vb.pp("ln2"))?,
+            ffn: FeedForward::new(architecture, d_model, d_ff, vb.pp("ffn"))?,
         })
     }
 

@@ -19,10 +19,21 @@ impl Embedding {
     /// # Errors
     /// Whatever the builder answers: a missing or misshapen weight, say.
     pub fn new(vocab_size: usize, d_model: usize, vb: VarBuilder<'_>) -> Result<Self> {
-        let init = Init::Randn {
-            mean: 0.0,
-            stdev: 1.0,
-        };
+        Self::with_std(vocab_size, d_model, 1.0, vb)
+    }
+
+    /// As [`new`](Self::new), where the table starts from another standard deviation: GPT-2's from 0.02, since as the
+    /// head too one of 1 would give logits in the tens.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_std(
+        vocab_size: usize,
+        d_model: usize,
+        stdev: f64,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        let init = Init::Randn { mean: 0.0, stdev };
         let weight = variable(&vb, "weight", (vocab_size, d_model), init)?;
         Ok(Self { weight })
     }

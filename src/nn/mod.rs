@@ -28,11 +28,13 @@
 //! frozen; or a tensor that another layer holds too, which is tied. Builders make variables of what they give;
 //! `from_weights` takes any tensor.
 
+mod architecture;
 mod attention;
 mod block;
 mod checkpoint;
 mod checkpointing;
 mod embedding;
+mod gelu_mlp;
 mod init;
 mod linear;
 mod norm;
@@ -40,11 +42,14 @@ mod rope_scaling;
 mod rotary;
 mod swiglu;
 
+pub use architecture::Architecture;
+pub(crate) use architecture::Norm;
 pub use attention::{CausalSelfAttention, SelfAttentionConfig};
 pub use block::TransformerBlock;
 pub use checkpoint::checkpoint;
 pub use checkpointing::Checkpointing;
 pub use embedding::Embedding;
+pub use gelu_mlp::GeluMlp;
 pub use init::seeded;
 pub use linear::Linear;
 pub(crate) use norm::check_eps;
@@ -193,6 +198,7 @@ impl_module!(
     RmsNorm,
     LayerNorm,
     SwiGlu,
+    GeluMlp,
     CausalSelfAttention,
     TransformerBlock
 );

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use proptest::prelude::*;
 use rstest::rstest;
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 use tallow::attention::Algorithm;
@@ -14,16 +14,19 @@ use tallow::compile::{PlanConfig, TrainStep};
 use tallow::hf;
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
-use tallow::nn::{CausalSelfAttention, SelfAttentionConfig, seeded};
+use tallow::nn::{Architecture, CausalSelfAttention, SelfAttentionConfig, seeded};
 use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tempfile::{TempDir, tempdir};
 
-const NAMES: [&str; 5] = ["llama", "llama_tied", "qwen2", "qwen3", "mistral"];
+const NAMES: [&str; 6] = ["llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2"];
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/families")
 }
+
+/// What names of weights begin with.
+const BEGINNINGS: [&str; 3] = ["model.", "transformer.", "lm_head."];
 
 /// What `fixtures/generate.py families` has written, and a folder of the model's own files.
 struct Golden {
@@ -40,7 +43,7 @@ impl Golden {
         let tensors = safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
         let weights = tensors
             .iter()
-            .filter(|(name, _)| name.starts_with("model.") || name.starts_with("lm_head."));
+            .filter(|(name, _)| BEGINNINGS.iter().any(|prefix| name.starts_with(prefix)));
         let weights: HashMap<String, Tensor> =
             weights.map(|(name, x)| (name.clone(), x.clone())).collect();
         let folder = tempdir().unwrap();
@@ -62,6 +65,14 @@ impl Golden {
         model.with_attention(attention)
     }
 
+    /// Changes a setting of the folder's configuration.
+    fn set(&self, key: &str, value: Value) {
+        let path = self.folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config[key] = value;
+        fs::write(&path, config.to_string()).unwrap();
+    }
+
     fn get(&self, key: &str) -> &Tensor {
         &self.tensors[key]
     }
@@ -72,9 +83,25 @@ impl Golden {
     }
 }
 
-/// The name of a weight in the golden files.
-fn theirs(name: &str) -> String {
-    hf::name_of(name).unwrap()
+/// Tensors of the model's shapes as they are in the golden files: GPT-2's of q, k and v are one, and what its linear
+/// maps' weights are shaped like is (in, out) there.
+fn as_theirs(
+    model: &TransformerLM,
+    named: impl IntoIterator<Item = (String, Tensor)>,
+) -> BTreeMap<String, Tensor> {
+    let architecture = model.config().architecture;
+    let mut parts: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
+    for (name, tensor) in named {
+        let theirs = hf::name_of(architecture, &name).unwrap();
+        parts.entry(theirs).or_default().push(tensor);
+    }
+    let joined = parts.into_iter().map(|(name, parts)| {
+        let whole = Tensor::cat(&parts, 0).unwrap();
+        let turned = name.contains(".c_") && name.ends_with(".weight");
+        let whole = if turned { whole.t().unwrap() } else { whole };
+        (name, whole)
+    });
+    joined.collect()
 }
 
 fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DType) {
@@ -85,13 +112,27 @@ fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DTyp
     close("logits", &logits, golden.get("logits"), logits_bound);
     close("loss", &loss, golden.get("loss"), loss_bound);
     let gradients = tallow::backward(loss).unwrap();
-    let parameters = model.parameters();
-    let count = golden.tensors.keys().filter(|key| key.starts_with("grad."));
-    assert_eq!(parameters.len(), count.count());
-    for (name, parameter) in parameters {
-        let key = format!("grad.{}", theirs(&name));
+    let parameters = model.parameters().into_iter();
+    let found = parameters.map(|(name, parameter)| {
         let gradient = gradients.get(&parameter).unwrap();
-        close(&key, gradient, golden.get(&key), gradient_bound);
+        (name, gradient.clone())
+    });
+    close_gradients(golden, model, found, gradient_bound);
+}
+
+/// All of them, and no others.
+fn close_gradients(
+    golden: &Golden,
+    model: &TransformerLM,
+    found: impl IntoIterator<Item = (String, Tensor)>,
+    bound: f64,
+) {
+    let found = as_theirs(model, found);
+    let count = golden.tensors.keys().filter(|key| key.starts_with("grad."));
+    assert_eq!(found.len(), count.count());
+    for (name, gradient) in found {
+        let key = format!("grad.{name}");
+        close(&key, &gradient, golden.get(&key), bound);
     }
 }
 
@@ -107,12 +148,17 @@ fn five_steps(golden: &Golden, model: &TransformerLM, dtype: DType, mut step: im
         let error = (step() - wanted).abs() / wanted;
         assert!(error <= loss_bound, "step {i}: {error:.2e}");
     }
-    for (name, var) in model.parameters() {
-        let key = format!("final.{}", theirs(&name));
+    let parameters = model.parameters().into_iter();
+    let parameters = parameters.map(|(name, var)| (name, var.as_tensor().clone()));
+    let mut found = 0;
+    for (name, weight) in as_theirs(model, parameters) {
+        let key = format!("final.{name}");
         if let Some(wanted) = golden.tensors.get(&key) {
-            close(&key, &var, wanted, weight_bound);
+            close(&key, &weight, wanted, weight_bound);
+            found += 1;
         }
     }
+    assert_eq!(found, 2);
 }
 
 fn eager(name: &str, dtype: DType, attention: Algorithm, device: &Device) {
@@ -131,7 +177,7 @@ fn eager(name: &str, dtype: DType, attention: Algorithm, device: &Device) {
 
 #[rstest]
 fn eager_is_as_transformers(
-    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral")] name: &str,
+    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
     #[values(DType::F64, DType::F32)] dtype: DType,
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -151,10 +197,8 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
     };
     let mut step = TrainStep::new(&model, &optimizer, &config).unwrap();
     step.forward_backward(&tokens, &targets).unwrap();
-    for (name, gradient) in step.gradients().unwrap() {
-        let key = format!("grad.{}", theirs(&name));
-        close(&key, &gradient, golden.get(&key), bounds(DType::F32)[2]);
-    }
+    let gradients = step.gradients().unwrap();
+    close_gradients(&golden, &model, gradients, bounds(DType::F32)[2]);
     five_steps(&golden, &model, DType::F32, || {
         f64::from(step.run(&mut optimizer, &tokens, &targets).unwrap())
     });
@@ -162,7 +206,7 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
 
 #[rstest]
 fn planned_is_as_transformers(
-    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral")] name: &str,
+    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     planned(name, attention, &Device::Cpu);
@@ -172,7 +216,7 @@ fn planned_is_as_transformers(
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn families_on_a_gpu(
-    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral")] name: &str,
+    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     eager(name, DType::F32, attention, &crate::gpu());
@@ -233,9 +277,9 @@ fn what_is_saved_is_loaded() {
     }
 }
 
-#[test]
-fn what_is_saved_in_shards_is_loaded() {
-    let golden = Golden::read("qwen3");
+#[rstest]
+fn what_is_saved_in_shards_is_loaded(#[values("qwen3", "gpt2")] name: &str) {
+    let golden = Golden::read(name);
     let model = golden.model(DType::F32, Algorithm::Flash, &Device::Cpu);
     let folder = tempdir().unwrap();
     let [tokens, _] = golden.batch(&Device::Cpu);
@@ -264,9 +308,10 @@ fn what_is_saved_in_shards_is_loaded() {
     // A weight that is larger has a shard of its own.
     let each = tempdir().unwrap();
     hf::save_in_shards(&model, each.path(), 0).unwrap();
+    let weights = golden.tensors.keys().filter(|key| key.starts_with("grad."));
     assert_eq!(
         fs::read_dir(each.path()).unwrap().count(),
-        model.parameters().len() + 2
+        weights.count() + 2
     );
     assert_eq!(
         logits(&hf::load(each.path(), &Device::Cpu).unwrap()),
@@ -280,10 +325,7 @@ fn what_is_saved_in_shards_is_loaded() {
 #[case("partial_rotary_factor", json!(1))]
 fn numbers_are_compared_by_value(#[case] key: &str, #[case] value: Value) {
     let golden = Golden::read("llama");
-    let path = golden.folder.path().join("config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    config[key] = value;
-    fs::write(&path, config.to_string()).unwrap();
+    golden.set(key, value);
     hf::config(golden.folder.path()).unwrap();
 }
 
@@ -304,6 +346,7 @@ fn sizes_of_heads_that_are_refused(
         num_kv_heads,
         head_dim,
         qkv_bias: true,
+        output_bias: false,
         qk_norm_eps: None,
     };
     let vb = seeded(0, DType::F32, &Device::Cpu);
@@ -342,13 +385,134 @@ fn a_scaling_under_its_older_name() {
 #[case::layers("num_hidden_layers", json!(3), "model.layers.2.")]
 #[case::fewer_layers("num_hidden_layers", json!(1), "model.layers.1.")]
 fn settings_that_are_refused(#[case] key: &str, #[case] value: Value, #[case] named: &str) {
-    let golden = Golden::read("llama");
-    let path = golden.folder.path().join("config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    config[key] = value;
-    fs::write(&path, config.to_string()).unwrap();
+    refused("llama", key, value, named);
+}
+
+#[rstest]
+#[case::activation("activation_function", json!("gelu"), "activation_function is \"gelu\"")]
+#[case::scores("scale_attn_by_inverse_layer_idx", json!(true), "scale_attn_by_inverse_layer_idx")]
+#[case::scale("scale_attn_weights", json!(false), "scale_attn_weights")]
+#[case::cross("add_cross_attention", json!(true), "add_cross_attention")]
+#[case::mask("n_ctx", json!(64), "n_ctx is 64")]
+#[case::unknown("residual_multiplier", json!(0.5), "residual_multiplier")]
+#[case::others("rope_parameters", json!({"rope_type": "default"}), "rope_parameters")]
+#[case::no_size("n_embd", json!("wide"), "n_embd")]
+#[case::lacking("n_head", json!(null), "it has no n_head")]
+#[case::heads("n_head", json!(4), "num_heads 4")]
+#[case::width("n_inner", json!(51), "transformer.h.0.mlp.c_fc.weight: expected [33, 51], got [33, 50]")]
+#[case::width_as_usual("n_inner", json!(null), "expected [33, 132], got [33, 50]")]
+#[case::positions("n_positions", json!(95), "transformer.wpe.weight")]
+#[case::vocabulary("vocab_size", json!(28), "transformer.wte.weight")]
+#[case::layers("n_layer", json!(3), "transformer.h.2.")]
+#[case::fewer_layers("n_layer", json!(1), "transformer.h.1.")]
+#[case::untied("tie_word_embeddings", json!(false), "lm_head.weight")]
+fn settings_of_gpt2_that_are_refused(#[case] key: &str, #[case] value: Value, #[case] named: &str) {
+    refused("gpt2", key, value, named);
+}
+
+fn refused(family: &str, key: &str, value: Value, named: &str) {
+    let golden = Golden::read(family);
+    golden.set(key, value);
     let error = hf::load(golden.folder.path(), &Device::Cpu).unwrap_err();
     assert!(error.to_string().contains(named), "{error}");
+}
+
+/// Dropout, heads of other tasks, and what the published files have; and what those leave out.
+#[test]
+fn settings_of_gpt2_that_change_nothing() {
+    let golden = Golden::read("gpt2");
+    let wanted = hf::config(golden.folder.path()).unwrap();
+    for (key, value) in [
+        ("attn_pdrop", json!(0.1)),
+        ("resid_pdrop", json!(0.1)),
+        ("embd_pdrop", json!(0.1)),
+        ("n_ctx", json!(96)),
+        ("n_special", json!(0)),
+        ("predict_special_tokens", json!(true)),
+        (
+            "task_specific_params",
+            json!({"text-generation": {"do_sample": true}}),
+        ),
+        ("tie_word_embeddings", json!(null)),
+        ("layer_norm_epsilon", json!(null)),
+        ("scale_attn_weights", json!(null)),
+    ] {
+        golden.set(key, value);
+    }
+    assert_eq!(hf::config(golden.folder.path()).unwrap(), wanted);
+}
+
+/// Files of GPT-2 with other weights in them.
+#[test]
+fn weights_of_gpt2() {
+    let golden = Golden::read("gpt2");
+    let path = golden.folder.path().join("model.safetensors");
+    let weights = safetensors::load(&path, &Device::Cpu).unwrap();
+    let wanted = hf::load(golden.folder.path(), &Device::Cpu).unwrap();
+    let load = |weights: &HashMap<String, Tensor>| {
+        safetensors::save(weights, &path).unwrap();
+        hf::load(golden.folder.path(), &Device::Cpu)
+    };
+    let refused = |weights: &HashMap<String, Tensor>, parts: [&str; 3]| {
+        let error = load(weights).unwrap_err().to_string();
+        for part in parts {
+            assert!(error.contains(part), "{part} is not in {error}");
+        }
+    };
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let file = "model.safetensors";
+
+    // Without what names begin with, and with tables of what is masked: as the published files are.
+    let stripped = |(name, weight): (&String, &Tensor)| {
+        let name = name.strip_prefix("transformer.").unwrap();
+        (name.to_string(), weight.clone())
+    };
+    let mut older: HashMap<String, Tensor> = weights.iter().map(stripped).collect();
+    older.insert("h.0.attn.bias".into(), zeros(&[1, 1, 96, 96]));
+    older.insert("h.1.attn.masked_bias".into(), zeros(&[]));
+    let [tokens, _] = golden.batch(&Device::Cpu);
+    let logits = |model: TransformerLM| elements(&model.forward(&tokens).unwrap());
+    assert_eq!(logits(load(&older).unwrap()), logits(wanted));
+    older.insert("transformer.wpe.weight".into(), zeros(&[96, 33]));
+    refused(&older, [file, "wpe.weight", "one tensor a weight"]);
+
+    let mut other = weights.clone();
+    let joined = "transformer.h.0.attn.c_attn.weight";
+    for shape in [[33, 98], [99, 33], [33, 33]] {
+        other.insert(joined.into(), zeros(&shape));
+        let got = format!("got {shape:?}");
+        refused(&other, [file, joined, &got]);
+    }
+    other.remove(joined);
+    refused(
+        &other,
+        [file, joined, "expected [33, 99], got no such weight"],
+    );
+
+    let mut other = weights.clone();
+    other.remove("transformer.wpe.weight");
+    refused(
+        &other,
+        [
+            file,
+            "transformer.wpe.weight",
+            "expected [96, 33], got no such weight",
+        ],
+    );
+
+    let mut other = weights.clone();
+    other.insert(
+        "transformer.h.0.crossattention.c_attn.bias".into(),
+        zeros(&[66]),
+    );
+    refused(
+        &other,
+        [
+            file,
+            "h.0.crossattention.c_attn.bias",
+            "no such weight in 2 layers",
+        ],
+    );
 }
 
 #[test]
@@ -426,6 +590,29 @@ fn what_stands_beside_the_weights_is_copied() {
 }
 
 fn configurations() -> impl Strategy<Value = TransformerConfig> {
+    prop_oneof![3 => rotated(), 1 => gpt2s()]
+}
+
+fn gpt2s() -> impl Strategy<Value = TransformerConfig> {
+    let heads = (1..6usize, 1..12usize);
+    let sizes = (1..30usize, 1..3usize, 2..50usize, any::<bool>());
+    (heads, sizes).prop_map(|((num_heads, head_dim), sizes)| {
+        let (d_ff, num_layers, vocab_size, tie_embeddings) = sizes;
+        TransformerConfig {
+            vocab_size,
+            context_length: 20,
+            d_model: num_heads * head_dim,
+            d_ff,
+            num_layers,
+            num_heads,
+            tie_embeddings,
+            architecture: Architecture::Gpt2,
+            ..Default::default()
+        }
+    })
+}
+
+fn rotated() -> impl Strategy<Value = TransformerConfig> {
     let heads = (1..4usize, 1..4usize, 1..21usize);
     let sizes = (4..40usize, 1..30usize, 1..3usize, 2..50usize);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
@@ -563,7 +750,17 @@ fn memory_is_predicted() {
         return;
     }
     assert!(tracker::current_bytes().is_some());
-    let config = TransformerConfig {
+    let gpt2 = TransformerConfig {
+        d_model: 192,
+        num_heads: 6,
+        d_ff: 512,
+        num_layers: 3,
+        vocab_size: 3000,
+        tie_embeddings: true,
+        architecture: Architecture::Gpt2,
+        ..Default::default()
+    };
+    let grouped = TransformerConfig {
         d_model: 192,
         num_heads: 6,
         num_kv_heads: Some(2),
@@ -576,10 +773,15 @@ fn memory_is_predicted() {
         rope_pairs: RotaryPairs::Halves,
         ..Default::default()
     };
-    for attention in Algorithm::ALL {
+    // GPT-2 with as many tokens as it has positions, and with fewer.
+    let cases = [(&grouped, 128), (&gpt2, 128), (&gpt2, 256)];
+    let all = cases
+        .iter()
+        .flat_map(|case| Algorithm::ALL.map(|attention| (*case, attention)));
+    for ((config, sequence_length), attention) in all {
         let workload = Workload {
             batch_size: 4,
-            sequence_length: 128,
+            sequence_length,
             mode: Mode::TrainStep,
             attention,
             ..Default::default()

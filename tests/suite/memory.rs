@@ -20,6 +20,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
+use tallow::nn::Architecture;
 use tallow::precision::Precision;
 
 const MODES: [Mode; 4] = [
@@ -92,6 +93,20 @@ fn parts_follow_the_formulas(
     assert_eq!(step.optimizer_bytes, 8 * parameters);
     assert_eq!(step.activation_bytes, 4 * graph);
     assert_eq!(step.logit_bytes, 4 * (256 * 500 + 2 * 256 + 1)); // and the loss, two numbers a row
+    let gpt2 = TransformerConfig {
+        architecture: Architecture::Gpt2,
+        ..config.clone()
+    };
+    let workload = Workload {
+        batch_size: 2,
+        sequence_length: 128,
+        attention,
+        ..Default::default()
+    };
+    let graph = 3 * (14 * n * d + 2 * n * f + kept + 4 * n) + 3 * n * d + 2 * n;
+    let step = estimate(&gpt2, &workload).unwrap();
+    assert_eq!(step.parameter_bytes, 4 * gpt2.num_parameters() as u64);
+    assert_eq!(step.activation_bytes, 4 * graph);
     let peaks = MODES.map(|mode| plan(mode).peak_bytes);
     assert!(peaks.is_sorted(), "{peaks:?}");
     assert_eq!(plan(Mode::Forward).gradient_bytes, 0);

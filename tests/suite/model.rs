@@ -9,6 +9,7 @@ mod device;
 mod files;
 mod forward;
 mod generate;
+mod gpt2;
 mod gradients;
 mod init;
 mod layers;

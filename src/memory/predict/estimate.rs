@@ -4,7 +4,7 @@ use super::layer;
 use super::naming::Naming;
 use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
 use super::stack::{self, Stack};
-use super::workload::{Mode, Workload, check, check_some, optimizer_state, place};
+use super::workload::{Mode, Workload, check, check_some, optimizer_state, place, reaching};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
@@ -34,6 +34,8 @@ use std::fmt;
 ///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
 ///   and both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay
 ///   until the graph goes or, without one, the region ends; if dropped, until their op is done.
+///
+/// Of [GPT-2](crate::nn::Architecture::Gpt2) in f32 it is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`.
 ///
 /// On a GPU ([`Kernels`](super::Kernels)) S of naive attention is in the dtype of q, and products pack nothing.
 ///
@@ -77,7 +79,8 @@ pub struct Estimate {
     pub breakdown: MemoryBreakdown,
 }
 
-/// The breakdown of one pass or step, before anything is allocated.
+/// The breakdown of one pass or step, before anything is allocated. A model of a shorter context than the workload's
+/// sequences is taken for one that reaches as far.
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -108,6 +111,7 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
     check_some("sequence_length", workload.sequence_length)?;
+    let config = &reaching(config, workload.sequence_length);
     let residents = stack::residents(config, workload);
     let sizes = stack::sizes(config, workload);
     if !stack::is_addressable(config, workload) {

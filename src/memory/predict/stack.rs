@@ -3,19 +3,19 @@
 
 use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
-use super::workload::{optimizer_state, place};
+use super::workload::{optimizer_state, place, reaching};
 use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::graph::{self, Graph, TraceEvent};
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::nn::Checkpointing;
+use crate::nn::{Architecture, Checkpointing};
 use candle_core::DType;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
 /// What is there before a pass of the model: more than its graph reads. A forward has targets beside it, and tables of
-/// positions are as long as the model takes sequences.
+/// angles are as long as the model takes sequences.
 pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
     let width = workload.precision.parameter_dtype().size_in_bytes();
     let buffer = |kind, what, formula, elements, width, count| Buffer {
@@ -52,17 +52,17 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
         4,
         2.0,
     ));
-    let positions = config.context_length.max(workload.sequence_length);
-    let angles = elements(&[positions, config.head_dim()]);
-    let formula = "context_length Dh";
-    residents.push(buffer(
-        MemoryKind::Inputs,
-        "cos, sin",
-        formula,
-        angles,
-        width,
-        1.0,
-    ));
+    if config.architecture == Architecture::Llama {
+        let angles = elements(&[config.context_length, config.head_dim()]);
+        residents.push(buffer(
+            MemoryKind::Inputs,
+            "cos, sin",
+            "context_length Dh",
+            angles,
+            width,
+            1.0,
+        ));
+    }
     residents
 }
 
@@ -118,6 +118,7 @@ pub(super) fn is_addressable(config: &TransformerConfig, workload: &Workload) ->
 /// # Errors
 /// Those of the trace.
 pub(super) fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Result<f64> {
+    let config = &reaching(config, workload.sequence_length);
     if !is_addressable(config, workload) {
         return Ok(f64::INFINITY);
     }
@@ -271,7 +272,6 @@ impl Stack {
             num_layers: depth.layers(),
             checkpointing: depth.checkpointing(workload.checkpointing),
             attention: workload.attention,
-            context_length: config.context_length.max(workload.sequence_length),
             ..config.clone()
         };
         let shape = (workload.batch_size, workload.sequence_length);

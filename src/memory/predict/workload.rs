@@ -70,6 +70,14 @@ pub struct Workload {
     pub moments: Moments,
 }
 
+/// The model that runs the workload: one of a shorter context is taken for one that reaches as far.
+pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> TransformerConfig {
+    TransformerConfig {
+        context_length: config.context_length.max(sequence_length),
+        ..config.clone()
+    }
+}
+
 /// Refuses what has no breakdown.
 pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let config = TransformerConfig {

@@ -5,7 +5,7 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Call, Forward, Op, PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, flops};
-use tallow::nn::Checkpointing;
+use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
 use tallow::probe::Kind;
 use tallow::profile::Profiler;
@@ -206,7 +206,13 @@ fn no_plan_takes_less_than_the_lower_bound(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     for (layers, d_model, d_ff, vocab_size) in [(1, 8, 4, 3), (5, 32, 8, 700), (3, 64, 200, 50)] {
-        for (batch_size, sequence_length, context_length) in [(1, 1, 1), (2, 33, 64), (7, 80, 80)] {
+        for (batch_size, sequence_length, context_length, architecture) in [
+            (1, 1, 1, Architecture::Llama),
+            (2, 33, 64, Architecture::Llama),
+            (7, 80, 80, Architecture::Llama),
+            (1, 1, 1, Architecture::Gpt2),
+            (2, 33, 64, Architecture::Gpt2),
+        ] {
             for (budget, optimizer_in_backward) in [(None, false), (None, true), (Some(0.7), false)]
             {
                 let model = TransformerConfig {
@@ -217,6 +223,7 @@ fn no_plan_takes_less_than_the_lower_bound(
                     num_heads: 4,
                     d_ff,
                     attention,
+                    architecture,
                     ..Default::default()
                 };
                 let unlimited = PlanConfig {

@@ -12,6 +12,7 @@ use tallow::memory::{
     Estimate, Kernels, MemoryKind, Mode, Workload, estimate, estimate_graph, tracker,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::Architecture;
 use tallow::precision::Precision;
 use tallow::{Result, nn, no_grad, ops};
 
@@ -49,7 +50,10 @@ fn a_few_blocks_stand_for_all() {
         for (i, precision) in every_precision().into_iter().enumerate() {
             for (j, strategy) in strategies.into_iter().enumerate() {
                 for mode in MODES {
-                    let config = config(64, 160, layers, 300);
+                    let config = TransformerConfig {
+                        architecture: [Architecture::Llama, Architecture::Gpt2][(j + layers) % 2],
+                        ..config(64, 160, layers, 300)
+                    };
                     let workload = Workload {
                         batch_size: 3,
                         sequence_length: config.context_length,

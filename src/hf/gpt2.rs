@@ -1,0 +1,82 @@
+//! The `config.json` of a GPT-2.
+
+use super::settings::Settings;
+use crate::Result;
+use crate::attention::Algorithm;
+use crate::model::TransformerConfig;
+use crate::nn::Architecture;
+use serde_json::{Value, json};
+
+/// What changes nothing that is computed here: heads of other tasks, and what older files have. Dropout does in the
+/// library; this crate has none, and trains without.
+const INERT: [&str; 14] = [
+    "_num_labels",
+    "attn_pdrop",
+    "embd_pdrop",
+    "gradient_checkpointing",
+    "n_special",
+    "output_past",
+    "predict_special_tokens",
+    "resid_pdrop",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+];
+
+/// The configuration that these settings say.
+pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
+    let n_positions = s.needed("n_positions", s.size("n_positions"))?;
+    let n_embd = s.needed("n_embd", s.size("n_embd"))?;
+    let config = TransformerConfig {
+        vocab_size: s.needed("vocab_size", s.size("vocab_size"))?,
+        context_length: n_positions,
+        d_model: n_embd,
+        num_layers: s.needed("n_layer", s.size("n_layer"))?,
+        num_heads: s.needed("n_head", s.size("n_head"))?,
+        d_ff: s.size("n_inner")?.unwrap_or(n_embd.saturating_mul(4)),
+        rms_norm_eps: s.number("layer_norm_epsilon")?.unwrap_or(1e-5),
+        attention: Algorithm::Flash,
+        tie_embeddings: s.flag("tie_word_embeddings", true)?,
+        architecture: Architecture::Gpt2,
+        ..TransformerConfig::tiny()
+    };
+    for key in INERT {
+        s.get(key);
+    }
+    s.check_rest(&[
+        ("activation_function", json!("gelu_new")),
+        ("add_cross_attention", json!(false)),
+        ("n_ctx", json!(n_positions)),
+        ("reorder_and_upcast_attn", json!(false)),
+        ("scale_attn_by_inverse_layer_idx", json!(false)),
+        ("scale_attn_weights", json!(true)),
+    ])?;
+    Ok(config)
+}
+
+/// The settings of a configuration. Rates of dropout are 0, as the model was trained.
+pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
+    json!({
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context_length,
+        "n_embd": config.d_model,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.rms_norm_eps,
+        "scale_attn_weights": true,
+        "scale_attn_by_inverse_layer_idx": false,
+        "reorder_and_upcast_attn": false,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype,
+    })
+}

@@ -1,0 +1,99 @@
+//! What a model's blocks are made of.
+
+use super::{GeluMlp, Layer, LayerNorm, RmsNorm, SwiGlu};
+use crate::Result;
+use candle_core::Tensor;
+use candle_nn::VarBuilder;
+
+/// Which layers a transformer has, and where it has its positions from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Architecture {
+    /// [`RmsNorm`], [`SwiGlu`], and heads of q and k rotated by their positions: CS336's model, Llama, Qwen, Mistral.
+    ///
+    /// Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023.
+    #[default]
+    Llama,
+    /// [`LayerNorm`], [`GeluMlp`], biases in every linear map but the head, and a learned vector for each position,
+    /// which is added to the token's.
+    ///
+    /// Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    Gpt2,
+}
+
+/// An architecture's norm.
+#[derive(Clone, Debug)]
+pub(crate) enum Norm {
+    Rms(RmsNorm),
+    Layer(LayerNorm),
+}
+
+impl Norm {
+    /// # Errors
+    /// As [`RmsNorm::new`] or [`LayerNorm::new`].
+    pub fn new(kind: Architecture, d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(match kind {
+            Architecture::Llama => Self::Rms(RmsNorm::new(d_model, eps, vb)?),
+            Architecture::Gpt2 => Self::Layer(LayerNorm::new(d_model, eps, vb)?),
+        })
+    }
+
+    /// x (..., D) to (..., D).
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Rms(norm) => norm.forward(x),
+            Self::Layer(norm) => norm.forward(x),
+        }
+    }
+}
+
+impl Layer for Norm {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
+        match self {
+            Self::Rms(norm) => norm.visit(path, visit),
+            Self::Layer(norm) => norm.visit(path, visit),
+        }
+    }
+}
+
+/// An architecture's feed-forward network.
+#[derive(Clone, Debug)]
+pub(super) enum FeedForward {
+    Gated(SwiGlu),
+    Plain(GeluMlp),
+}
+
+impl FeedForward {
+    /// # Errors
+    /// As [`SwiGlu::new`] or [`GeluMlp::new`].
+    pub fn new(
+        kind: Architecture,
+        d_model: usize,
+        d_ff: usize,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        Ok(match kind {
+            Architecture::Llama => Self::Gated(SwiGlu::new(d_model, d_ff, vb)?),
+            Architecture::Gpt2 => Self::Plain(GeluMlp::new(d_model, d_ff, vb)?),
+        })
+    }
+
+    /// x (..., D) to (..., D).
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Gated(network) => network.forward(x),
+            Self::Plain(network) => network.forward(x),
+        }
+    }
+}
+
+impl Layer for FeedForward {
+    fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
+        match self {
+            Self::Gated(network) => network.visit(path, visit),
+            Self::Plain(network) => network.visit(path, visit),
+        }
+    }
+}
