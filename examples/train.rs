@@ -468,6 +468,9 @@ fn planned_bytes(
     let least_bytes = TrainStep::least_bytes(model, &plan)?;
     match tallow::hardware::available_bytes_on(device) {
         Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
-        _ => Ok(TrainStep::plan_on(device, model, &plan)?.0.total_bytes()),
+        _ => {
+            let (plan, _) = TrainStep::plan_on(device, model, &plan)?;
+            Ok(plan.with_moments(config.optimizer.moments).total_bytes())
+        }
     }
 }

@@ -100,14 +100,10 @@ impl EndToEnd {
     /// A lower bound of what its plan takes.
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, plan) = (&self.config, self.plan_config());
-        if self.is_forward() {
-            return Forward::least_bytes(config, &plan);
+        match self.is_forward() {
+            true => Forward::least_bytes(config, &plan),
+            false => TrainStep::least_bytes(config, &plan),
         }
-        let least_bytes = TrainStep::least_bytes(config, &plan)?;
-        let moment = self.optimizer.moments().dtype(DType::F32);
-        let saved = 2 * (4 - moment.size_in_bytes()) as u64;
-        let saved = saved.saturating_mul(config.num_parameters() as u64);
-        Ok(least_bytes.saturating_sub(saved))
     }
 
     fn is_forward(&self) -> bool {

@@ -46,8 +46,8 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
                 false => 4.0 * parameters,
                 true => 0.0,
             };
-            // Gradients lie where activations were.
-            12.0 * parameters + gradients.max(kept_blocks as f64 * block) + 4.0 * rows
+            // Running means are in bf16 at least. Gradients lie where activations were.
+            8.0 * parameters + gradients.max(kept_blocks as f64 * block) + 4.0 * rows
         }
     };
     Ok((total + ids_and_tables) as u64) // saturates
