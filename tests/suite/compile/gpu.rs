@@ -192,6 +192,14 @@ fn options(
     agree(&config(2, 2, 32, 72, Algorithm::Flash), &plan);
 }
 
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bool) {
+    let gpu = crate::gpu();
+    let model = |config: &TransformerConfig| model_on(config, &gpu).0;
+    super::options::moments_in_bf16(model, &gpu, optimizer_in_backward);
+}
+
 /// A vocabulary in several chunks, and one that is not a multiple of anything.
 #[test]
 #[ignore = "needs a CUDA device"]

@@ -1,12 +1,14 @@
 //! Clipping, accumulation, checkpointing, budgets, the optimizer in backward; and that what is shared stays shared.
 
 use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer};
+use candle_core::{DType, Device};
 use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Category, PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
-use tallow::optim::{AdamW, AdamWConfig, decay_matrices_only};
+use tallow::optim::{AdamW, AdamWConfig, Moments, decay_matrices_only};
 use tallow::precision::Precision;
 
 fn plan() -> PlanConfig {
@@ -28,6 +30,62 @@ fn clipping(
         ..plan()
     };
     agree(&config(2, 2, 24, 56, attention), &plan);
+}
+
+/// Matrices with running means in bf16 beside vectors with such in f32: as eagerly, but where a gradient's rounding
+/// decides on which side of a threshold a number is.
+pub fn moments_in_bf16(
+    model: impl Fn(&TransformerConfig) -> TransformerLM,
+    device: &Device,
+    optimizer_in_backward: bool,
+) {
+    let config = config(2, 2, 24, 56, Algorithm::Flash);
+    let plan = PlanConfig {
+        optimizer_in_backward,
+        ..plan()
+    };
+    let made = || {
+        let model = model(&config);
+        let mut groups = decay_matrices_only(model.parameters(), AdamWConfig::default());
+        groups[0].config.moments = Moments::Bf16 { seed: 5 };
+        (model, AdamW::with_groups(groups).unwrap())
+    };
+    let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
+    let mut step = TrainStep::new(&planned, &optimizer, &plan).unwrap();
+    for i in 0..4 {
+        let (tokens, targets) = batch(97, 2, 37, i);
+        let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
+        step.run(&mut optimizer, &tokens, &targets).unwrap();
+        let loss = eager.loss(&tokens, &targets).unwrap();
+        let gradients = tallow::backward(loss).unwrap();
+        eager_optimizer.step(&gradients).unwrap();
+    }
+    let mut state_bytes = 0;
+    for ((name, a), (_, b)) in optimizer.state().iter().zip(eager_optimizer.state()) {
+        state_bytes += a.elem_count() * a.dtype().size_in_bytes();
+        let wanted = if a.rank() == 2 {
+            DType::BF16
+        } else {
+            DType::F32
+        };
+        assert_eq!((a.dtype(), b.dtype()), (wanted, wanted), "{name}");
+        let off = super::distance(a, &b);
+        assert!(off <= 2e-3, "{name}: {off}");
+    }
+    for ((name, a), (_, b)) in planned.parameters().iter().zip(eager.parameters()) {
+        let off = super::distance(a, &b);
+        assert!(off <= 1e-4, "{name}: {off}");
+    }
+    let planned_bytes = step.plan().category_bytes(Category::OptimizerState);
+    assert_eq!(planned_bytes, state_bytes as u64);
+    let matrices = &optimizer.groups()[0].parameters;
+    assert!(matrices.iter().all(|(_, var)| var.rank() == 2));
+}
+
+#[rstest]
+fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bool) {
+    let model = |config: &TransformerConfig| model_and_optimizer(config).0;
+    moments_in_bf16(model, &super::CPU, optimizer_in_backward);
 }
 
 /// Against one eager step of the whole batch.

@@ -97,6 +97,61 @@ fn updates_have_the_bits_of_the_cpu() {
     parameters.assert_updated(&gpu, 2, Some(1.0));
 }
 
+/// Of values in f32, and of such as have parameters in bf16.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn moments_in_bf16_are_rounded_as_on_the_cpu() {
+    let gpu = gpu();
+    let update = crate::kernels::Update {
+        rounding: 0x9e37_1234,
+        ..updates()[0]
+    };
+    for of_halves in [false, true] {
+        let parameters = Parameters::new(&gpu);
+        let halves =
+            |values: &[f32]| -> Vec<bf16> { values.iter().map(|x| bf16::from_f32(*x)).collect() };
+        let before = parameters.before.iter();
+        let before: Vec<_> = before
+            .map(|[p, _, m, v]| [p, m, v].map(|x| halves(x)))
+            .collect();
+        let on_gpu = before.iter();
+        let on_gpu: Vec<_> = on_gpu
+            .map(|of_one| of_one.each_ref().map(|x| Buffer::new(&gpu, x, 0)))
+            .collect();
+        let entries = parameters.on_gpu.iter().zip(&on_gpu);
+        let entries = entries.map(|([value, gradient, ..], [parameter, m, v])| Entry {
+            value: value.view(&gpu),
+            gradient: gradient.view(&gpu),
+            exp_avg: m.view(&gpu),
+            exp_avg_sq: v.view(&gpu),
+            copy: of_halves.then(|| parameter.view(&gpu)),
+            update: 0,
+        });
+        let entries: Vec<Entry> = entries.collect();
+        let tables = match of_halves {
+            true => Tables::of_halves(&gpu, &entries),
+            false => Tables::new(&gpu, &entries),
+        };
+        let words = Buffer::new(&gpu, &words(&update), 0);
+        let tables = tables.unwrap();
+        tables.adamw(&gpu, 0..3, words.view(&gpu), None).unwrap();
+        for (i, [mut parameter, mut m, mut v]) in before.into_iter().enumerate() {
+            let [mut value, gradient, ..] = parameters.before[i].clone();
+            match of_halves {
+                true => {
+                    let p = &mut parameter;
+                    on_cpu::step_half(p, &gradient, &mut value, &mut m, &mut v, &update);
+                    assert_eq!(bits(&on_gpu[i][0].read(&gpu)), bits(&parameter));
+                }
+                false => on_cpu::step(&mut value, &gradient, &mut m, &mut v, &update),
+            }
+            assert_eq!(bits(&parameters.on_gpu[i][0].read(&gpu)), bits(&value));
+            assert_eq!(bits(&on_gpu[i][1].read(&gpu)), bits(&m), "parameter {i}");
+            assert_eq!(bits(&on_gpu[i][2].read(&gpu)), bits(&v), "parameter {i}");
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_clip_the_update() {
