@@ -3,6 +3,8 @@
 /// The numbers of one step that all elements share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
+    /// What moments in bf16 are rounded by: the parameter's random bits in this step.
+    pub rounding: u32, // first: updates are told apart by it, where all differ
     /// What decay leaves of a parameter: `1 - lr * weight_decay`.
     pub decay: f64,
     /// The gradient's share of the first moment: `1 - beta1`.
@@ -17,8 +19,6 @@ pub struct Update {
     pub second_correction: f64,
     /// Added to the root of the corrected second moment.
     pub eps: f64,
-    /// What moments in bf16 are rounded by: the parameter's random bits in this step.
-    pub rounding: u32,
 }
 
 impl Update {
@@ -27,6 +27,7 @@ impl Update {
         let (beta1, beta2) = betas;
         let step = step as f64;
         Self {
+            rounding: 0,
             decay: 1.0 - lr * weight_decay,
             first_share: 1.0 - beta1,
             beta2,
@@ -34,7 +35,6 @@ impl Update {
             step_size: lr / (1.0 - beta1.powf(step)),
             second_correction: (1.0 - beta2.powf(step)).sqrt(),
             eps,
-            rounding: 0,
         }
     }
 }

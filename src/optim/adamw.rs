@@ -7,7 +7,7 @@ use super::slot::{STEP, Slot, step_cpu};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
 use crate::ops::{Path, choose};
-use crate::probe::{self, Kind};
+use crate::probe::{self, Kind, Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
@@ -152,9 +152,17 @@ impl AdamW {
         })?;
         #[cfg(feature = "cuda")]
         on_gpu.step()?;
-        if let (true, Some((_, first))) = (probe::is_listening(), self.parameters().next()) {
-            let elements = self.parameters().map(|(_, var)| var.elem_count()).sum();
-            range.leave_flat(elements, first.dtype());
+        let mut parameters = self.parameters();
+        if let (true, Some((_, first)), Some(slot)) =
+            (probe::is_listening(), parameters.next(), self.slots.first())
+        {
+            let dims = [self.parameters().map(|(_, var)| var.elem_count()).sum()];
+            let [own, moments] =
+                [first.dtype(), slot.exp_avg.dtype()].map(|dtype| Operand { dims: &dims, dtype });
+            range.leave(Operands {
+                inputs: &[own, moments],
+                output: own,
+            });
         }
         Ok(())
     }

@@ -8,12 +8,15 @@ pub(crate) const ADAMW: OpInfo = OpInfo::new("adamw").costing(
     "14 a parameter",
     "gradient; weight and two moments, read and written",
     |o| {
-        // Weights and moments are kept in f32 at least; half precision has its rounded weights beside them.
+        // Weights are kept in f32 at least, half precision has its rounded weights beside them; moments as the second
+        // input says, or as weights.
         let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
         let wide = own.max(4.0);
         let rounded = if own < wide { own } else { 0.0 };
-        let read = elements * (own + 3.0 * wide);
-        let written = elements * (3.0 * wide + rounded);
+        let moment = o.input(1).map(|moments| moments.dtype.size_in_bytes());
+        let kept = wide + 2.0 * moment.map_or(wide, |bytes| bytes as f64);
+        let read = elements * (own + kept);
+        let written = elements * (kept + rounded);
         cost(0.0, 14.0 * elements, read, written)
     },
     None,

@@ -1,6 +1,6 @@
 //! A run recorded: many launches as one.
 
-use super::Segment;
+use super::segments::Segment;
 use crate::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::cudarc::driver::sys::{

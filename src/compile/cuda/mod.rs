@@ -11,8 +11,9 @@
 //! before a run, and that waits for the run.
 //!
 //! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]),
-//! calls ([`call`], with what [`launcher`] has), the update of all parameters as one launch ([`update`]), and what a
-//! run has left ([`results`]). What does not: anything that knows a model.
+//! calls ([`call`], with what [`launcher`] has), runs of them as graphs ([`segments`], [`graph`](mod@graph)), the update
+//! of all parameters as one launch ([`update`]), and what a run has left ([`results`]). What does not: anything that
+//! knows a model.
 
 mod call;
 mod device_pointers;
@@ -20,12 +21,12 @@ mod graph;
 mod inputs;
 mod launcher;
 mod results;
+mod segments;
 mod undisturbed;
 mod update;
 
 pub(in crate::compile) use undisturbed::Undisturbed;
 
-use super::calls;
 use super::op::Op;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::Plan;
@@ -34,15 +35,12 @@ use crate::kernels::cuda::matmul::Products;
 use crate::{Error, Result, hardware, probe};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
-use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use device_pointers::DevicePointers;
-use graph::{Graph, Recorded};
+use graph::Recorded;
 use inputs::Inputs;
-use launcher::Launcher;
 use std::fmt;
-use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use update::{OptimizerLayout, Updates};
 
@@ -70,9 +68,6 @@ pub(in crate::compile) struct Executor {
     clock: Option<PhaseClock<usize>>,
     events: Vec<CudaEvent>,
 }
-
-/// Calls that are launched in one go, with the micro-batch that they are of.
-type Segment = Vec<(Range<usize>, usize)>;
 
 /// How much of a plan is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,145 +261,6 @@ impl Executor {
             .map_or(Ok(None), |clock| clock.times(ms))
     }
 
-    /// The calls of a run: in one segment, or where phases are timed or profiled in one for each stretch of one phase.
-    fn segments(&self, plan: &Plan, extent: RunScope) -> Vec<Segment> {
-        let mut calls = Segment::new();
-        if extent != RunScope::AfterMicroBatches {
-            calls.extend((0..plan.micro_batches()).map(|number| (plan.per_micro_batch(), number)));
-        }
-        if extent != RunScope::MicroBatches {
-            calls.push((plan.per_micro_batch().end..plan.calls().len(), 0));
-        }
-        if self.clock.is_none() && !probe::is_listening() {
-            return vec![calls];
-        }
-        let pieces = calls.into_iter().flat_map(|(calls, micro_batch)| {
-            let pieces = match &self.clock {
-                Some(clock) => clock.pieces(calls),
-                None => vec![calls],
-            };
-            let pieces = pieces.into_iter();
-            let pieces = pieces.flat_map(|piece| calls::in_phases(plan, piece));
-            pieces.map(move |piece| vec![(piece, micro_batch)])
-        });
-        pieces.collect()
-    }
-
-    /// Calls `launch` for each segment of a run, in order, and takes the moments between.
-    fn run_segments(
-        &mut self,
-        segments: &[Segment],
-        mut launch: impl FnMut(&mut Self, usize, &Segment) -> Result<()>,
-    ) -> Result<()> {
-        if let Some(clock) = &mut self.clock {
-            clock.start();
-        }
-        for (number, segment) in segments.iter().enumerate() {
-            if let (Some(clock), Some((calls, _))) = (&mut self.clock, segment.first()) {
-                record_event(&self.gpu, &mut self.events, number)?;
-                clock.begins(calls.start, number);
-            }
-            launch(self, number, segment)?;
-        }
-        if let Some(clock) = &mut self.clock {
-            record_event(&self.gpu, &mut self.events, segments.len())?;
-            clock.ends(segments.len());
-        }
-        Ok(())
-    }
-
-    /// Launches the calls of a run one by one.
-    fn launch_all(&mut self, plan: &Plan, extent: RunScope, segments: &[Segment]) -> Result<()> {
-        self.run_segments(segments, |executor, _, segment| {
-            executor.launch(plan, segment, extent)
-        })
-    }
-
-    fn launch(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<()> {
-        for (calls, micro_batch) in segment {
-            let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
-            let _end = calls::run(plan, calls.clone(), |index, call| {
-                launcher.launch(index, call)?;
-                Ok(ControlFlow::Continue(()))
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Records what [`launch`](Self::launch) launches, of which the probe hears when it is replayed.
-    fn record(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<Graph> {
-        let gpu = self.gpu.clone();
-        graph::record(&gpu, segment, |launched| {
-            for (calls, micro_batch) in segment {
-                let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
-                for index in calls.clone() {
-                    launcher.launch(index, &plan.calls()[index])?;
-                    launched(index)?;
-                }
-            }
-            Ok(())
-        })
-    }
-
-    fn launcher<'a>(
-        &'a mut self,
-        plan: &'a Plan,
-        calls: &Range<usize>,
-        micro_batch: usize,
-        extent: RunScope,
-    ) -> Launcher<'a> {
-        let Some(device_pointers) = &self.device_pointers else {
-            panic!("a call was launched before its operands were placed");
-        };
-        Launcher {
-            gpu: &self.gpu,
-            plan,
-            device_pointers,
-            inputs: &self.inputs,
-            products: &mut self.products,
-            updates: self.updates.as_ref(),
-            micro_batch,
-            checks: extent == RunScope::Checked,
-            launched: calls.start,
-            end: calls.end,
-        }
-    }
-
-    /// Runs what was recorded; records it if it has been run before.
-    ///
-    /// Nothing of a recording is run, and another thread can end it: the driver refuses to synchronise the context, or
-    /// to load a kernel, without that. Then the calls are launched one by one, which says what is wrong if something
-    /// is, and the next run is recorded.
-    fn run_recorded(&mut self, plan: &Plan, extent: RunScope, segments: &[Segment]) -> Result<()> {
-        let place = extent as usize;
-        if let Recorded::Nothing = self.recorded[place] {
-            self.recorded[place] = Recorded::Warm;
-            return self.launch_all(plan, extent, segments);
-        }
-        if !self.recorded[place].is_of(segments) {
-            let graphs = segments.iter();
-            let graphs = graphs.map(|segment| self.record(plan, segment, extent));
-            match graphs.collect() {
-                Err(_) => return self.launch_all(plan, extent, segments),
-                Ok(graphs) => self.recorded[place] = Recorded::Graphs(graphs),
-            }
-        }
-        let mut phase = calls::ProbedPhase::default();
-        self.run_segments(segments, |executor, number, _| {
-            let Recorded::Graphs(graphs) = &executor.recorded[place] else {
-                unreachable!("recorded above");
-            };
-            let graph = &graphs[number];
-            match &graph.segment[..] {
-                [(calls, _)] if probe::is_listening() => {
-                    let launch = || graph.launch();
-                    calls::replay(plan, calls.clone(), &graph.kernels, &mut phase, launch)
-                }
-                _ => graph.launch(),
-            }
-        })
-    }
-
     /// Whether the update was done: what clipping or the check for overflow has found.
     fn stepped(&mut self, plan: &Plan, controls: &Controls<'_>) -> Result<bool> {
         let decides = |op: &Op| matches!(op, Op::ClipFactor { .. } | Op::CheckOverflow { .. });
@@ -428,16 +284,6 @@ impl Executor {
     pub fn refresh(&mut self) {
         self.copies_are_current = false;
     }
-}
-
-/// Has an event, by number, come after what the stream of `gpu` has been given.
-fn record_event(gpu: &CudaDevice, events: &mut Vec<CudaEvent>, number: usize) -> Result<()> {
-    let stream = gpu.cuda_stream();
-    while events.len() <= number {
-        let timed = Some(CUevent_flags::CU_EVENT_DEFAULT);
-        events.push(stream.context().new_event(timed).w()?);
-    }
-    Ok(events[number].record(&stream).w()?)
 }
 
 impl fmt::Debug for Executor {
