@@ -119,10 +119,7 @@ impl EndToEnd {
         };
         // Tokens, targets, and the model's own cosines and sines.
         let ids = self.batch_size.saturating_mul(self.sequence_length);
-        let angles = self
-            .config
-            .context_length
-            .saturating_mul(self.config.head_dim());
+        let angles = self.config.angle_elements(self.config.context_length);
         let beside = ids
             .saturating_mul(2)
             .saturating_add(angles)

@@ -5,7 +5,6 @@ use super::config::PlanConfig;
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
-use crate::nn::Architecture;
 
 /// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) for a training step or, without, a forward alone.
 pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool) -> Result<u64> {
@@ -16,11 +15,7 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [q, kv] = model.attention_widths().map(|size| size as f64);
     let (rows, parameters) = (b * t, model.num_parameters() as f64);
     let width = config.precision.dtype().size_in_bytes() as f64;
-    let angles = match model.architecture {
-        Architecture::Llama => 4.0 * t * model.head_dim() as f64,
-        Architecture::Gpt2 => 0.0,
-    };
-    let ids_and_tables = 4.0 * rows + angles;
+    let ids_and_tables = 4.0 * (rows + model.angle_elements(config.sequence_length) as f64);
     let total = match trains {
         false => {
             let logits = width * rows * model.vocab_size as f64;

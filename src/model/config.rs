@@ -180,6 +180,14 @@ impl TransformerConfig {
             .unwrap_or(self.d_model / self.num_heads.max(1))
     }
 
+    /// The elements of the tables of angles for so many positions: cosines and sines, (positions, Dh/2) each.
+    pub(crate) fn angle_elements(&self, positions: usize) -> usize {
+        match self.architecture {
+            Architecture::Llama => positions.saturating_mul(self.head_dim()),
+            Architecture::Gpt2 => 0,
+        }
+    }
+
     /// Hkv: as given, or H.
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads.unwrap_or(self.num_heads)
