@@ -605,8 +605,10 @@ fn configurations() -> impl Strategy<Value = TransformerConfig> {
     prop_oneof![3 => rotated(), 1 => gpt2s()]
 }
 
+/// Of at least 8 elements: of two a LayerNorm leaves hardly more than the order, and gradients through it cancel.
 fn gpt2s() -> impl Strategy<Value = TransformerConfig> {
     let heads = (1..6usize, 1..12usize);
+    let heads = heads.prop_filter("8 elements", |(heads, head_dim)| heads * head_dim >= 8);
     let sizes = (1..30usize, 1..3usize, 2..50usize, any::<bool>());
     (heads, sizes).prop_map(|((num_heads, head_dim), sizes)| {
         let (d_ff, num_layers, vocab_size, tie_embeddings) = sizes;
