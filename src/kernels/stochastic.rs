@@ -1,8 +1,8 @@
 //! Rounding up or down at random, so that on average nothing is lost: what is added to a number in bf16 is mostly
 //! smaller than the distance to the next one.
 //!
-//! The random bits are a function of a key and an element's number alone: the same on every device and for any number of
-//! threads. The mixing is that of a 32-bit hash of two rounds of shift, exclusive or and multiplication.
+//! The random bits are a function of a key and an element's number alone: the same on every device and for any number
+//! of threads. The mixing is that of a 32-bit hash of two rounds of shift, exclusive or and multiplication.
 
 /// The key of a step's parameter.
 pub(crate) fn key(seed: u64, step: usize, parameter: usize) -> u32 {

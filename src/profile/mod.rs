@@ -10,8 +10,8 @@
 //!
 //! On a GPU of NVIDIA's, [`Profiler::start_on`] records its kernels too, as CUPTI tells of them, each with the range
 //! that launched it, and nothing waits for the GPU at an op. Times are then the kernels': an op's are those that it
-//! launched, and [`Grouping::Kernel`] has a row for each name. A planned step is replayed as it is without a profiler, as
-//! CUDA graphs, and each kernel is given to the call that it was recorded of. Other listeners than this one have the
+//! launched, and [`Grouping::Kernel`] has a row for each name. A planned step is replayed as it is without a profiler,
+//! as CUDA graphs, and each kernel is given to the call that it was recorded of. Other listeners than this one have the
 //! same calls launched one by one, each in its range.
 //!
 //! Of composite ops reports say what products take of their time, and what softmax takes ([`Row::parts`]): by the

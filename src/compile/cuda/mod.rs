@@ -11,9 +11,9 @@
 //! before a run, and that waits for the run.
 //!
 //! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]),
-//! calls ([`call`], with what [`launcher`] has), runs of them as graphs ([`segments`], [`graph`](mod@graph)), the update
-//! of all parameters as one launch ([`update`]), and what a run has left ([`results`]). What does not: anything that
-//! knows a model.
+//! calls ([`call`], with what [`launcher`] has), runs of them as graphs ([`segments`], [`graph`](mod@graph)), the
+//! update of all parameters as one launch ([`update`]), and what a run has left ([`results`]). What does not: anything
+//! that knows a model.
 
 mod call;
 mod device_pointers;

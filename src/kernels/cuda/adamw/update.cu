@@ -37,8 +37,9 @@ __device__ __forceinline__ void round_moments(float* m, float* v, unsigned key, 
     *v = round_to_bf16(*v, random >> 16);
 }
 
-// M: the type of the moments. C: the type of `copy`. MASTER: the copy is what others see and may set: where it is not the exact value's rounding,
-// somebody set it since, and the step starts from it. clip may be null. Grid: the chunks; block 256.
+// M: the type of the moments. C: the type of `copy`. MASTER: the copy is what others see and may set: where it is not
+// the exact value's rounding, somebody set it since, and the step starts from it. clip may be null. Grid: the chunks;
+// block 256.
 template <class G, class M, class C, bool MASTER>
 __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks, const Update* updates,
                                       const Clip* clip) {
