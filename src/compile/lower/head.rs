@@ -3,7 +3,7 @@
 
 use super::super::plan::{BufferRange, Phase};
 use super::form::{Form, Forms};
-use super::linear::{self, product};
+use super::linear;
 use super::program::Program;
 use super::{Job, Lower, attribute, part, place_of};
 use crate::Result;
@@ -11,6 +11,7 @@ use crate::graph::{self, Attribute, ValueId};
 use crate::ops::cross_entropy::lowering::{gradient_of_counted, in_place};
 use crate::ops::linear_cross_entropy;
 use crate::ops::lowering::{Accumulate, Ids, Named};
+use crate::ops::product::{Factor, product, product_into};
 use candle_core::DType;
 use std::cell::RefCell;
 
@@ -60,6 +61,17 @@ impl Head {
             }
         }
     }
+
+    /// From a row of logits to the next, in elements. On a GPU rows begin at 16 bytes: where they do not (half
+    /// precision, a vocabulary like GPT-2's 50,257), cuBLASLt has slow kernels alone for all three products.
+    fn row_stride(&self, on_gpu: bool) -> usize {
+        match on_gpu {
+            false => self.classes,
+            true => self
+                .classes
+                .next_multiple_of(16 / self.dtype.size_in_bytes()),
+        }
+    }
 }
 
 impl Form for Head {
@@ -105,35 +117,27 @@ impl Form for Head {
         let weight = lower.product_weight(&[self.weight], self.dtype);
         let dw = dw.then(|| lower.gradient_of_weights(&[self.weight], wide));
         let at_once = self.rows_at_once(lower.is_on_gpu());
+        let row_stride = self.row_stride(lower.is_on_gpu());
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
             let some = |x: &BufferRange, width: usize| part(x, start * width, rows * width);
-            let logits = lower.temporary("logits", &[rows, classes], self.dtype);
+            let logits = lower.temporary("logits", &[rows, row_stride], self.dtype);
             let some_x = some(&x, width);
-            let factors = [(&some_x, false), (&weight, true)];
-            product(
-                lower,
-                [rows, classes, width],
-                factors,
-                logits.clone(),
-                Accumulate::Never,
-            );
+            let of_logits = Factor::new(rows, classes).with_row_stride(row_stride);
+            let (of_x, of_weight) = (Factor::new(rows, width), Factor::new(classes, width));
+            let kernel = product_into(of_x, of_weight.t(), row_stride, Accumulate::Never);
+            let factors = [("a", some_x.clone()), ("b", weight.clone())];
+            lower.plan.call(kernel, factors, [("c", logits.clone())]);
             // The logits become their gradient.
             let reads = Named::from([("targets", some(&targets, 1))]);
             let reads = reads.with_some("dloss", dloss.clone());
             let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
-            let kernel = in_place(rows, classes, counted, self.ignore);
+            let kernel = in_place([rows, classes, row_stride], counted, self.ignore);
             lower.plan.call(kernel, reads, writes);
             if let Some(dx) = &dx {
-                let factors = [(&logits, false), (&weight, false)];
-                let dx = some(dx, width);
-                product(
-                    lower,
-                    [rows, width, classes],
-                    factors,
-                    dx,
-                    Accumulate::Never,
-                );
+                let kernel = product(of_logits, of_weight, Accumulate::Never);
+                let factors = [("a", logits.clone()), ("b", weight.clone())];
+                lower.plan.call(kernel, factors, [("c", some(dx, width))]);
             }
             if let Some((dw, first)) = &dw {
                 let accumulate = if start == 0 {
@@ -141,14 +145,9 @@ impl Form for Head {
                 } else {
                     Accumulate::Always
                 };
-                let factors = [(&logits, true), (&some_x, false)];
-                product(
-                    lower,
-                    [classes, width, rows],
-                    factors,
-                    dw.clone(),
-                    accumulate,
-                );
+                let kernel = product(of_logits.t(), of_x, accumulate);
+                let factors = [("a", logits), ("b", some_x)];
+                lower.plan.call(kernel, factors, [("c", dw.clone())]);
             }
         }
         let ignored = self.ignore.map(|id| (targets, id));
