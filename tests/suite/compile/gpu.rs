@@ -200,13 +200,11 @@ fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bo
     super::options::moments_in_bf16(model, &gpu, optimizer_in_backward);
 }
 
-/// Vocabularies in several chunks, of whole 16 bytes or with some classes beyond, and one of less than 16 bytes.
-#[rstest]
+/// A vocabulary in several chunks, and one that is not a multiple of anything.
+#[test]
 #[ignore = "needs a CUDA device"]
-fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision) {
-    // In half precision the errors of three embeddings do not average out.
-    let tiny = (precision == Precision::F32).then_some(3);
-    for vocab_size in [50_257, 10_000, 61].into_iter().chain(tiny) {
+fn large_vocabularies() {
+    for vocab_size in [50_257, 10_000] {
         let model = TransformerConfig {
             vocab_size,
             ..config(1, 2, 32, 72, Algorithm::Flash)
@@ -214,7 +212,7 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
         let plan = PlanConfig {
             batch_size: 8,
             sequence_length: 160,
-            ..plan(precision)
+            ..plan(Precision::BF16)
         };
         agree(&model, &plan);
     }
