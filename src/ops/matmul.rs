@@ -196,6 +196,7 @@ const LOWERING: Lowering = Lowering {
 fn planned(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> Kernel {
     let factor = |dims: &[usize], transposed| match *dims {
         [.., rows, cols] => Factor {
+            row_stride: cols,
             rows,
             cols,
             transposed,

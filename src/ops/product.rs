@@ -19,6 +19,8 @@ use {
 pub(crate) struct Factor {
     pub rows: usize,
     pub cols: usize,
+    /// From a row to the next, in elements.
+    pub row_stride: usize,
     pub transposed: bool,
 }
 
@@ -27,8 +29,14 @@ impl Factor {
         Self {
             rows,
             cols,
+            row_stride: cols,
             transposed: false,
         }
+    }
+
+    /// Its rows so many elements apart.
+    pub fn with_row_stride(self, row_stride: usize) -> Self {
+        Self { row_stride, ..self }
     }
 
     pub fn t(self) -> Self {
@@ -47,7 +55,7 @@ impl Factor {
     }
 
     fn of<'a, T: Stored>(&self, x: &'a [T]) -> MatRef<'a, T> {
-        let x = MatRef::new(x, self.rows, self.cols);
+        let x = MatRef::band(x, self.rows, self.cols, self.row_stride);
         if self.transposed { x.t() } else { x }
     }
 
@@ -64,12 +72,23 @@ impl Factor {
 /// `c = a b`. Reads `a` and `b`; writes `c`, or adds to it. c is in the factors' dtype, or in the one that products are
 /// summed in.
 pub(crate) fn product(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
+    let [_, cols] = b.sizes();
+    product_into(a, b, cols, accumulate)
+}
+
+/// [`product`] into a c whose rows are `row_stride` elements apart; what lies between them is left as it is.
+pub(crate) fn product_into(
+    a: Factor,
+    b: Factor,
+    row_stride: usize,
+    accumulate: Accumulate,
+) -> Kernel {
     fn into<T: Stored, C: Stored<Wide = T::Wide>>(
         k: &Kernel,
         s: &Slices<'_>,
     ) -> candle_core::Result<()> {
-        let ([a, b], [rows, cols]) = factors_of(k)?;
-        let c = MatMut::new(s.y::<C>("c")?, rows, cols);
+        let ([a, b], c) = factors_of(k)?;
+        let c = MatMut::band(s.y::<C>("c")?, c.rows, c.cols, c.row_stride);
         let (a, b) = (a.of(s.x::<T>("a")?), b.of(s.x::<T>("b")?));
         matmul_to(a, b, c, s.adds(k), Threads::All);
         Ok(())
@@ -82,7 +101,7 @@ pub(crate) fn product(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
         })
     });
     let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, 1));
-    sized(kernel, a, b, 1).accumulating(accumulate)
+    sized(kernel, a, b, row_stride, 1).accumulating(accumulate)
 }
 
 /// [`product`]s of as many matrices one after another.
@@ -93,31 +112,49 @@ pub(super) fn batched(count: usize, a: Factor, b: Factor) -> Kernel {
         matmul_batched(k.count("batch")?, factors.0, factors.1, s.y("c")?);
     });
     let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, k.count("batch")?));
-    sized(kernel.sized([("batch", count)]), a, b, count)
+    let [_, cols] = b.sizes();
+    sized(kernel.sized([("batch", count)]), a, b, cols, count)
 }
 
 /// With what [`factors_of`] reads.
-fn sized(kernel: Kernel, a: Factor, b: Factor, count: usize) -> Kernel {
+fn sized(mut kernel: Kernel, a: Factor, b: Factor, row_stride: usize, count: usize) -> Kernel {
     let ([rows, depth], [_, cols]) = (a.sizes(), b.sizes());
-    let kernel = kernel.sized([("rows", rows), ("cols", cols), ("depth", depth)]);
+    kernel = kernel.sized([("rows", rows), ("cols", cols), ("depth", depth)]);
+    let strides = [
+        (a.row_stride, a.cols),
+        (b.row_stride, b.cols),
+        (row_stride, cols),
+    ];
+    for (name, (row_stride, dense)) in ROW_STRIDES.into_iter().zip(strides) {
+        if row_stride != dense {
+            kernel = kernel.sized([(name, row_stride)]);
+        }
+    }
     let flags = [("a_transposed", a), ("b_transposed", b)];
     kernel
         .with_all(&flags.map(|(name, factor)| (name, Attribute::Flag(factor.transposed))))
         .costing(2.0 * (count * rows * depth) as f64 * cols as f64)
 }
 
-/// The factors of a product, and the rows and columns of c.
-fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], [usize; 2])> {
+/// The rows of a, b and c that are further apart than they are wide.
+const ROW_STRIDES: [&str; 3] = ["a_row_stride", "b_row_stride", "c_row_stride"];
+
+/// The factors of a product, and c.
+fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], Factor)> {
     let [rows, cols, depth] = [k.count("rows")?, k.count("cols")?, k.count("depth")?];
+    let lying = |factor: Factor, name| match k.count(name) {
+        Ok(row_stride) => factor.with_row_stride(row_stride),
+        Err(_) => factor,
+    };
     let factor = |rows, cols, transposed| match k.flag(transposed) {
         false => Factor::new(rows, cols),
         true => Factor::new(cols, rows).t(),
     };
     let factors = [
-        factor(rows, depth, "a_transposed"),
-        factor(depth, cols, "b_transposed"),
+        lying(factor(rows, depth, "a_transposed"), ROW_STRIDES[0]),
+        lying(factor(depth, cols, "b_transposed"), ROW_STRIDES[1]),
     ];
-    Ok((factors, [rows, cols]))
+    Ok((factors, lying(Factor::new(rows, cols), ROW_STRIDES[2])))
 }
 
 /// What a product of factors of this dtype packs on the CPU: for all threads, or of many matrices each thread for one.
@@ -146,19 +183,22 @@ pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Room>
 /// Launches `count` products: matrices one after another.
 #[cfg(feature = "cuda")]
 fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
-    let ([a, b], [rows, cols]) = factors_of(k)?;
+    let ([a, b], c) = factors_of(k)?;
     // A stride between matrices has a say in the choice of an algorithm.
     let matrix = if count == 1 {
         Matrix::new
     } else {
         Matrix::several
     };
-    let factor = |name: &str, factor: Factor| {
-        let x = matrix(l.x(name)?, factor.rows, factor.cols);
-        candle_core::Result::Ok(if factor.transposed { x.t() } else { x })
+    let lying = |view, factor: Factor| {
+        let x = Matrix {
+            row_stride: factor.row_stride,
+            ..matrix(view, factor.rows, factor.cols)
+        };
+        if factor.transposed { x.t() } else { x }
     };
-    let (a, b) = (factor("a", a)?, factor("b", b)?);
-    let (c, adds) = (matrix(l.y("c")?, rows, cols), l.adds(k));
+    let (a, b) = (lying(l.x("a")?, a), lying(l.x("b")?, b));
+    let (c, adds) = (lying(l.y("c")?, c), l.adds(k));
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // sums of nothing
     }

@@ -60,11 +60,7 @@ fn gradients<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
 
 fn apart<'a>(sizes: &InModel, [q, k, v]: [View<'a>; 3]) -> [Rows<'a>; 3] {
     let heads = [(q, sizes.heads), (k, sizes.kv_heads), (v, sizes.kv_heads)];
-    heads.map(|(view, heads)| Rows {
-        view,
-        heads,
-        row: heads * sizes.head_dim,
-    })
+    heads.map(|(view, heads)| dense(sizes, view, heads))
 }
 
 /// The parts of rows.
@@ -83,11 +79,16 @@ fn split<'a>(sizes: &InModel, packed: View<'a>) -> [Rows<'a>; 3] {
 }
 
 /// What is as wide as q.
-fn dense<'a>(sizes: &InModel, view: View<'a>) -> Rows<'a> {
+fn as_q<'a>(sizes: &InModel, view: View<'a>) -> Rows<'a> {
+    dense(sizes, view, sizes.heads)
+}
+
+/// Rows of these heads alone.
+fn dense<'a>(sizes: &InModel, view: View<'a>, heads: usize) -> Rows<'a> {
     Rows {
         view,
-        heads: sizes.heads,
-        row: sizes.heads * sizes.head_dim,
+        heads,
+        row: heads * sizes.head_dim,
     }
 }
 
@@ -116,7 +117,7 @@ pub(super) fn rotate(kernel: &Kernel, l: &Operands<'_>, back: bool) -> Result<()
 pub(super) fn tiled(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = &InModel::of(kernel)?;
     let outputs = Outputs {
-        out: dense(sizes, l.y("out")?).heads(sizes),
+        out: as_q(sizes, l.y("out")?).heads(sizes),
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
@@ -133,9 +134,9 @@ pub(super) fn tiled_backward(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
         q,
         k,
         v,
-        out: dense(sizes, l.x("out")?).heads(sizes),
+        out: as_q(sizes, l.x("out")?).heads(sizes),
         rounding_error: l.some_x("rounding_error"),
-        d_out: dense(sizes, l.x("d_out")?).heads(sizes),
+        d_out: as_q(sizes, l.x("d_out")?).heads(sizes),
         lse: l.x("lse")?,
     };
     let gradients = flash::Gradients { dq, dk, dv };
@@ -212,7 +213,7 @@ impl Turn {
 
 pub(super) fn naive(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
     let [q, k, v] = qkv(sizes, &l.reads);
-    let (out, p) = (dense(sizes, l.y("out")?), l.y("p")?);
+    let (out, p) = (as_q(sizes, l.y("out")?), l.y("p")?);
     let mut multiply = l.multiplier();
     // f32's scores are in the probabilities' place.
     let room = l.some_y("scores");
@@ -244,7 +245,7 @@ pub(super) fn naive(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
 }
 
 pub(super) fn naive_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
-    let d_out = dense(sizes, l.x("d_out")?);
+    let d_out = as_q(sizes, l.x("d_out")?);
     let [q, k, v] = qkv(sizes, &l.reads);
     let [dq, dk, dv] = gradients(sizes, &l.writes);
     let (p, dp) = (l.x("p")?, l.y("dp")?);

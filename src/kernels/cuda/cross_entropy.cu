@@ -98,7 +98,8 @@ __device__ __forceinline__ void backward(const T* logits, const unsigned* target
     if (row >= rows) return;
     const T* x = logits + row * classes;
     T* dx = dlogits + row * classes;
-    int skew = WHOLE ? 0 : skew_of(x), begin = (blockIdx.y * UNROLL * blockDim.x + threadIdx.x) * N - skew, stride = blockDim.x * N;
+    int skew = WHOLE ? 0 : skew_of(x), stride = blockDim.x * N;
+    int begin = (blockIdx.y * UNROLL * blockDim.x + threadIdx.x) * N - skew;
     Pack<T, N> of_x[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
@@ -125,14 +126,15 @@ __device__ __forceinline__ void backward(const T* logits, const unsigned* target
     }
 }
 
-// Logits become their gradient.
+// Logits become their gradient; rows are `row_stride` elements apart.
 template <class T, bool WHOLE>
 __device__ __forceinline__ void in_place(T* logits, const unsigned* targets, long long ignore, const float* dloss,
-                                         long long counted, float* losses, long long rows, int classes) {
+                                         long long counted, float* losses, long long rows, int classes,
+                                         int row_stride) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    T* x = logits + row * classes;
+    T* x = logits + row * row_stride;
     int begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(x)), stride = blockDim.x * N;
     Pack<T, N> of_x[KEPT];
 #pragma unroll
@@ -189,34 +191,35 @@ __device__ __forceinline__ void in_place(T* logits, const unsigned* targets, lon
     }
 }
 
-#define CROSS_ENTROPY(NAME)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512, 3)                                                                 \
-        cross_entropy_forward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, float* losses,       \
-                                     Statistics* statistics, long long rows, int classes) {                              \
-        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                     \
-            forward<NAME, true>(logits, targets, ignore, losses, statistics, rows, classes);                             \
-        } else {                                                                                                         \
-            forward<NAME, false>(logits, targets, ignore, losses, statistics, rows, classes);                            \
-        }                                                                                                                \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        cross_entropy_backward_##NAME(const NAME* logits, const unsigned* targets, long long ignore,                     \
-                                      const Statistics* statistics, const float* dloss, long long counted,               \
-                                      NAME* dlogits, long long rows, int classes) {                                      \
-        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, dlogits, nullptr)) {                                     \
-            backward<NAME, true>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);           \
-        } else {                                                                                                         \
-            backward<NAME, false>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);          \
-        }                                                                                                                \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                   \
-        cross_entropy_in_place_##NAME(NAME* logits, const unsigned* targets, long long ignore, const float* dloss,       \
-                                      long long counted, float* losses, long long rows, int classes) {                   \
-        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                     \
-            in_place<NAME, true>(logits, targets, ignore, dloss, counted, losses, rows, classes);                        \
-        } else {                                                                                                         \
-            in_place<NAME, false>(logits, targets, ignore, dloss, counted, losses, rows, classes);                       \
-        }                                                                                                                \
+#define CROSS_ENTROPY(NAME)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(512, 3)                                                               \
+        cross_entropy_forward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, float* losses,     \
+                                     Statistics* statistics, long long rows, int classes) {                            \
+        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                   \
+            forward<NAME, true>(logits, targets, ignore, losses, statistics, rows, classes);                           \
+        } else {                                                                                                       \
+            forward<NAME, false>(logits, targets, ignore, losses, statistics, rows, classes);                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        cross_entropy_backward_##NAME(const NAME* logits, const unsigned* targets, long long ignore,                   \
+                                      const Statistics* statistics, const float* dloss, long long counted,             \
+                                      NAME* dlogits, long long rows, int classes) {                                    \
+        if (whole_packs<InVector<NAME>::COUNT>(classes, logits, dlogits, nullptr)) {                                   \
+            backward<NAME, true>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);         \
+        } else {                                                                                                       \
+            backward<NAME, false>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);        \
+        }                                                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        cross_entropy_in_place_##NAME(NAME* logits, const unsigned* targets, long long ignore, const float* dloss,     \
+                                      long long counted, float* losses, long long rows, int classes,                   \
+                                      int row_stride) {                                                                \
+        if (whole_packs<InVector<NAME>::COUNT>(classes | row_stride, logits, nullptr, nullptr)) {                      \
+            in_place<NAME, true>(logits, targets, ignore, dloss, counted, losses, rows, classes, row_stride);          \
+        } else {                                                                                                       \
+            in_place<NAME, false>(logits, targets, ignore, dloss, counted, losses, rows, classes, row_stride);         \
+        }                                                                                                              \
     }
 
 CROSS_ENTROPY(f32)
@@ -240,8 +243,8 @@ __device__ __forceinline__ long long counting(const unsigned* targets, long long
 // unless they are null. mean (1) f32 or null; mean64 (1) f64 or null, added to where `accumulate`. One block of 1024
 // threads.
 extern "C" __global__ void __launch_bounds__(1024)
-    cross_entropy_mean(const float* losses, const unsigned* targets, long long ignore, long long rows, long long counted,
-                       float* mean, double* mean64, int accumulate) {
+    cross_entropy_mean(const float* losses, const unsigned* targets, long long ignore, long long rows,
+                       long long counted, float* mean, double* mean64, int accumulate) {
     __shared__ double sums[1024];
     double sum = 0.0;
     for (long long row = threadIdx.x; row < rows; row += 1024) sum += (double)losses[row];

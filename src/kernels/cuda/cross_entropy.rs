@@ -106,12 +106,12 @@ pub(crate) fn backward(
     Ok(())
 }
 
-/// Losses (rows) f32 of logits (rows, classes), which become their gradient: from that of the mean over all targets
-/// that count, of which these may be some, dloss (1) f32.
+/// Losses (rows) f32 of logits (rows, classes), whose rows are `row_stride` elements apart and become their gradient:
+/// from that of the mean over all targets that count, of which these may be some, dloss (1) f32.
 pub(crate) fn in_place(
     gpu: &CudaDevice,
     logits: View,
-    classes: usize,
+    [classes, row_stride]: [usize; 2],
     targets: Targets,
     dloss: View,
     losses: View,
@@ -120,18 +120,17 @@ pub(crate) fn in_place(
     let kernel = SOURCE.kernel(gpu, "cross_entropy_in_place", suffix(logits.dtype))?;
     // Of long rows fewer are to be under way, so that the level-2 cache holds them between the two times they are read.
     let row_bytes = classes * logits.dtype.size_in_bytes();
-    let (x, y) = block(
-        classes,
-        logits,
-        if row_bytes > 128 << 10 { 1024 } else { 512 },
-    );
-    let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
+    let most = if row_bytes > 128 << 10 { 1024 } else { 512 };
+    let (x, y) = block(classes, logits, most);
+    let (count, ignore) = (rows as i64, targets.ignored());
+    let [width, row_stride] = [classes, row_stride].map(|elements| elements as i32);
     let counted = targets.counted as i64;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
     launch.arg(&dloss.pointer).arg(&counted);
-    launch.arg(&losses.pointer).arg(&count).arg(&width);
+    launch.arg(&losses.pointer).arg(&count);
+    launch.arg(&width).arg(&row_stride);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((rows.div_ceil(y), 1), (x, y))) }.w()?;
     Ok(())

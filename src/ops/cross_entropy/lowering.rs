@@ -228,8 +228,13 @@ pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
 
 /// Loss and gradient of some rows, where the loss is the mean of `counted` rows in all and nothing but the loss scale
 /// comes before it. Reads `targets` (rows) and, where some are ignored, `dloss` (1), the gradient of their losses' sum
-/// times `counted`; writes `logits` (rows, V), which become their gradient, and `losses` (rows).
-pub(crate) fn in_place(rows: usize, classes: usize, counted: usize, ignore: Option<u32>) -> Kernel {
+/// times `counted`; writes `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient, and
+/// `losses` (rows).
+pub(crate) fn in_place(
+    [rows, classes, row_stride]: [usize; 3],
+    counted: usize,
+    ignore: Option<u32>,
+) -> Kernel {
     let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
         let targets = s.x::<u32>("targets")?;
         let dloss = match s.has_x("dloss") {
@@ -240,18 +245,27 @@ pub(crate) fn in_place(rows: usize, classes: usize, counted: usize, ignore: Opti
         let ignore = k.count("ignore").ok();
         let target = |row: usize| Some(targets[row] as usize).filter(|id| Some(*id) != ignore);
         let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
-        let (classes, weight) = (k.count("classes")?, Real::real(weight));
-        kernel::forward_backward_in_place(logits, classes, target, weight, losses);
+        let (dims, weight) = (dims_in_place(k)?, Real::real(weight));
+        kernel::forward_backward_in_place(logits, dims, target, weight, losses);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (logits, classes) = (l.y("logits")?, k.count("classes")?);
+        let (logits, dims) = (l.y("logits")?, dims_in_place(k)?);
         let targets = targets_on_gpu(k, l.x("targets")?);
         let dloss = l.some_x("dloss").unwrap_or(l.loss_scale);
-        cuda_kernel::in_place(l.gpu, logits, classes, targets, dloss, l.y("losses")?)
+        cuda_kernel::in_place(l.gpu, logits, dims, targets, dloss, l.y("losses")?)
     });
-    let sizes = [("rows", rows), ("classes", classes), ("counted", counted)];
-    let kernel = kernel.sized(sizes).in_place();
-    with_ignored(kernel, ignore)
+    let kernel = kernel.sized([("rows", rows), ("classes", classes), ("counted", counted)]);
+    let kernel = match row_stride == classes {
+        true => kernel,
+        false => kernel.sized([("row_stride", row_stride)]),
+    };
+    with_ignored(kernel.in_place(), ignore)
+}
+
+/// V, and from a row of logits to the next, in elements.
+fn dims_in_place(k: &Kernel) -> candle_core::Result<[usize; 2]> {
+    let classes = k.count("classes")?;
+    Ok([classes, k.count("row_stride").unwrap_or(classes)])
 }
 
 fn with_ignored(kernel: Kernel, ignore: Option<u32>) -> Kernel {

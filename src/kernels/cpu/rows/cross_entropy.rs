@@ -116,17 +116,18 @@ pub fn backward<T: Stored>(
 /// two.
 pub fn forward_backward_in_place<T: Stored>(
     logits: &mut [T],
-    classes: usize,
+    [classes, row_stride]: [usize; 2],
     target: impl Fn(usize) -> Option<usize> + Sync,
     weight: T::Wide,
     loss: &mut [T::Wide],
 ) {
-    parallel::for_rows2(logits, classes, loss, 1, |first, logits, loss| {
+    parallel::for_rows2(logits, row_stride, loss, 1, |first, logits, loss| {
         simd::vectorized(
             #[inline(always)]
             || {
-                let rows = logits.chunks_exact_mut(classes).zip(loss);
-                for (i, (x, loss)) in rows.enumerate() {
+                let rows = logits.chunks_exact_mut(row_stride).zip(loss);
+                for (i, (row, loss)) in rows.enumerate() {
+                    let x = &mut row[..classes];
                     let Some(class) = target(first + i) else {
                         x.fill(T::zero());
                         *loss = T::Wide::ZERO;
@@ -209,9 +210,19 @@ mod tests {
         forward(&logits, classes, target, &mut loss, &mut statistics);
         let mut gradient = vec![T::zero(); logits.len()];
         backward(&logits, classes, target, &statistics, weight, &mut gradient);
-        let (mut got, mut got_loss) = (logits, zeros(rows));
-        forward_backward_in_place(&mut got, classes, target, weight, &mut got_loss);
-        assert!(got == gradient && got_loss == loss, "{rows} x {classes}");
+        for row_stride in [classes, classes + 3] {
+            let apart = |rows: &[T], between: T| -> Vec<T> {
+                let rows = rows.chunks(classes);
+                rows.flat_map(|row| [row, &vec![between; row_stride - classes]].concat())
+                    .collect()
+            };
+            let between = T::from_f64(99.0); // neither read nor written
+            let (mut got, mut got_loss) = (apart(&logits, between), zeros(rows));
+            let dims = [classes, row_stride];
+            forward_backward_in_place(&mut got, dims, target, weight, &mut got_loss);
+            let is_both = got == apart(&gradient, between) && got_loss == loss;
+            assert!(is_both, "{rows} x {classes} by {row_stride}");
+        }
     }
 
     /// Seven logits of 2^15 in each row, and others far below: the loss is ln 7. Relative to it, f32 rounds 2^15 + ln 7
@@ -230,7 +241,13 @@ mod tests {
         forward(&logits, classes, target, &mut loss, &mut statistics);
         backward(&logits, classes, target, &statistics, weight, &mut gradient);
         let (mut in_place, mut in_place_loss) = (logits, zeros(rows));
-        forward_backward_in_place(&mut in_place, classes, target, weight, &mut in_place_loss);
+        forward_backward_in_place(
+            &mut in_place,
+            [classes; 2],
+            target,
+            weight,
+            &mut in_place_loss,
+        );
         for loss in loss.iter().chain(&in_place_loss) {
             let (loss, exact) = (WithDType::to_f64(*loss), 7f64.ln());
             assert!((loss - exact).abs() <= 2e-7 * exact, "{loss}");

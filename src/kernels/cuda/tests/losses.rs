@@ -48,7 +48,6 @@ fn loss<T: Element>(
         row.iter_mut().for_each(|x| *x = x.exp() / total * share);
         row[target] -= share;
     }
-    let logits = Buffer::new(gpu, &logits, offset);
     let ids = Buffer::new(gpu, &targets, 0);
     let of = |ids, counted| cross_entropy::Targets {
         ids,
@@ -57,17 +56,27 @@ fn loss<T: Element>(
     };
     let dloss = Buffer::new(gpu, &[dloss], 0);
     let losses = Buffer::<f32>::room(gpu, rows, 0);
-    cross_entropy::in_place(
-        gpu,
-        logits.view(gpu),
-        classes,
-        of(ids.view(gpu), counted),
-        dloss.view(gpu),
-        losses.view(gpu),
-    )
-    .unwrap();
-    assert_close("dlogits", &logits.read(gpu), &exact);
-    assert_close("losses", &losses.read(gpu), &exact_losses);
+    for row_stride in [classes, classes.next_multiple_of(8), classes + 3] {
+        let between = vec![T::from_f64(99.0); row_stride - classes]; // neither read nor written
+        let rows = logits.chunks(classes);
+        let apart: Vec<T> = rows.flat_map(|row| [row, &between].concat()).collect();
+        let apart = Buffer::new(gpu, &apart, offset);
+        cross_entropy::in_place(
+            gpu,
+            apart.view(gpu),
+            [classes, row_stride],
+            of(ids.view(gpu), counted),
+            dloss.view(gpu),
+            losses.view(gpu),
+        )
+        .unwrap();
+        let got = apart.read(gpu);
+        let rows = got.chunks(row_stride).map(|row| row.split_at(classes));
+        assert!(rows.clone().all(|(_, rest)| wide(rest) == wide(&between)));
+        let gradient: Vec<T> = rows.flat_map(|(row, _)| row.to_vec()).collect();
+        assert_close("dlogits", &gradient, &exact);
+        assert_close("losses", &losses.read(gpu), &exact_losses);
+    }
 
     let mean = Buffer::<f64>::room(gpu, 1, 0);
     let first = rows / 2;
