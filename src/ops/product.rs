@@ -142,9 +142,9 @@ const ROW_STRIDES: [&str; 3] = ["a_row_stride", "b_row_stride", "c_row_stride"];
 /// The factors of a product, and c.
 fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], Factor)> {
     let [rows, cols, depth] = [k.count("rows")?, k.count("cols")?, k.count("depth")?];
-    let lying = |factor: Factor, name| match k.count(name) {
-        Ok(row_stride) => factor.with_row_stride(row_stride),
-        Err(_) => factor,
+    let lying = |factor: Factor, name| match k.some_count(name) {
+        Some(row_stride) => factor.with_row_stride(row_stride),
+        None => factor,
     };
     let factor = |rows, cols, transposed| match k.flag(transposed) {
         false => Factor::new(rows, cols),
@@ -168,7 +168,7 @@ pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Room>
         element_bytes: dtype.size_in_bytes(),
     };
     let threads = rayon::current_num_threads();
-    let bytes = match kernel.count("batch").unwrap_or(1) < 2 * threads {
+    let bytes = match kernel.some_count("batch").unwrap_or(1) < 2 * threads {
         true => packing_bytes(sizes, Threads::All),
         false => threads as f64 * packing_bytes(sizes, Threads::One),
     };

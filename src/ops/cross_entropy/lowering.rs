@@ -140,8 +140,8 @@ pub(in crate::ops) fn planned_gradient(
 fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
         ids,
-        ignore: k.count("ignore").ok().map(|id| id as u32),
-        counted: k.count("counted").unwrap_or(ids.len),
+        ignore: k.some_count("ignore").map(|id| id as u32),
+        counted: k.some_count("counted").unwrap_or(ids.len),
     }
 }
 
@@ -188,7 +188,7 @@ impl<'a> CheckedIds<'a> {
     }
 
     fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
-        Ok(Self::new(ids, k.count("ignore").ok().map(|id| id as u32))?)
+        Ok(Self::new(ids, k.some_count("ignore").map(|id| id as u32))?)
     }
 
     /// The class of row `row`, unless it is ignored.
@@ -242,7 +242,7 @@ pub(crate) fn in_place(
             false => s.step.loss_scale, // what an eager step's backward begins with
         };
         let weight = dloss / k.count("counted")? as f64;
-        let ignore = k.count("ignore").ok();
+        let ignore = k.some_count("ignore");
         let target = |row: usize| Some(targets[row] as usize).filter(|id| Some(*id) != ignore);
         let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
         let (dims, weight) = (dims_in_place(k)?, Real::real(weight));
@@ -265,7 +265,7 @@ pub(crate) fn in_place(
 /// V, and from a row of logits to the next, in elements.
 fn dims_in_place(k: &Kernel) -> candle_core::Result<[usize; 2]> {
     let classes = k.count("classes")?;
-    Ok([classes, k.count("row_stride").unwrap_or(classes)])
+    Ok([classes, k.some_count("row_stride").unwrap_or(classes)])
 }
 
 fn with_ignored(kernel: Kernel, ignore: Option<u32>) -> Kernel {

@@ -131,10 +131,8 @@ impl Kernel {
     }
 
     /// With sizes.
-    pub(crate) fn sized<const N: usize>(mut self, sizes: [(&'static str, usize); N]) -> Self {
-        let sizes = sizes.map(|(name, size)| (name, Attribute::Count(size)));
-        self.attributes.extend(sizes);
-        self
+    pub(crate) fn sized<const N: usize>(self, sizes: [(&'static str, usize); N]) -> Self {
+        self.with_all(&sizes.map(|(name, size)| (name, Attribute::Count(size))))
     }
 
     /// With the places of elements.
@@ -251,9 +249,17 @@ impl Kernel {
     }
 
     pub(crate) fn count(&self, name: &str) -> Result<usize> {
-        match find(&self.attributes, name) {
-            Some(Attribute::Count(count)) => Ok(count),
-            _ => bail!("{}: no {name}", self.name),
+        match self.some_count(name) {
+            Some(count) => Ok(count),
+            None => bail!("{}: no {name}", self.name),
+        }
+    }
+
+    /// A count that not every such kernel has. An error of candle's allocates, so [`count`](Self::count) does not ask.
+    pub(crate) fn some_count(&self, name: &str) -> Option<usize> {
+        match find(&self.attributes, name)? {
+            Attribute::Count(count) => Some(count),
+            _ => None,
         }
     }
 
