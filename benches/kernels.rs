@@ -11,6 +11,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use std::hint::black_box;
 use tallow::bench::Stopwatch;
+use tallow::kernels::attention::Seen;
 use tallow::kernels::cpu::activation;
 use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::kernels::cpu::heads::{HeadSizes, split};
@@ -183,7 +184,13 @@ fn flash(bench: &Bench) {
                 rounding_error: &mut [],
                 lse: &mut lse,
             };
-            flash::forward(&sizes, &tiles, q, k, v, outputs);
+            let inputs = flash::ForwardInputs {
+                q,
+                k,
+                v,
+                first_keys: &[],
+            };
+            flash::forward(&sizes, &tiles, inputs, outputs);
         });
         let (mut dq, mut dk, mut dv) = (vec![0f32; n], vec![0f32; n], vec![0f32; n]);
         bench.products(&format!("flash backward {shape}"), 5 * product, || {
@@ -195,6 +202,7 @@ fn flash(bench: &Bench) {
                 rounding_error: None,
                 lse: &lse,
                 d_out,
+                first_keys: &[],
             };
             let gradients = flash::Gradients {
                 dq: &mut dq,
@@ -275,14 +283,15 @@ fn rows<T: Stored<Wide = f32>>(bench: &Bench) {
     let (x, dp): (Vec<T>, Vec<T>) = (values(n), values(n));
     let (mut p, mut dx) = (vec![T::zero(); n], vec![T::zero(); n]);
     for (name, mask) in [("full", Mask::Full), ("causal", Mask::Causal)] {
+        let seen = Seen::by_mask(mask, t, t);
         bench.memory::<T>(&format!("softmax forward {name}"), 2 * n, || {
-            softmax::forward(&x, t, t, 0.2, mask, &mut p);
+            softmax::forward(&x, seen, 0.2, &mut p);
         });
         bench.memory::<T>(&format!("softmax backward {name}"), 3 * n, || {
             // As the op has it: from p where it is not rounded.
             match (T::as_wide(&dp), T::as_wide(&p), T::as_wide_mut(&mut dx)) {
-                (Some(dp), Some(p), Some(dx)) => softmax::backward(dp, p, t, t, 0.2, mask, dx),
-                _ => softmax::backward_from_scores(&dp, &x, t, t, 0.2, mask, &mut dx),
+                (Some(dp), Some(p), Some(dx)) => softmax::backward(dp, p, seen, 0.2, dx),
+                _ => softmax::backward_from_scores(&dp, &x, seen, 0.2, &mut dx),
             }
         });
     }

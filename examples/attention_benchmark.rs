@@ -33,9 +33,11 @@ use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
 use common::{Common, Output, values, words};
 use grid::{Arithmetic, Group, Heads, Implementation, Run};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
+use tallow::attention::Mask;
 use tallow::bench::Sampling;
 use tallow::report::{Fields, Report, format_mib, list_in_note};
 
@@ -85,6 +87,14 @@ struct Flags {
     /// Let each query see the keys up to its own position only (as --module always does)
     #[arg(long)]
     causal: bool,
+
+    /// Let each query see so many keys up to its own position
+    #[arg(long, conflicts_with_all = ["causal", "module"], value_name = "KEYS")]
+    window: Option<NonZeroUsize>,
+
+    /// Pack so many documents of one length into each sequence, which see nothing of each other
+    #[arg(long, default_value_t = 1, value_parser = values::count(), conflicts_with = "module")]
+    documents: usize,
 
     /// Instead of a precision, the one dtype of inputs and weights: f64, or bf16 and f16 as with --full-half
     #[arg(long, value_enum, conflicts_with_all = ["precision", "autocast", "full_half", "drop_casts"])]
@@ -265,6 +275,14 @@ impl Flags {
         }
     }
 
+    fn mask(&self) -> Mask {
+        match (self.window, self.causal) {
+            (Some(keys), _) => Mask::Window(keys),
+            (None, true) => Mask::Causal,
+            (None, false) => Mask::Full,
+        }
+    }
+
     fn configuration(&self, sampling: &Sampling, arithmetic: &[Arithmetic]) -> Fields {
         let mut fields = Fields::new();
         let what = if self.module {
@@ -280,14 +298,12 @@ impl Flags {
         };
         let heads: Vec<String> = self.heads().iter().map(count).collect();
         fields.insert("heads", heads.join(", "));
-        fields.insert(
-            "mask",
-            if self.module || self.causal {
-                "causal"
-            } else {
-                "full"
-            },
-        );
+        let mask = match self.module {
+            true => Mask::Causal,
+            false => self.mask(),
+        };
+        fields.insert("mask", mask.to_string());
+        fields.insert("documents", (self.documents > 1).then_some(self.documents));
         let names: Vec<&str> = arithmetic.iter().map(|one| one.name()).collect();
         fields.insert("precision", names.join(", "));
         fields.insert("warm-up", sampling.warmup_steps);

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use std::fmt;
 use std::str::FromStr;
 use tallow::Result;
-use tallow::attention::{Algorithm, Mask};
+use tallow::attention::Algorithm;
 use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
@@ -272,11 +272,8 @@ impl Flags {
             },
             sequence_length: length,
             head_dim: width,
-            mask: if self.causal {
-                Mask::Causal
-            } else {
-                Mask::Full
-            },
+            mask: self.mask(),
+            documents: self.documents,
             dtype: arithmetic.attention_dtype(),
         };
         What::Attention(AttentionRun {

@@ -120,6 +120,7 @@ impl AttentionFlags {
                 sequence_length: length,
                 head_dim,
                 mask: self.mask(),
+                documents: 1,
                 dtype: setting.precision.dtype(),
             },
             sampling: Sampling {

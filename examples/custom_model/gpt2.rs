@@ -58,8 +58,10 @@ impl Block {
         let (width, heads) = (config.n_embd, config.n_head);
         let part = |i| ops::split_heads(&joined.narrow(D::Minus1, i * width, width)?, heads);
         let (q, k, v) = (part(0)?, part(1)?, part(2)?); // (B, H, T, Dh)
-        let (mask, scale) = (Mask::Causal, None);
-        let causal = AttentionConfig { mask, scale };
+        let causal = AttentionConfig {
+            mask: Mask::Causal,
+            ..Default::default()
+        };
         let out = ops::merge_heads(&config.attention.attend(&q, &k, &v, &causal)?)?;
         in_module("c_proj", || self.attn_c_proj.forward(&out))
     }

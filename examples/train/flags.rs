@@ -109,6 +109,10 @@ pub struct ModelFlags {
 #[derive(Args)]
 #[command(next_help_heading = "Training")]
 pub struct TrainingFlags {
+    /// The token that documents end with, which then see nothing of each other; of bytes 10 is the end of a line
+    #[arg(long, value_name = "ID")]
+    pub separator: Option<u32>,
+
     /// Windows in a batch
     #[arg(long, default_value_t = 12)]
     pub batch_size: usize,
@@ -332,6 +336,7 @@ impl TrainingFlags {
             max_grad_norm: (self.clip != 0.0).then_some(self.clip),
             precision,
             evaluate_every: self.evaluate_every,
+            separator: self.separator,
             seed,
             ..Default::default()
         };

@@ -2,14 +2,33 @@
 
 use crate::graph::Room;
 use crate::kernels::attention::Sizes;
-use crate::ops::lowering::{Kernel, Signature, Slot};
+use crate::ops::lowering::{Calls, Check, Kernel, Named, Signature, Slices, Slot};
 use candle_core::Result;
 
-pub(super) const INPUTS: [(&str, Slot); 3] = [
+const INPUTS: [(&str, Slot); 3] = [
     ("q", Slot::Input(0)),
     ("k", Slot::Input(1)),
     ("v", Slot::Input(2)),
 ];
+/// [`INPUTS`], and the first keys where the op reads them.
+pub(super) fn inputs(signature: &Signature<'_>) -> Named<Slot> {
+    let first_keys = (!signature.reads.is_empty()).then_some(Slot::Read(0));
+    Named::from(INPUTS).with_some("first_keys", first_keys)
+}
+
+/// Calls of which a run checks the first keys, if the op reads them.
+pub(super) fn checked(signature: &Signature<'_>) -> Calls {
+    match signature.reads.is_empty() {
+        true => Calls::default(),
+        false => Calls::default().checked(0, Check::FirstKeys),
+    }
+}
+
+/// The first keys of a call, (B, Tq), or nothing.
+pub(super) fn first_keys<'a>(s: &Slices<'a>) -> Result<&'a [u32]> {
+    Ok(s.some_x("first_keys")?.unwrap_or_default())
+}
+
 pub(super) const GRADIENTS: [(&str, Slot); 3] = [
     ("dq", Slot::Gradient(0)),
     ("dk", Slot::Gradient(1)),

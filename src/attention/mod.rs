@@ -23,6 +23,7 @@ mod algorithm;
 pub(crate) mod blocked;
 mod computed;
 pub(crate) mod cost;
+pub(crate) mod first_keys;
 pub(crate) mod flash;
 pub(crate) mod in_model;
 mod lowering;
@@ -34,28 +35,40 @@ mod shapes;
 pub use crate::kernels::Mask;
 use crate::ops::info::OpInfo;
 pub use algorithm::Algorithm;
+pub use first_keys::FirstKeys;
 pub use flash::{MAX_HEAD_DIM as FLASH_MAX_HEAD_DIM, flash, flash_with_lse};
 pub use naive::{naive, naive_with_lse};
 
 pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
 
 use crate::graph::Attribute;
+use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 pub(crate) use in_model::planned_flash_sizes;
 
 /// How to attend; it means the same to every algorithm.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct AttentionConfig {
     /// Which keys a query sees.
     pub mask: Mask,
     /// What the scores are multiplied by; `None` is 1 / sqrt(Dh).
     pub scale: Option<f64>,
+    /// The first key that each query sees, of those that the mask leaves; `None` is the first of all.
+    pub first_keys: Option<FirstKeys>,
 }
 
 impl AttentionConfig {
     /// The scale for heads of `head_dim` elements.
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
+    }
+
+    /// What ops read beside q, k and v.
+    fn reads(&self) -> Vec<Tensor> {
+        let first_keys = self.first_keys.iter();
+        first_keys
+            .map(|first_keys| first_keys.tensor().clone())
+            .collect()
     }
 }
 

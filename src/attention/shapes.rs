@@ -49,11 +49,18 @@ impl Shapes {
         }
     }
 
-    /// Checks q, k and v for `op`.
+    /// Checks q, k, v and first keys for `op`.
     ///
     /// # Errors
-    /// Shapes that do not fit each other, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices.
-    pub(crate) fn of(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
+    /// Shapes that do not fit each other, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices; first
+    /// keys of another shape.
+    pub(crate) fn of(
+        op: &'static str,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        config: &AttentionConfig,
+    ) -> Result<Self> {
         let refuse = |hint: String| {
             Err(Error::Shape {
                 op,
@@ -86,6 +93,9 @@ impl Shapes {
             return refuse("q and k have no elements to compare".into());
         }
         ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
+        if let Some(first_keys) = &config.first_keys {
+            first_keys.check_shape(op, q)?;
+        }
         let shape = [leading, &[heads, queries, value_dim]].concat();
         ops::check_size(op, &shape, q.dtype(), q.device())?;
         Ok(Self {

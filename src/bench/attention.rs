@@ -90,9 +90,13 @@ impl AttentionRun {
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
         };
+        let config = w.config()?;
         let config = AttentionConfig {
-            mask: w.mask,
-            scale: None,
+            first_keys: match &config.first_keys {
+                Some(first_keys) => Some(first_keys.to_device(device)?),
+                None => None,
+            },
+            ..config
         };
         if self.execution == Execution::Planned {
             let prepare = || self.planned(device, &config);
@@ -185,7 +189,7 @@ impl AttentionRun {
         let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
         let plan = AttentionPlanConfig {
             algorithm: self.workload.algorithm,
-            attention: *config,
+            attention: config.clone(),
             ..AttentionPlanConfig::new(q.shape(), self.workload.dtype)
         };
         Ok(PlannedPass {
@@ -211,7 +215,11 @@ impl AttentionRun {
     fn forward_flops(&self) -> f64 {
         let w = &self.workload;
         let matrices = w.batch_size as f64 * w.heads as f64;
-        4.0 * matrices * w.head_dim as f64 * pairs(w.mask, w.sequence_length)
+        let pairs: f64 = w
+            .document_lengths()
+            .map(|length| pairs(w.mask, length))
+            .sum();
+        4.0 * matrices * w.head_dim as f64 * pairs
     }
 
     fn labels(&self) -> Fields {
@@ -223,6 +231,7 @@ impl AttentionRun {
         row.insert("context_length", w.sequence_length);
         row.insert("head_dim", w.head_dim);
         row.insert("mask", mask_name(w.mask));
+        row.insert("documents", (w.documents > 1).then_some(w.documents));
         row.insert("dtype", w.dtype.as_str());
         row.insert("composed_bytes", w.composed_bytes());
         row
@@ -257,6 +266,10 @@ pub(super) fn pairs(mask: Mask, length: usize) -> f64 {
     match mask {
         Mask::Full => t * t,
         Mask::Causal | Mask::CausalEnd => t * (t + 1.0) / 2.0,
+        Mask::Window(keys) => {
+            let keys = (keys.get() as f64).min(t);
+            keys * t - keys * (keys - 1.0) / 2.0
+        }
     }
 }
 
@@ -292,10 +305,11 @@ pub(super) fn implementation(execution: Execution, algorithm: Algorithm) -> &'st
     }
 }
 
-fn mask_name(mask: Mask) -> &'static str {
+fn mask_name(mask: Mask) -> String {
     match mask {
-        Mask::Full => "full",
-        Mask::Causal => "causal",
-        Mask::CausalEnd => "causal-end",
+        Mask::Full => "full".into(),
+        Mask::Causal => "causal".into(),
+        Mask::CausalEnd => "causal-end".into(),
+        Mask::Window(keys) => format!("window {keys}"),
     }
 }

@@ -2,10 +2,11 @@
 
 use super::lower::Lowered;
 use super::traced::{TracedFunction, check_device};
+use crate::attention::first_keys;
 use crate::graph::{self, Graph, Source, ValueId};
 use crate::ops::check_size;
 use crate::ops::cpu::ids;
-use crate::ops::lowering::Ids;
+use crate::ops::lowering::Check;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 
@@ -15,8 +16,8 @@ use candle_core::{DType, Device, Tensor};
 pub(super) struct Arguments {
     op: &'static str,
     all: Vec<Argument>,
-    /// Inputs that are read as ids.
-    ids: Vec<(String, Ids)>,
+    /// What inputs must be.
+    checks: Vec<(String, Check)>,
 }
 
 #[derive(Debug)]
@@ -60,11 +61,11 @@ impl Arguments {
             ))
         });
         let all = all.collect::<Result<Vec<_>>>()?;
-        let ids = checked_ids(function, lowered, &all)?;
+        let checks = checks(function, lowered, &all)?;
         Ok(Self {
             op: function.op,
             all,
-            ids,
+            checks,
         })
     }
 
@@ -89,13 +90,16 @@ impl Arguments {
         let mut given = Vec::new();
         for argument in &self.all {
             if let Argument::Input { name, copy } = argument {
-                let are_ids = self.ids.iter().any(|(id, _)| id == name);
+                let are_ids = |(input, check): &(String, Check)| {
+                    input == name && matches!(check, Check::Ids { .. })
+                };
+                let are_ids = self.checks.iter().any(are_ids);
                 given.push((copy, input(op, name, copy, are_ids, inputs)?));
             }
         }
-        for (name, check) in &self.ids {
+        for (name, check) in &self.checks {
             if let Some((_, tensor)) = inputs.iter().find(|(other, _)| other == name) {
-                ids(op, tensor, check.bound, check.ignore)?;
+                checked(op, tensor, *check)?;
             }
         }
         for (copy, tensor) in given {
@@ -168,28 +172,42 @@ fn input<'t>(
     Ok(tensor)
 }
 
-/// The inputs that are read as ids; constants that are ids are checked here.
-fn checked_ids(
+/// An error unless a tensor is as it should be.
+fn checked(op: &'static str, tensor: &Tensor, check: Check) -> Result<()> {
+    match check {
+        Check::Ids { bound, ignore } => ids(op, tensor, bound, ignore).map(drop),
+        Check::FirstKeys => first_keys::check(op, tensor),
+    }
+}
+
+/// What inputs must be, once each; constants are checked here.
+fn checks(
     function: &TracedFunction,
     lowered: &Lowered,
     arguments: &[Argument],
-) -> Result<Vec<(String, Ids)>> {
+) -> Result<Vec<(String, Check)>> {
     let (op, graph) = (function.op, &function.graph);
     let mut inputs = Vec::new();
-    for (id, check) in &lowered.ids {
+    for (id, check) in &lowered.checks {
         let id = &origin(graph, *id);
         if graph.value(*id).source == Source::Node {
             return Err(Error::Order {
                 op,
-                problem: "token ids that an op makes are not checked before a run".into(),
+                problem: "token ids, or first keys, that an op makes are not checked before a run"
+                    .into(),
                 hint: "make them an input, or a constant".into(),
             });
         }
         let here = lowered.arguments.iter().zip(arguments);
         for (_, argument) in here.filter(|((other, _), _)| other == id) {
             match argument {
-                Argument::Input { name, .. } => inputs.push((name.clone(), *check)),
-                Argument::Held(held) => drop(ids(op, held, check.bound, check.ignore)?),
+                Argument::Input { name, .. } => {
+                    let check = (name.clone(), *check);
+                    if !inputs.contains(&check) {
+                        inputs.push(check);
+                    }
+                }
+                Argument::Held(held) => checked(op, held, *check)?,
             }
         }
     }

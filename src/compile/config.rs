@@ -116,6 +116,9 @@ pub struct PlanConfig {
     /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: only the update sees them,
     /// and it has 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
+    /// The token that documents end with which are packed into a sequence: a step is then that of
+    /// [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
+    pub separator: Option<u32>,
 }
 
 /// Four sequences of 256 tokens, nothing else.
@@ -131,6 +134,7 @@ impl Default for PlanConfig {
             checkpointing: Checkpointing::None,
             memory_budget_bytes: None,
             optimizer_in_backward: false,
+            separator: None,
         }
     }
 }
@@ -173,6 +177,7 @@ impl PlanConfig {
     /// An error unless the configuration can work, with a sequence that the model's positions reach.
     pub(super) fn check(&self, model: &TransformerConfig) -> Result<()> {
         self.validate()?;
+        check_separator("PlanConfig", self.separator, model)?;
         if self.sequence_length <= model.context_length {
             return Ok(());
         }
@@ -186,6 +191,22 @@ impl PlanConfig {
             got: self.sequence_length.to_string(),
             hint: "shorten the sequence, or build the model with a longer context_length".into(),
         })
+    }
+}
+
+/// An error for documents that end with a token which the model has not.
+pub(crate) fn check_separator(
+    config: &'static str,
+    separator: Option<u32>,
+    model: &TransformerConfig,
+) -> Result<()> {
+    match separator {
+        Some(id) if id as usize >= model.vocab_size => {
+            let expected = format!("under the model's vocab_size {}", model.vocab_size);
+            let hint = "it is the id of the token that documents end with";
+            Err(Error::config(config, "separator", id).must_be(expected, hint))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -5,7 +5,8 @@ use super::config::PlanConfig;
 use super::lower::{Lowered, Recompute};
 use super::planned::Planned;
 use super::traced::{Target, TracedFunction};
-use crate::model::{TransformerConfig, TransformerLM};
+use crate::attention::FirstKeys;
+use crate::model::{IGNORED, TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing};
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
@@ -88,7 +89,13 @@ impl<'a> Planner<'a> {
     ) -> Result<Planned> {
         let function = self.trace(checkpointing, |model, tokens| {
             let targets = graph::input("targets", tokens.shape(), DType::U32)?;
-            model.loss(tokens, &targets)
+            match self.config.separator {
+                None => model.loss(tokens, &targets),
+                Some(_) => {
+                    let first_keys = FirstKeys::input("first_keys", tokens.shape())?;
+                    model.loss_packed(tokens, &targets, Some(&first_keys), Some(IGNORED))
+                }
+            }
         })?;
         Rc::new(function).step(&self.config.step(), recompute)
     }

@@ -9,7 +9,7 @@ use super::plan::Plan;
 use super::step::ScaledStep;
 use super::{least, parameters};
 use crate::Result;
-use crate::model::{TransformerConfig, TransformerLM};
+use crate::model::{Documents, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::optim::{AdamW, GradScaler};
 use candle_core::{Device, Tensor};
@@ -29,6 +29,7 @@ const OP: &str = "compile::TrainStep";
 pub struct TrainStep {
     step: LossStep,
     checkpointing: Checkpointing,
+    separator: Option<u32>,
 }
 
 impl TrainStep {
@@ -49,6 +50,7 @@ impl TrainStep {
         Ok(Self {
             step: LossStep::of(planned, parameters, device, &config.step(), "PlanConfig")?,
             checkpointing,
+            separator: config.separator,
         })
     }
 
@@ -115,7 +117,9 @@ impl TrainStep {
     /// rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever
     /// the error, parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        self.step.run(optimizer, &inputs(tokens, targets))
+        let documents = self.documents(tokens, targets)?;
+        let inputs = inputs(tokens, targets, documents.as_ref());
+        self.step.run(optimizer, &inputs)
     }
 
     /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
@@ -162,8 +166,9 @@ impl TrainStep {
         tokens: &Tensor,
         targets: &Tensor,
     ) -> Result<ScaledStep> {
-        self.step
-            .run_scaled(optimizer, scaler, &inputs(tokens, targets))
+        let documents = self.documents(tokens, targets)?;
+        let inputs = inputs(tokens, targets, documents.as_ref());
+        self.step.run_scaled(optimizer, scaler, &inputs)
     }
 
     /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
@@ -172,7 +177,15 @@ impl TrainStep {
     /// # Errors
     /// As [`run`](Self::run); [`Error::Order`](crate::Error::Order) where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        self.step.forward_backward(&inputs(tokens, targets))
+        let documents = self.documents(tokens, targets)?;
+        let inputs = inputs(tokens, targets, documents.as_ref());
+        self.step.forward_backward(&inputs)
+    }
+
+    /// What a run is given beside tokens, if documents are packed.
+    fn documents(&self, tokens: &Tensor, targets: &Tensor) -> Result<Option<Documents>> {
+        let documents = |separator| Documents::of(tokens, targets, separator);
+        self.separator.map(documents).transpose()
     }
 
     /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
@@ -244,6 +257,17 @@ impl TrainStep {
     }
 }
 
-fn inputs<'t>(tokens: &'t Tensor, targets: &'t Tensor) -> [(&'static str, &'t Tensor); 2] {
-    [("tokens", tokens), ("targets", targets)]
+fn inputs<'t>(
+    tokens: &'t Tensor,
+    targets: &'t Tensor,
+    documents: Option<&'t Documents>,
+) -> Vec<(&'static str, &'t Tensor)> {
+    match documents {
+        None => vec![("tokens", tokens), ("targets", targets)],
+        Some(documents) => vec![
+            ("tokens", tokens),
+            ("targets", &documents.targets),
+            ("first_keys", documents.first_keys.tensor()),
+        ],
+    }
 }

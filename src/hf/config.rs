@@ -8,6 +8,7 @@ use crate::nn::{Architecture, Checkpointing, RopeScaling};
 use crate::ops::RotaryPairs;
 use crate::{Error, Result};
 use serde_json::{Value, json};
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 /// The configuration that the text of a `config.json` says.
@@ -65,14 +66,19 @@ fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerC
         tie_embeddings: s.flag("tie_word_embeddings", false)?,
         rope_pairs: RotaryPairs::Halves,
         rope_scaling: scaling,
+        sliding_window: match s.text("model_type")?.as_deref() {
+            Some("mistral") => window(s)?,
+            _ => None,
+        },
         architecture: Architecture::Llama,
     };
     if let Some(window) = s.size("sliding_window")?
         && window < config.context_length
+        && config.sliding_window.is_none()
         && s.values.get("use_sliding_window") != Some(&Value::Bool(false))
     {
         return s.refuse(format!(
-            "sliding_window is {window}, and windows are not known"
+            "sliding_window is {window}, which only Mistral models are known to have"
         ));
     }
     let kinds = s.get("layer_types").and_then(Value::as_array);
@@ -91,6 +97,23 @@ fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerC
         ("rope_interleaved", json!(false)),
     ])?;
     Ok(config)
+}
+
+/// How many tokens each attends to in a Mistral model; none if they are all.
+fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
+    const WINDOW: usize = 4096; // the library's own
+    let window = match s.values.contains_key("sliding_window") {
+        true => s.size("sliding_window")?,
+        false => Some(WINDOW),
+    };
+    let Some(window) = window else {
+        return Ok(None);
+    };
+    let Some(keys) = NonZeroUsize::new(window) else {
+        return s.refuse("sliding_window is 0".into());
+    };
+    let context = s.size("max_position_embeddings")?;
+    Ok((context.is_none_or(|context| window < context)).then_some(keys))
 }
 
 /// How angles are scaled, and their base: under `rope_parameters`, or as older files have it.
@@ -167,11 +190,17 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
     if config.rope_pairs != RotaryPairs::Halves {
         return refuse("rope_pairs", format!("{:?}", config.rope_pairs), "Halves");
     }
-    let (kind, class) = match (config.qkv_bias, config.qk_norm) {
-        (false, false) => ("llama", "LlamaForCausalLM"),
-        (true, false) => ("qwen2", "Qwen2ForCausalLM"),
-        (false, true) => ("qwen3", "Qwen3ForCausalLM"),
-        (true, true) => return refuse("qk_norm", "true".into(), "false where qkv_bias is true"),
+    let window = config.sliding_window;
+    let (kind, class) = match (config.qkv_bias, config.qk_norm, window) {
+        (false, false, None) => ("llama", "LlamaForCausalLM"),
+        (false, false, Some(_)) => ("mistral", "MistralForCausalLM"),
+        (true, false, None) => ("qwen2", "Qwen2ForCausalLM"),
+        (false, true, None) => ("qwen3", "Qwen3ForCausalLM"),
+        (true, true, _) => return refuse("qk_norm", "true".into(), "false where qkv_bias is true"),
+        (_, _, Some(keys)) => {
+            let expected = "None where there are biases, or norms of heads";
+            return refuse("sliding_window", keys.to_string(), expected);
+        }
     };
     if kind == "qwen2" && config.head_dim() * config.num_heads != config.d_model {
         return refuse(
@@ -207,7 +236,7 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
     if let (Value::Object(rope), Value::Object(more)) = (&mut rope, &more) {
         rope.extend(more.clone());
     }
-    Ok(json!({
+    let mut values = json!({
         "model_type": kind,
         "architectures": [class],
         "vocab_size": config.vocab_size,
@@ -225,5 +254,9 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
         "hidden_act": "silu",
         "attention_bias": false,
         "dtype": dtype,
-    }))
+    });
+    if let Some(keys) = window {
+        values["sliding_window"] = json!(keys);
+    }
+    Ok(values)
 }

@@ -56,8 +56,9 @@ impl<'a> Settings<'a> {
         Err(Error::Format {
             path: self.path.into(),
             problem,
-            hint: "hf::load knows Llama, Qwen2, Qwen3 and Mistral models without a sliding window, and GPT-2"
-                .into(),
+            hint:
+                "hf::load knows Llama, Mistral, GPT-2, and Qwen2 and Qwen3 models without windows"
+                    .into(),
         })
     }
 

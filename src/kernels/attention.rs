@@ -1,6 +1,7 @@
-//! The sizes of attention.
+//! The sizes of attention, and which keys its queries see.
 
 use super::Mask;
+use std::ops::Range;
 
 /// The sizes of one call, and how it attends, as kernels on every device take them.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,9 +27,17 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// How many keys query `query` sees: the first so many.
-    pub fn visible(&self, query: usize) -> usize {
-        self.mask.visible(query, self.queries, self.keys).end
+    /// Which keys the queries of sequence `batch` see; `first_keys` are (B, Tq), or nothing where the mask says it all.
+    pub fn seen<'a>(&self, first_keys: &'a [u32], batch: usize) -> Seen<'a> {
+        let first = batch * self.queries;
+        Seen {
+            mask: self.mask,
+            queries: self.queries,
+            keys: self.keys,
+            first_keys: first_keys
+                .get(first..first + self.queries)
+                .unwrap_or_default(),
+        }
     }
 
     /// How many heads of q share a head of k and v.
@@ -44,5 +53,50 @@ impl Sizes {
     /// B Hkv: matrices of k and v.
     pub fn kv_matrices(&self) -> usize {
         self.batch * self.kv_heads
+    }
+}
+
+/// Which keys the queries of one sequence see. Neither end of what a query sees lies before that of the query before it.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen<'a> {
+    mask: Mask,
+    queries: usize,
+    /// Tk.
+    pub keys: usize,
+    /// (Tq), the first key that each query sees, which never falls; or nothing, where each begins at the first.
+    first_keys: &'a [u32],
+}
+
+impl Seen<'_> {
+    /// What the mask leaves, of so many queries and keys.
+    pub fn by_mask(mask: Mask, queries: usize, keys: usize) -> Self {
+        Self {
+            mask,
+            queries,
+            keys,
+            first_keys: &[],
+        }
+    }
+
+    /// The keys that row `row` of matrices (.., Tq, Tk) sees, one below the other.
+    #[inline(always)]
+    pub fn by_row(&self, row: usize) -> Range<usize> {
+        self.by(row % self.queries)
+    }
+
+    /// The keys that query `query` sees.
+    #[inline(always)]
+    pub fn by(&self, query: usize) -> Range<usize> {
+        let Range { start, end } = self.mask.visible(query, self.queries, self.keys);
+        let first = self
+            .first_keys
+            .get(query)
+            .map_or(0, |first| *first as usize);
+        first.clamp(start, end)..end
+    }
+
+    /// The keys from the first that a query in `queries` sees to the last.
+    pub fn by_all_of(&self, queries: &Range<usize>) -> Range<usize> {
+        self.by(queries.start).start..self.by(queries.end - 1).end
     }
 }

@@ -1,6 +1,7 @@
 //! Which keys a query may look at.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 /// Which keys each query of an attention sees, for `Tq` queries and `Tk` keys.
@@ -18,16 +19,19 @@ pub enum Mask {
     /// Query `i` sees the keys `j <= i + Tk - Tq`: aligned at the last key, as when the queries are the newest
     /// tokens and the keys a whole cache.
     CausalEnd,
+    /// Query `i` sees this many keys up to its own, `i - n < j <= i`: a sliding window, as Mistral's.
+    Window(NonZeroUsize),
 }
 
 impl Mask {
-    /// The keys that query `query` sees; all masks here leave a prefix.
+    /// The keys that query `query` sees.
     ///
     /// ```
     /// use tallow::attention::Mask;
     /// assert_eq!(Mask::Causal.visible(1, 3, 5), 0..2);
     /// assert_eq!(Mask::CausalEnd.visible(1, 3, 5), 0..4);
     /// assert_eq!(Mask::CausalEnd.visible(0, 3, 2), 0..0);
+    /// assert_eq!(Mask::Window(2.try_into().unwrap()).visible(2, 3, 5), 1..3);
     /// ```
     #[inline]
     pub fn visible(self, query: usize, queries: usize, keys: usize) -> Range<usize> {
@@ -35,6 +39,18 @@ impl Mask {
             Mask::Full => 0..keys,
             Mask::Causal => 0..(query + 1).min(keys),
             Mask::CausalEnd => 0..(query + 1 + keys).saturating_sub(queries).min(keys),
+            Mask::Window(keys_seen) => {
+                let end = (query + 1).min(keys);
+                (query + 1).saturating_sub(keys_seen.get()).min(end)..end
+            }
+        }
+    }
+
+    /// How many keys before its own a query sees at most, where that is limited.
+    pub(crate) fn window(self) -> Option<NonZeroUsize> {
+        match self {
+            Mask::Window(keys_seen) => Some(keys_seen),
+            _ => None,
         }
     }
 }
@@ -45,6 +61,7 @@ impl fmt::Display for Mask {
             Self::Full => "full",
             Self::Causal => "causal",
             Self::CausalEnd => "causal, aligned at the last key",
+            Self::Window(keys_seen) => return write!(f, "causal, a window of {keys_seen}"),
         })
     }
 }

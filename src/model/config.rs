@@ -6,11 +6,12 @@ use crate::nn::{Architecture, Checkpointing, RopeScaling, SelfAttentionConfig, c
 use crate::ops::RotaryPairs;
 use crate::{Error, Result};
 use candle_core::Shape;
+use std::num::NonZeroUsize;
 
 /// The sizes of a [`TransformerLM`](super::TransformerLM).
 ///
 /// The fields from `num_kv_heads` on make other families of it: Llama 3 (grouped heads, rotation by halves, scaled
-/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral without a window; GPT-2 is
+/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral (a sliding window); GPT-2 is
 /// another [`Architecture`]. They are as in the presets, CS336's model, where a serialized configuration says nothing.
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:
@@ -67,6 +68,9 @@ pub struct TransformerConfig {
     /// How rotary angles are stretched over longer contexts.
     #[cfg_attr(feature = "serde", serde(default))]
     pub rope_scaling: RopeScaling,
+    /// How many tokens each attends to up to its own; `None` is all of them.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub sliding_window: Option<NonZeroUsize>,
     /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, `qkv_bias` and
     /// `qk_norm` as the presets have them, and every head of q has its own k and v, of D / H elements.
     #[cfg_attr(feature = "serde", serde(default))]
@@ -105,6 +109,7 @@ impl TransformerConfig {
             tie_embeddings: false,
             rope_pairs: RotaryPairs::Adjacent,
             rope_scaling: RopeScaling::None,
+            sliding_window: None,
             architecture: Architecture::Llama,
         }
     }
@@ -220,6 +225,7 @@ impl TransformerConfig {
             qkv_bias: self.qkv_bias || self.is_gpt2(),
             output_bias: self.is_gpt2(),
             qk_norm_eps: self.qk_norm.then_some(self.rms_norm_eps),
+            sliding_window: self.sliding_window,
         }
     }
 

@@ -36,6 +36,11 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             "GPT-2 normalises no heads; leave it out",
         ),
         (
+            "sliding_window",
+            [config.sliding_window, None].map(|x| text(&x)),
+            "every token of GPT-2 attends to all before it; leave it out",
+        ),
+        (
             "num_kv_heads",
             [config.num_kv_heads(), heads].map(|x| text(&x)),
             "in GPT-2 each head of q has its own k and v; leave it out",

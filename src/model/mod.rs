@@ -19,6 +19,7 @@
 
 mod config;
 mod depth;
+mod documents;
 #[cfg(feature = "files")]
 mod file;
 pub mod flops;
@@ -28,6 +29,7 @@ mod toy;
 mod transformer;
 
 pub use config::TransformerConfig;
+pub(crate) use documents::{Documents, IGNORED};
 #[cfg(feature = "files")]
 pub use file::LoadOptions;
 #[cfg(feature = "files")]

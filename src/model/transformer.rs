@@ -1,7 +1,7 @@
 //! The transformer language model.
 
 use super::{TransformerConfig, depth};
-use crate::attention::Algorithm;
+use crate::attention::{Algorithm, FirstKeys};
 use crate::nn::{
     self, Architecture, Checkpointing, Embedding, Layer, Linear, Norm, RotaryConfig,
     RotaryEmbedding, TransformerBlock, join,
@@ -173,7 +173,21 @@ impl TransformerLM {
     /// stack takes in backward (8 KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is
     /// run, and planned.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        let hidden = self.hidden(tokens)?; // (B, T, D)
+        self.forward_packed(tokens, None)
+    }
+
+    /// As [`forward`](Self::forward), of documents packed into the sequences, which attend each to itself alone: no
+    /// position sees one before its first key, if there are [first keys](FirstKeys), (B, T). Learned positions count on
+    /// from one document to the next.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); first keys of another shape.
+    pub fn forward_packed(
+        &self,
+        tokens: &Tensor,
+        first_keys: Option<&FirstKeys>,
+    ) -> Result<Tensor> {
+        let hidden = self.hidden(tokens, first_keys)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
     }
 
@@ -185,13 +199,66 @@ impl TransformerLM {
     /// # Errors
     /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let hidden = self.hidden(tokens)?; // (B, T, D)
-        let loss = || ops::linear_cross_entropy(&hidden, self.lm_head.weight(), targets);
-        in_module("lm_head", loss)
+        self.loss_packed(tokens, targets, None, None)
+    }
+
+    /// As [`loss`](Self::loss), of documents [packed](Self::forward_packed) into the sequences; targets that are
+    /// `ignore` do not count, as the first token of a document should not after the last of the one before.
+    ///
+    /// In a plan, of documents that each run has others of:
+    ///
+    /// ```
+    /// use candle_core::{DType, Tensor};
+    /// use tallow::attention::{Algorithm, FirstKeys};
+    /// use tallow::compile::{LossStep, StepConfig};
+    /// use tallow::graph;
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamW, AdamWConfig};
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig {
+    ///     vocab_size: 10, context_length: 8, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///     attention: Algorithm::Flash,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut step = LossStep::new(&optimizer, &StepConfig::default(), || {
+    ///     let tokens = graph::input("tokens", (2, 8), DType::U32)?;
+    ///     let targets = graph::input("targets", (2, 8), DType::U32)?;
+    ///     let first_keys = FirstKeys::input("first_keys", (2, 8))?;
+    ///     model.loss_packed(&tokens, &targets, Some(&first_keys), Some(0))
+    /// })?;
+    ///
+    /// let text = Tensor::new(&[[7u32, 9, 3, 0, 8, 8, 5, 0, 6], [4, 4, 0, 1, 2, 3, 4, 5, 6]], &device)?;
+    /// let (tokens, targets) = (text.narrow(1, 0, 8)?, text.narrow(1, 1, 8)?);
+    /// let first_keys = FirstKeys::of_documents(&tokens, 0)?; // documents end with 0, which nothing has to predict
+    /// let inputs = [("tokens", &tokens), ("targets", &targets), ("first_keys", first_keys.tensor())];
+    /// let loss = step.run(&mut optimizer, &inputs)?;
+    /// let eager = model.loss_packed(&tokens, &targets, Some(&first_keys), Some(0))?.to_scalar::<f32>()?;
+    /// assert!(loss > eager); // a step later
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss) and [`forward_packed`](Self::forward_packed); targets that are all ignored.
+    pub fn loss_packed(
+        &self,
+        tokens: &Tensor,
+        targets: &Tensor,
+        first_keys: Option<&FirstKeys>,
+        ignore: Option<u32>,
+    ) -> Result<Tensor> {
+        let hidden = self.hidden(tokens, first_keys)?; // (B, T, D)
+        let head = self.lm_head.weight();
+        in_module("lm_head", || match ignore {
+            None => ops::linear_cross_entropy(&hidden, head, targets),
+            Some(id) => ops::linear_cross_entropy_ignoring(&hidden, head, targets, id),
+        })
     }
 
     /// What the head reads: (B, T, D).
-    fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
+    fn hidden(&self, tokens: &Tensor, first_keys: Option<&FirstKeys>) -> Result<Tensor> {
         let limit = self.config.context_length;
         match *tokens.dims() {
             [batch, length] if batch > 0 && (1..=limit).contains(&length) => {}
@@ -224,23 +291,31 @@ impl TransformerLM {
                 .iter()
                 .map(|(i, block)| (*i, (*block).clone()))
                 .collect(); // the same parameters
+            let first_keys = first_keys.cloned();
             let forward = move |[x]: [&Tensor; 1]| {
                 let mut blocks = blocks.iter();
-                blocks.try_fold(x.clone(), |x, (i, block)| numbered_forward(*i, block, &x))
+                blocks.try_fold(x.clone(), |x, (i, block)| {
+                    numbered_forward(*i, block, &x, first_keys.as_ref())
+                })
             };
             x = nn::checkpoint(forward, [&x])?; // (B, T, D)
         }
         for (i, block) in rest {
-            x = numbered_forward(*i, block, &x)?; // (B, T, D)
+            x = numbered_forward(*i, block, &x, first_keys)?; // (B, T, D)
         }
         in_module("ln_final", || self.ln_final.forward(&x))
     }
 }
 
 /// A block's forward, in the range of its name.
-fn numbered_forward(i: usize, block: &TransformerBlock, x: &Tensor) -> Result<Tensor> {
+fn numbered_forward(
+    i: usize,
+    block: &TransformerBlock,
+    x: &Tensor,
+    first_keys: Option<&FirstKeys>,
+) -> Result<Tensor> {
     let _range = probe::module(|| format!("layers.{i}"));
-    block.forward(x)
+    block.forward_packed(x, first_keys)
 }
 
 /// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it

@@ -1,11 +1,12 @@
 //! Multi-head self-attention.
 
 use super::{Layer, Linear, RmsNorm, RotaryEmbedding, join};
-use crate::attention::{Algorithm, AttentionConfig, Mask};
+use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::probe::in_module;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
+use std::num::NonZeroUsize;
 
 /// The sizes of a [`CausalSelfAttention`], and what its projections have beside weights.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +25,8 @@ pub struct SelfAttentionConfig {
     pub output_bias: bool,
     /// The eps with which each head of q and of k is normalised before it is rotated; `None` if it is not.
     pub qk_norm_eps: Option<f64>,
+    /// How many positions each sees up to its own; `None` is all of them.
+    pub sliding_window: Option<NonZeroUsize>,
 }
 
 /// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads, and
@@ -51,6 +54,7 @@ pub struct CausalSelfAttention {
     rotary: Option<RotaryEmbedding>,
     num_heads: usize,
     num_kv_heads: usize,
+    mask: Mask,
     attention: Algorithm,
 }
 
@@ -81,6 +85,7 @@ impl CausalSelfAttention {
             qkv_bias: false,
             output_bias: false,
             qk_norm_eps: None,
+            sliding_window: None,
         };
         Self::with_config(&config, rotary, vb)
     }
@@ -135,6 +140,7 @@ impl CausalSelfAttention {
             rotary,
             num_heads: heads,
             num_kv_heads: kv_heads,
+            mask: config.sliding_window.map_or(Mask::Causal, Mask::Window),
             attention: Algorithm::default(),
         })
     }
@@ -150,6 +156,15 @@ impl CausalSelfAttention {
     /// Another rank or width, a T beyond the rotary tables, heads that the attention does not take
     /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_packed(x, None)
+    }
+
+    /// As [`forward`](Self::forward), of documents packed into the sequences: no position sees one before its first
+    /// key, if there are [first keys](FirstKeys), (B, T).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); first keys of another shape.
+    pub fn forward_packed(&self, x: &Tensor, first_keys: Option<&FirstKeys>) -> Result<Tensor> {
         let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
         let [q_norm, k_norm] = match &self.norms {
             Some([q, k]) => [Some(q), Some(k)],
@@ -162,8 +177,9 @@ impl CausalSelfAttention {
         let k = in_module("k_proj", k)?; // (B, Hkv, T, Dh)
         let v = in_module("v_proj", || heads(&self.v_proj, x, kv_heads, None))?; // (B, Hkv, T, Dh)
         let config = AttentionConfig {
-            mask: Mask::Causal,
+            mask: self.mask,
             scale: None,
+            first_keys: first_keys.cloned(),
         };
         let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, T, Dh)
         let merged = ops::merge_heads(&out)?;

@@ -2,7 +2,7 @@
 
 use super::architecture::{Architecture, FeedForward, Norm};
 use super::{CausalSelfAttention, Layer, RotaryEmbedding, SelfAttentionConfig, join};
-use crate::attention::Algorithm;
+use crate::attention::{Algorithm, FirstKeys};
 use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::Tensor;
@@ -80,10 +80,18 @@ impl TransformerBlock {
     /// # Errors
     /// As the parts'.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_packed(x, None)
+    }
+
+    /// As [`forward`](Self::forward), of [documents packed](CausalSelfAttention::forward_packed) into the sequences.
+    ///
+    /// # Errors
+    /// As the parts'.
+    pub fn forward_packed(&self, x: &Tensor, first_keys: Option<&FirstKeys>) -> Result<Tensor> {
         // Under autocast the second summand is of a lower dtype: the sum is x's, and the residual stream stays f32.
         let x = {
             let normed = in_module("ln1", || self.ln1.forward(x))?;
-            let branch = in_module("attn", || self.attn.forward(&normed))?;
+            let branch = in_module("attn", || self.attn.forward_packed(&normed, first_keys))?;
             ops::add(x, &branch)?
         };
         let normed = in_module("ln2", || self.ln2.forward(&x))?;

@@ -14,7 +14,7 @@ use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::ids;
 use super::info::OpInfo;
-use super::lowering::{Calls, Ids, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Check, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, elements_of, run, wide_input};
 use crate::graph::{Room, Target};
@@ -97,8 +97,7 @@ pub(super) const INFO: OpInfo = OpInfo::new("embedding")
 /// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let ids = Ids {
-            read: 0,
+        let ids = Check::Ids {
             bound: signature.inputs[0].dims[0],
             ignore: None,
         };
@@ -117,7 +116,7 @@ const LOWERING: Lowering = Lowering {
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
         let reads = [("table", Slot::Input(0)), ("ids", Slot::Read(0))];
         Calls::default()
-            .ids(ids)
+            .checked(0, ids)
             .call(kernel, reads, [("x", Slot::Output)])
     },
     backward: |signature| {

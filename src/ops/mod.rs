@@ -94,7 +94,7 @@ pub(crate) use linear::with_last_dim;
 pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignoring};
 pub use matmul::{matmul, matmul_transposed};
-pub(crate) use operand::{check_float, check_room, check_size};
+pub(crate) use operand::{check_float, check_room, check_size, inside_storage};
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use repeat_heads::repeat_heads;

@@ -46,7 +46,7 @@ fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -
 ///
 /// # Errors
 /// More elements than can be counted, or than the machine has memory for: a broadcast view can have any number of them.
-pub(super) fn inside_storage(op: &'static str, x: &Tensor) -> Result<Tensor> {
+pub(crate) fn inside_storage(op: &'static str, x: &Tensor) -> Result<Tensor> {
     check_size(op, x.dims(), x.dtype(), x.device())?;
     // A view of nothing may begin beyond its storage, where candle's slices panic.
     match x.elem_count() > 0 || x.is_contiguous() && x.layout().start_offset() == 0 {

@@ -20,6 +20,7 @@ use super::operand::{check_float, check_size};
 use super::record::{Spec, composed, like_first, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
+use crate::kernels::attention::Seen;
 use crate::kernels::cpu::rows::softmax as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::softmax as cuda_kernel;
@@ -66,24 +67,47 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     if x.dims().contains(&0) {
         return Ok(wide.contiguous()?.to_dtype(x.dtype())?); // candle refuses to reduce nothing
     }
-    // In the dtype before on the device: Metal has no f64.
-    let scalar = |value: f64| -> candle_core::Result<Tensor> {
-        let value = Tensor::new(value, &Device::Cpu)?.to_dtype(wide.dtype())?;
-        value.to_device(x.device())
-    };
-    // Not `wide * scale`: candle drops the gradient where that factor is 0.
-    let scores = composed(&SCALE, &[&wide], (wide.shape(), wide.dtype()), || {
-        wide.broadcast_mul(&scalar(scale)?)
-    })?;
     if mask == Mask::Full {
+        let scores = scaled(&wide, scale)?;
         let top = scores.max_keepdim(D::Minus1)?.detach();
         let e = scores.broadcast_sub(&top)?.exp()?;
         let p = e.broadcast_div(&e.sum_keepdim(D::Minus1)?)?;
         return Ok(p.to_dtype(x.dtype())?);
     }
-    let seen = composed(&MASK, &[], ((queries, keys), DType::U8), || {
-        seen_keys(mask, queries, keys, x.device())
-    })?;
+    softmax_over(x, scale, || {
+        let seen = Seen::by_mask(mask, queries, keys);
+        let seen = (0..queries).flat_map(|i| {
+            let seen = seen.by(i);
+            (0..keys).map(move |j| u8::from(seen.contains(&j)))
+        });
+        Tensor::from_vec(seen.collect(), (queries, keys), x.device())
+    })
+}
+
+/// A constant of x's dtype on its device, converted before it is there: Metal has no f64.
+fn scalar(value: f64, x: &Tensor) -> candle_core::Result<Tensor> {
+    let value = Tensor::new(value, &Device::Cpu)?.to_dtype(x.dtype())?;
+    value.to_device(x.device())
+}
+
+/// `scale x`. Not `x * scale`: candle drops the gradient where that factor is 0.
+fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
+    composed(&SCALE, &[x], (x.shape(), x.dtype()), || {
+        x.broadcast_mul(&scalar(scale, x)?)
+    })
+}
+
+/// [`reference`] over the keys where `seen` makes a 1, u8, which broadcasts to the shape of x.
+pub(crate) fn softmax_over(
+    x: &Tensor,
+    scale: f64,
+    seen: impl FnOnce() -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
+    let scores = scaled(&wide_input("softmax", x)?, scale)?;
+    let [.., queries, keys] = *x.dims() else {
+        return Err(candle_core::Error::msg("softmax: no queries and keys").into());
+    };
+    let seen = composed(&MASK, &[], ((queries, keys), DType::U8), seen)?;
     let visible = seen.to_dtype(scores.dtype())?;
     // Low enough to vanish under exp beside any score, and finite: a row that sees nothing is 0 / 1, not NaN.
     let low = if scores.dtype() == DType::F64 {
@@ -97,7 +121,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         &[&seen, &scores],
         (scores.shape(), scores.dtype()),
         || {
-            let low = scalar(low)?.broadcast_as(scores.shape())?;
+            let low = scalar(low, &scores)?.broadcast_as(scores.shape())?;
             seen.broadcast_as(scores.shape())?.where_cond(&scores, &low)
         },
     )?;
@@ -109,20 +133,6 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
 }
 
 /// (Tq, Tk); one query where there is one dimension, and one key where there is none.
-/// 1 where the mask lets a query see a key, else 0: (queries, keys) in u8.
-pub(crate) fn seen_keys(
-    mask: Mask,
-    queries: usize,
-    keys: usize,
-    device: &Device,
-) -> candle_core::Result<Tensor> {
-    let seen: Vec<u8> = (0..queries)
-        .flat_map(|i| (0..keys).map(move |j| (i, j)))
-        .map(|(i, j)| u8::from(mask.visible(i, queries, keys).contains(&j)))
-        .collect();
-    Tensor::from_vec(seen, (queries, keys), device)
-}
-
 fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
     check_float("softmax", x)?;
     check_size("softmax", x.dims(), x.dtype(), x.device())?;
@@ -165,9 +175,9 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = planned("softmax", signature, |k, s| {
             let (queries, keys) = (k.count("queries")?, k.count("keys")?);
-            let (scale, mask) = (k.number("scale")?, k.mask()?);
+            let seen = Seen::by_mask(k.mask()?, queries, keys);
             for_stored!(s.dtype()?, T => {
-                kernel::forward(s.x::<T>("x")?, queries, keys, scale, mask, s.y("p")?);
+                kernel::forward(s.x::<T>("x")?, seen, k.number("scale")?, s.y("p")?);
                 Ok(())
             })
         });
@@ -184,16 +194,16 @@ const LOWERING: Lowering = Lowering {
         };
         let kernel = planned("softmax_backward", signature, |k, s| {
             let (queries, keys) = (k.count("queries")?, k.count("keys")?);
-            let (scale, mask) = (k.number("scale")?, k.mask()?);
+            let (scale, seen) = (k.number("scale")?, Seen::by_mask(k.mask()?, queries, keys));
             match s.dtype()? {
                 dtype @ (DType::F16 | DType::BF16) => for_stored!(dtype, T => {
                     let (dp, x, dx) = (s.x::<T>("dp")?, s.x("x")?, s.y("dx")?);
-                    kernel::backward_from_scores(dp, x, queries, keys, scale, mask, dx);
+                    kernel::backward_from_scores(dp, x, seen, scale, dx);
                     Ok(())
                 }),
                 dtype => for_real!(dtype, T => {
                     let (dp, p, dx) = (s.x::<T>("dp")?, s.x("p")?, s.y("dx")?);
-                    kernel::backward(dp, p, queries, keys, scale, mask, dx);
+                    kernel::backward(dp, p, seen, scale, dx);
                     Ok(())
                 }),
             }
@@ -229,12 +239,15 @@ fn planned(
 }
 
 #[cfg(feature = "cuda")]
-fn scores(k: &Kernel) -> candle_core::Result<cuda_kernel::Scores> {
+fn scores(k: &Kernel) -> candle_core::Result<cuda_kernel::Scores<'static>> {
     Ok(cuda_kernel::Scores {
         scale: k.number("scale")?,
         mask: k.mask()?,
         queries: k.count("queries")?,
         keys: k.count("keys")?,
+        first_keys: None,
+        heads: 1,
+        first_head: 0,
     })
 }
 

@@ -1,6 +1,7 @@
 //! What a run's configuration asks of its model and its data.
 
 use super::TrainConfig;
+use crate::compile::check_separator;
 use crate::data::Tokens;
 use crate::model::TransformerLM;
 use crate::optim::GradScaler;
@@ -61,6 +62,7 @@ pub(super) fn check_fits(
             ),
         );
     }
+    check_separator("TrainConfig", config.separator, model.config())?;
     let vocab_size = model.config().vocab_size;
     if tokens.vocab_size() > vocab_size {
         return Err(

@@ -53,6 +53,11 @@ pub struct TrainConfig {
     /// be given another number.
     #[serde(default = "one")]
     pub keep: usize,
+    /// The token that documents end with: those that a window holds then see nothing of each other, and the first token
+    /// of one is not predicted from the end of the one before. `None` where a saved run says nothing: a window is one
+    /// text.
+    #[serde(default)]
+    pub separator: Option<u32>,
     /// Chooses the batches. (The weights' first values have their seed in the model.)
     pub seed: u64,
 }
@@ -84,6 +89,7 @@ impl Default for TrainConfig {
             loss_scaling: GradScalerConfig::default(),
             evaluate_every: 250,
             keep: 1,
+            separator: None,
             seed: 0,
         }
     }

@@ -133,6 +133,7 @@ impl Trainer {
             loss_scaling: self.scaler.is_some(),
             accumulation: config.accumulation,
             checkpointing: self.model.config().checkpointing,
+            separator: config.separator,
             ..Default::default()
         }
     }

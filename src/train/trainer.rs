@@ -5,7 +5,7 @@ use super::{DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::files::PathLock;
-use crate::model::TransformerLM;
+use crate::model::{Documents, TransformerLM};
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
 use crate::{Result, backward, no_grad, probe};
@@ -151,18 +151,25 @@ impl Trainer {
     /// Mean loss over the whole of the validation data, nats a token. It is put down in the [`History`].
     ///
     /// Every token but the first is predicted once, from those before it in its window
-    /// ([`SequentialBatches`]).
+    /// ([`SequentialBatches`]), or in its document ([`TrainConfig::separator`]), of which the first token is left out.
     ///
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
-        let mut sum = 0.0;
+        let (mut sum, mut predicted) = (0.0, 0);
         for batch in self.validation.iter(self.model.device()) {
             let batch = batch?;
-            let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets))?;
-            sum += value_of(&loss)? * batch.num_targets() as f64;
+            let counted = match self.config.separator {
+                None => batch.num_targets(),
+                Some(separator) => Documents::of(&batch.inputs, &batch.targets, separator)?.counted,
+            };
+            if counted > 0 {
+                let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets))?;
+                sum += value_of(&loss)? * counted as f64;
+                predicted += counted;
+            }
         }
-        let loss = sum / self.validation.num_targets() as f64;
+        let loss = sum / predicted as f64;
         finite_loss(loss, || {
             format!("the validation loss after {} steps", self.step)
         })?;
@@ -246,7 +253,10 @@ impl Trainer {
     }
 
     fn loss(&self, inputs: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let forward = || self.model.loss(inputs, targets);
+        let forward = || match self.config.separator {
+            None => self.model.loss(inputs, targets),
+            Some(separator) => self.model.loss_of_documents(inputs, targets, separator),
+        };
         self.config.precision.run(forward)
     }
 }

@@ -15,6 +15,7 @@ mod loss_options;
 mod loss_step;
 mod memory;
 mod options;
+mod packed;
 mod phase_times;
 mod plans;
 mod property;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
-use tallow::attention::Algorithm;
+use tallow::attention::{Algorithm, FirstKeys};
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::hf;
 use tallow::memory::{self, Mode, Workload, tracker};
@@ -24,6 +24,9 @@ const NAMES: [&str; 6] = ["llama", "llama_tied", "qwen2", "qwen3", "mistral", "g
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/families")
 }
+
+/// The lengths of the documents in each sequence, where they are packed.
+const DOCUMENTS: [&[usize]; 2] = [&[4, 9], &[1, 7, 5]];
 
 /// What names of weights begin with.
 const BEGINNINGS: [&str; 3] = ["model.", "transformer.", "lm_head."];
@@ -110,6 +113,10 @@ fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DTyp
     let loss = model.loss(&tokens, &targets).unwrap();
     let [logits_bound, loss_bound, gradient_bound] = bounds(dtype);
     close("logits", &logits, golden.get("logits"), logits_bound);
+    let first_keys = FirstKeys::of_lengths(&DOCUMENTS.map(Vec::from)).unwrap();
+    let packed = model.forward_packed(&tokens, Some(&first_keys)).unwrap();
+    let wanted = golden.get("logits.packed");
+    close("logits.packed", &packed, wanted, logits_bound);
     close("loss", &loss, golden.get("loss"), loss_bound);
     let gradients = tallow::backward(loss).unwrap();
     let parameters = model.parameters().into_iter();
@@ -360,6 +367,7 @@ fn sizes_of_heads_that_are_refused(
         qkv_bias: true,
         output_bias: false,
         qk_norm_eps: None,
+        sliding_window: None,
     };
     let vb = seeded(0, DType::F32, &Device::Cpu);
     let error = CausalSelfAttention::with_config(&config, None, vb).unwrap_err();

@@ -24,6 +24,7 @@ mod memory;
 mod naive_lse;
 mod not_finite;
 pub mod oracle;
+pub mod packed;
 mod policy;
 pub mod problem;
 mod property;

@@ -6,6 +6,7 @@ mod autocast;
 mod config;
 mod depth;
 mod device;
+mod documents;
 mod files;
 mod forward;
 mod generate;

@@ -1,6 +1,6 @@
 //! Flash attention as calls of kernels, on heads as they lie.
 
-use crate::attention::lowering::{GRADIENTS, INPUTS, sized, sizes, taking};
+use crate::attention::lowering::{GRADIENTS, checked, first_keys, inputs, sized, sizes, taking};
 use crate::graph::{Room, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
@@ -22,11 +22,11 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         let kernel = taking(sized(kernel, signature, 1.0), |sizes| {
             forward_room(sizes, signature.output.dtype)
         });
-        let mut calls = Calls::default();
+        let mut calls = checked(signature);
         let writes = Named::from([("out", Slot::Output)]).and(kept(signature));
         let words = workspace::flash_forward();
         let writes = writes.with_some("workspace", workspace_of(signature, &mut calls, words));
-        calls.call(kernel, INPUTS, writes)
+        calls.call(kernel, inputs(signature), writes)
     },
     backward: |signature| {
         let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
@@ -34,7 +34,7 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         let kernel = taking(sized(kernel, signature, 2.0), |sizes| {
             backward_room(sizes, signature.output.dtype)
         });
-        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
+        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
         let reads = reads.with("out", Slot::Output).and(kept(signature));
         let mut calls = Calls::default();
         let words = sizes(&kernel).map_or(0, |sizes| workspace::flash_backward(&sizes));
@@ -88,9 +88,13 @@ fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
         rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
         lse: s.y("lse")?,
     };
-    let q = heads::<T>(s, "q", of_queries(&sizes))?;
-    let [k, v] = ["k", "v"].map(|name| heads(s, name, of_keys(&sizes)));
-    kernel::forward(&sizes, &tiles, q, k?, v?, outputs);
+    let inputs = kernel::ForwardInputs {
+        q: heads::<T>(s, "q", of_queries(&sizes))?,
+        k: heads(s, "k", of_keys(&sizes))?,
+        v: heads(s, "v", of_keys(&sizes))?,
+        first_keys: first_keys(s)?,
+    };
+    kernel::forward(&sizes, &tiles, inputs, outputs);
     Ok(())
 }
 
@@ -109,6 +113,7 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
             true => Some(heads(s, "rounding_error", queries)?),
             false => None,
         },
+        first_keys: first_keys(s)?,
     };
     let gradients = kernel::Gradients {
         dq: s.y("dq")?,
@@ -134,8 +139,9 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         GpuHeads::new(l.lying("k")?, keys),
         GpuHeads::new(l.lying("v")?, keys),
     ];
-    let workspace = l.y("workspace")?;
-    gpu_kernel::forward(l.gpu, &sizes, l.tf32(k), inputs, outputs, workspace)
+    let (first_keys, workspace) = (l.some_x("first_keys"), l.y("workspace")?);
+    let tf32 = l.tf32(k);
+    gpu_kernel::forward(l.gpu, &sizes, tf32, inputs, first_keys, outputs, workspace)
 }
 
 /// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
@@ -152,6 +158,7 @@ fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         out: GpuHeads::new(l.x("out")?, queries),
         lse: l.x("lse")?,
         rounding_error: l.some_x("rounding_error"),
+        first_keys: l.some_x("first_keys"),
     };
     let gradients = gpu_kernel::Gradients {
         dq: GpuHeads::new(l.y("dq")?, queries),

@@ -61,7 +61,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// bytes; 8 in f64), and what rounding took from it (as much again), or in half precision what rounding took from out:
 /// the gradients would inherit either error. Backward recomputes the probabilities, tile by tile: `delta = sum(dO O)`,
 /// `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`. 4 B
-/// H Tq Tk Dh FLOPs forward, two and a half times that backward; tiles that the mask hides are not computed.
+/// H Tq Tk Dh FLOPs forward, two and a half times that backward; tiles that the mask or [first keys](super::FirstKeys)
+/// hide are not computed.
 ///
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
 /// 2.
@@ -80,7 +81,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 ///
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0 or over the limit, mixed
-/// dtypes or devices.
+/// dtypes or devices; first keys of another shape.
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
@@ -110,7 +111,7 @@ pub fn flash_with_lse(
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
-    let shapes = check(q, k, v)?;
+    let shapes = check(q, k, v, config)?;
     let tf32 = hardware::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
@@ -129,6 +130,7 @@ pub fn flash_with_lse(
     let lse = Arc::<OnceLock<Tensor>>::default();
     let op = Flash {
         sizes: shapes.sizes(config),
+        reads: config.reads(),
         tf32,
         lse: Arc::clone(&lse),
     };
@@ -166,8 +168,8 @@ fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
 }
 
 /// Checks what [`flash()`] takes.
-fn check(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Shapes> {
-    let shapes = Shapes::of(NAME, q, k, v)?;
+fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Shapes> {
+    let shapes = Shapes::of(NAME, q, k, v, config)?;
     if shapes.head_dim > MAX_HEAD_DIM || shapes.head_dim != shapes.value_dim {
         return Err(Error::Shape {
             op: NAME,

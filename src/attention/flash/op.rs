@@ -14,6 +14,8 @@ use std::sync::{Arc, OnceLock};
 /// One call.
 pub(super) struct Flash {
     pub sizes: Sizes,
+    /// The first keys, where there are any.
+    pub reads: Vec<Tensor>,
     /// Whether products of f32 are TF32: on a GPU, in backward as in forward, whatever the switch says by then. lse is
     /// that of the scores as they were computed.
     pub tf32: bool,
@@ -33,6 +35,10 @@ impl Spec for Flash {
             attributes.push(("tf32", Attribute::Flag(true)));
         }
         attributes
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.reads.clone()
     }
 
     /// lse, and in half precision what rounding took from the output, (B, H, Tq, Dh).

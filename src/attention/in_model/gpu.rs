@@ -1,7 +1,6 @@
 //! Launches of attention in the model's dimension.
 
 use super::InModel;
-use crate::kernels::Mask;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
@@ -122,8 +121,9 @@ pub(super) fn tiled(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
         lse: l.y("lse")?,
     };
     let qkv = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
-    let tf32 = l.tf32(kernel);
-    flash::forward(l.gpu, &sizes.flash(), tf32, qkv, outputs, l.y("workspace")?)
+    let (first_keys, workspace) = (l.some_x("first_keys"), l.y("workspace")?);
+    let (tf32, sizes) = (l.tf32(kernel), sizes.flash());
+    flash::forward(l.gpu, &sizes, tf32, qkv, first_keys, outputs, workspace)
 }
 
 pub(super) fn tiled_backward(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
@@ -138,6 +138,7 @@ pub(super) fn tiled_backward(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
         rounding_error: l.some_x("rounding_error"),
         d_out: as_q(sizes, l.x("d_out")?).heads(sizes),
         lse: l.x("lse")?,
+        first_keys: l.some_x("first_keys"),
     };
     let gradients = flash::Gradients { dq, dk, dv };
     let tf32 = l.tf32(kernel);
@@ -170,15 +171,20 @@ fn turns(sizes: &InModel, room: View<'_>) -> Vec<Turn> {
 }
 
 impl Turn {
-    /// What naive attention's kernels are told of the heads of one sequence.
-    fn of_sequence(&self, sizes: &InModel) -> HeadGroups {
+    /// What naive attention's kernels are told of the heads of one sequence; with the first keys (B, T) of all of its
+    /// sequences, which softmax takes together.
+    fn of_sequence<'a>(&self, sizes: &InModel, first_keys: Option<View<'a>>) -> HeadGroups<'a> {
+        let (first, count) = (self.sequences.start, self.sequences.len());
         HeadGroups {
             kv_heads: self.heads.len(),
             group: 1,
             queries: sizes.length,
             keys: sizes.length,
-            mask: Mask::Causal,
+            mask: sizes.mask,
             scale: sizes.scale,
+            first_keys: first_keys.map(|all| all.part(first * sizes.length, count * sizes.length)),
+            heads: self.heads.len(),
+            first_head: 0,
         }
     }
 
@@ -218,7 +224,7 @@ pub(super) fn naive(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
     // f32's scores are in the probabilities' place.
     let room = l.some_y("scores");
     for turn in turns(sizes, room.unwrap_or(p)) {
-        let naive = turn.of_sequence(sizes);
+        let naive = turn.of_sequence(sizes, l.some_x("first_keys"));
         let p = turn.of_all(sizes, p);
         let scores = room.map_or(p, |room| turn.alone(sizes, room));
         for batch in turn.sequences.clone() {
@@ -252,7 +258,7 @@ pub(super) fn naive_backward(sizes: &InModel, l: &Operands<'_>) -> Result<()> {
     let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
     let multiply = &mut l.multiplier();
     for turn in turns(sizes, dp) {
-        let naive = turn.of_sequence(sizes);
+        let naive = turn.of_sequence(sizes, l.some_x("first_keys"));
         let [dp, ds] = [dp, ds].map(|view| turn.alone(sizes, view));
         let p = turn.of_all(sizes, p);
         for batch in turn.sequences.clone() {

@@ -5,7 +5,9 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
+use super::attributes;
 use super::flash::lowering::KERNELS;
+use super::lowering::first_keys;
 #[cfg(feature = "cuda")]
 use super::lowering::sizes;
 use crate::graph::Attribute;
@@ -33,6 +35,8 @@ pub(crate) struct InModel {
     pub kv_heads: usize,
     /// Dh.
     pub head_dim: usize,
+    /// Which keys a query sees: a causal mask.
+    pub mask: Mask,
     /// What scores are multiplied by.
     pub scale: f64,
     /// Whether element i of a head rotates with element i + Dh/2, not with its neighbour.
@@ -62,7 +66,7 @@ impl InModel {
             keys: self.length,
             head_dim: self.head_dim,
             value_dim: self.head_dim,
-            mask: Mask::Causal,
+            mask: self.mask,
             scale: self.scale,
         }
     }
@@ -119,6 +123,7 @@ impl InModel {
             heads: k.count("H")?,
             kv_heads: k.count("Hkv")?,
             head_dim: k.count("Dh")?,
+            mask: k.mask()?,
             scale: k.number("scale")?,
             by_halves: k.flag(HALVES),
             packed: k.flag("packed"),
@@ -134,7 +139,7 @@ impl InModel {
             ("Dh", self.head_dim),
         ];
         let kernel = kernel.sized(sizes);
-        let kernel = kernel.with("scale", Attribute::Number(self.scale));
+        let kernel = kernel.with_all(&attributes(self.scale, self.mask));
         let flags = [(HALVES, self.by_halves), ("packed", self.packed)];
         let flags = flags.into_iter().filter(|(_, set)| *set);
         flags.fold(kernel, |kernel, (name, _)| {
@@ -236,7 +241,7 @@ impl InModel {
         self.compared_by(kernel, 2.0)
     }
 
-    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`; writes `out`, `lse` (parts, B, H, T), on a GPU
+    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`, and `first_keys` (B, T) if there are any; writes `out`, `lse` (parts, B, H, T), on a GPU
     /// `workspace` and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H,
     /// T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
     pub fn tiled(&self) -> Kernel {
@@ -244,20 +249,26 @@ impl InModel {
             let sizes = Self::of(k)?;
             let [q] = lying::<T, 1>(s, ["q"], sizes.in_rows(sizes.heads))?;
             let [k, v] = lying::<T, 2>(s, ["k", "v"], sizes.in_rows(sizes.kv_heads))?;
+            let inputs = flash::ForwardInputs {
+                q,
+                k,
+                v,
+                first_keys: first_keys(s)?,
+            };
             let outputs = flash::Outputs {
                 out: s.y("out")?,
                 rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
                 lse: s.y("lse")?,
             };
             let tiles = Tiles::for_head_dim(sizes.head_dim);
-            flash::forward(&sizes.flash(), &tiles, q, k, v, outputs);
+            flash::forward(&sizes.flash(), &tiles, inputs, outputs);
         });
         let kernel = on_gpu!(kernel, |k, l| gpu::tiled(k, l));
         self.compared_by(kernel, 1.0)
     }
 
     /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T) and, in half
-    /// precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) and twice (B, Hkv, T, Dh) on
+    /// precision, `rounding_error` (B, H, T, Dh), and the `first_keys` that forward had; writes `dq`, `dk`, `dv`: (B, H, T, Dh) and twice (B, Hkv, T, Dh) on
     /// the CPU; on a GPU as q, k and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
         let kernel = kernel!(KERNELS[1], |T, k, s| {
@@ -276,6 +287,7 @@ impl InModel {
                     false => None,
                 },
                 lse: s.x("lse")?,
+                first_keys: first_keys(s)?,
             };
             let gradients = flash::Gradients {
                 dq: s.y("dq")?,

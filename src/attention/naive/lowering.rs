@@ -1,32 +1,32 @@
 //! Naive attention as calls of kernels, on heads one after another.
 
 use super::op::rooms;
-use crate::attention::lowering::{GRADIENTS, INPUTS, matrices, sized, sizes, taking};
+use crate::attention::lowering::{
+    GRADIENTS, checked, first_keys, inputs, matrices, sized, sizes, taking,
+};
 use crate::graph::Target;
+use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::naive;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::naive_attention::{self, HeadGroups};
 use crate::kernels::workspace;
-use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slot, kernel, on_gpu};
+use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu};
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::{Kernel, Operands};
-use candle_core::DType;
-#[cfg(feature = "cuda")]
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 pub(in crate::attention) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("naive_attention", |T, k, s| {
             let sizes = sizes(k)?;
-            let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
             let lse = s.some_y("lse")?.unwrap_or_default();
-            naive::forward_with_lse(&sizes, q, k, v, s.y("p")?, lse, s.y("out")?);
+            naive::forward(&sizes, operands::<T>(s)?, s.y("p")?, lse, s.y("out")?);
         });
         let kernel = taking(sized(kernel, signature, 1.0), |sizes| {
             rooms(sizes, signature.output.dtype)[0]
         });
         let kernel = on_gpu!(kernel, |k, l| forward(k, l));
-        let mut calls = Calls::default();
+        let mut calls = checked(signature);
         let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
         if signature.kept.len() > 1 {
             writes.push(("lse", Slot::Kept(1)));
@@ -36,21 +36,20 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         {
             writes.push(("scores", calls.scratch(&some, DType::F32)));
         }
-        calls.call(kernel, INPUTS, writes)
+        calls.call(kernel, inputs(signature), writes)
     },
     backward: |signature| {
         let kernel = kernel!("naive_attention_backward", |T, k, s| {
             let sizes = sizes(k)?;
-            let (q, k, v) = (s.x::<T>("q")?, s.x("k")?, s.x("v")?);
             let (d_out, p) = (s.x("d_out")?, s.x("p")?);
-            let (dq, dk, dv) = (s.y("dq")?, s.y("dk")?, s.y("dv")?);
-            naive::backward(&sizes, d_out, q, k, v, p, dq, dk, dv);
+            let gradients = [s.y("dq")?, s.y("dk")?, s.y("dv")?];
+            naive::backward(&sizes, operands::<T>(s)?, d_out, p, gradients);
         });
         let kernel = taking(sized(kernel, signature, 2.0), |sizes| {
             rooms(sizes, signature.output.dtype)[1]
         });
         let kernel = on_gpu!(kernel, |k, l| backward(k, l));
-        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(INPUTS);
+        let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
         let reads = reads.with("p", Slot::Kept(0));
         let mut calls = Calls::default();
         let mut writes = GRADIENTS.to_vec();
@@ -65,6 +64,15 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
     },
 };
 
+fn operands<'a, T: Stored>(s: &Slices<'a>) -> Result<naive::Inputs<'a, T>> {
+    Ok(naive::Inputs {
+        q: s.x("q")?,
+        k: s.x("k")?,
+        v: s.x("v")?,
+        first_keys: first_keys(s)?,
+    })
+}
+
 /// On a GPU, the scores of as many heads of k and v as naive attention has at once there, in half precision beside the
 /// probabilities.
 fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
@@ -77,7 +85,7 @@ fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
 /// Launches it. Writes out, the probabilities and, in half precision, the scores of some heads in f32.
 #[cfg(feature = "cuda")]
 fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let heads = HeadGroups::of(&sizes(k)?);
+    let heads = HeadGroups::of(&sizes(k)?, l.some_x("first_keys"));
     let (out, p) = (l.y("out")?, l.y("p")?);
     let scores = l.some_y("scores").unwrap_or(p); // f32's in the same place
     let qkv = [l.x("q")?, l.x("k")?, l.x("v")?];
@@ -89,7 +97,7 @@ fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 /// f32 and, in half precision, the scores'.
 #[cfg(feature = "cuda")]
 fn backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let heads = HeadGroups::of(&sizes(k)?);
+    let heads = HeadGroups::of(&sizes(k)?, l.some_x("first_keys"));
     let inputs = [l.x("d_out")?, l.x("q")?, l.x("k")?, l.x("v")?, l.x("p")?];
     let gradients = [l.y("dq")?, l.y("dk")?, l.y("dv")?];
     let dp = l.y("dp")?;

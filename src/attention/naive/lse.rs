@@ -3,11 +3,11 @@
 use super::NAME;
 use crate::Result;
 use crate::attention::AttentionConfig;
+use crate::attention::first_keys::HostSeen;
 use crate::attention::nothing::lse_of_nothing;
 use crate::attention::shapes::Shapes;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{composed, widen};
-use crate::ops::softmax::seen_keys;
 use candle_core::{D, DType, Device, Tensor};
 
 /// As an op, which is timed and planned as part of another.
@@ -20,7 +20,7 @@ pub(super) fn reference(
     v: &Tensor,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let shapes = Shapes::of(NAME, q, k, v)?;
+    let shapes = Shapes::of(NAME, q, k, v, config)?;
     if shapes.is_empty() {
         return lse_of_nothing(q);
     }
@@ -38,7 +38,7 @@ pub(super) fn reference(
         let scores = (q.matmul(&k.t()?)? * config.scale_for(shapes.head_dim))?;
         let heads = shapes.batch * shapes.heads;
         let scores = scores.reshape((heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
-        let seen = seen_keys(config.mask, shapes.queries, shapes.keys, q.device())?;
+        let seen = HostSeen::new(config, &shapes)?.tensor(q.device())?;
         let seen = seen.broadcast_as(scores.shape())?;
         // Chosen, not multiplied away: a hidden NaN or infinity has no say. Finite: a row that sees nothing is 0 / 1.
         let low = if wide == DType::F64 { -1e300 } else { -1e38 };

@@ -7,11 +7,13 @@ mod lse;
 mod op;
 
 use super::AttentionConfig;
+use super::first_keys::HostSeen;
 use super::nothing::nothing;
 use super::shapes::Shapes;
 use crate::attention::cost;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
+use crate::ops::softmax::softmax_over;
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
 use crate::{Result, graph, probe};
@@ -37,7 +39,8 @@ pub(super) const INFO: OpInfo = cost::info(
 /// many as there are; (T, Dh) alone is one head.
 ///
 /// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query
-/// attention, and multi-query attention where Hkv is 1. Nothing is copied for it.
+/// attention, and multi-query attention where Hkv is 1. Nothing is copied for it. All scores are computed, also those
+/// that [first keys](super::FirstKeys) or a window hide.
 ///
 /// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the
 /// cost which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
@@ -74,7 +77,7 @@ pub(super) const INFO: OpInfo = cost::info(
 ///
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0, mixed dtypes or
-/// devices.
+/// devices; first keys of another shape.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     keeping(q, k, v, config, None)
 }
@@ -128,7 +131,7 @@ fn keeping(
     lse: Option<Arc<OnceLock<Tensor>>>,
 ) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
-    let shapes = Shapes::of(NAME, q, k, v)?;
+    let shapes = Shapes::of(NAME, q, k, v, config)?;
     let scores = with_last_dim(q.dims(), shapes.keys);
     ops::check_size(NAME, &scores, q.dtype(), q.device())?;
     if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
@@ -136,8 +139,8 @@ fn keeping(
     }
     match choose(&INFO, q)? {
         Path::Kernel => {
-            let sizes = shapes.sizes(config);
-            by_kernels(&INFO, Naive { sizes, lse }, [q, k, v])
+            let (sizes, reads) = (shapes.sizes(config), config.reads());
+            by_kernels(&INFO, Naive { sizes, reads, lse }, [q, k, v])
         }
         Path::Reference => reference(q, k, v, config),
     }
@@ -157,7 +160,7 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 }
 
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
-    let shapes = Shapes::of(NAME, q, k, v)?;
+    let shapes = Shapes::of(NAME, q, k, v, config)?;
     if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
         return Ok(out);
     }
@@ -174,7 +177,13 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     drop(range);
     let heads = shapes.batch * shapes.heads;
     let scores = of_shape(&scores, &[heads, shapes.queries, shapes.keys])?; // (B H, Tq, Tk)
-    let p = ops::softmax(&scores, config.scale_for(shapes.head_dim), config.mask)?; // (B H, Tq, Tk)
+    let scale = config.scale_for(shapes.head_dim);
+    let p = match &config.first_keys {
+        None => ops::softmax(&scores, scale, config.mask)?,
+        Some(_) => softmax_over(&scores, scale, || {
+            HostSeen::new(config, &shapes)?.tensor(q.device())
+        })?,
+    }; // (B H, Tq, Tk)
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
     let out = out.reshape(with_last_dim(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)

@@ -84,6 +84,8 @@ fn scratch_elements(sizes: &Sizes, dtype: DType) -> [f64; 2] {
 /// One call.
 pub(super) struct Naive {
     pub(super) sizes: Sizes,
+    /// The first keys, where there are any.
+    pub(super) reads: Vec<Tensor>,
     /// Where the log-sum-exps are left, (..., H, Tq), if they are wanted: on the CPU.
     pub(super) lse: Option<Arc<OnceLock<Tensor>>>,
 }
@@ -96,6 +98,10 @@ impl Spec for Naive {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         attributes(self.sizes.scale, self.sizes.mask)
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.reads.clone()
     }
 
     fn kept(&self, inputs: &[Operand<'_>], on: Target) -> Vec<(&'static str, Shape, DType)> {

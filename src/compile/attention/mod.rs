@@ -34,7 +34,8 @@ const OP: &str = "compile::Attention";
 /// is never there, and no other matrix of (T, T) ever is. In half precision products and sums are f32's, and output and
 /// gradients are rounded once. For bf16 the exponentials are kept in f16, which has three bits more, in half the memory
 /// that eager naive attention's probabilities take; for f16, as those, in f32. What rounding took from the output is
-/// kept for backward too. Other shapes are computed by the eager op's kernels, which keep the probabilities.
+/// kept for backward too. Other shapes, windows and first keys are computed by the eager op's kernels, which keep the
+/// probabilities.
 ///
 /// On a GPU products are cuBLASLt's, with sums in f32. The scores are where their softmax will be, (..., Tq, Tk) in the
 /// dtype of q, k and v, as eager attention on a GPU has them, and lie there once: backward reads the probabilities as
@@ -82,6 +83,8 @@ pub struct Attention {
     gradients: Vec<BufferRange>,
     lse: Option<BufferRange>,
     device: Device,
+    /// Where it is planned, if there are any.
+    first_keys: Option<Tensor>,
     /// q, k and v of the last forward, which backward reads again.
     inputs: Option<[Tensor; 3]>,
     /// Whether the last forward's gradients are there.
@@ -112,6 +115,10 @@ impl Attention {
             out: lowered.output,
             gradients,
             lse,
+            first_keys: match &config.attention.first_keys {
+                Some(first_keys) => Some(first_keys.to_device(device)?.tensor().clone()),
+                None => None,
+            },
             inputs: None,
             has_gradients: false,
         })
@@ -168,8 +175,9 @@ impl Attention {
         self.check("k", k, &self.config.k)?;
         self.check("v", v, &self.config.v)?;
         (self.inputs, self.has_gradients) = (None, false);
+        let arguments: Vec<&Tensor> = [q, k, v].into_iter().chain(&self.first_keys).collect();
         let tensors = Tensors {
-            arguments: &[q, k, v],
+            arguments: &arguments,
             ..Default::default()
         };
         self.executor.run_micro_batches(&self.plan, &tensors)?;
@@ -187,8 +195,10 @@ impl Attention {
         let Some([q, k, v]) = &self.inputs else {
             return Err(before("backward", "forward"));
         };
+        let inputs = [q, k, v].into_iter().chain(&self.first_keys);
+        let arguments: Vec<&Tensor> = inputs.chain([d_out]).collect();
         let tensors = Tensors {
-            arguments: &[q, k, v, d_out],
+            arguments: &arguments,
             ..Default::default()
         };
         self.has_gradients = false;

@@ -79,7 +79,7 @@ impl Lower<'_> {
         let lowered = Lowered {
             plan,
             arguments: self.arguments,
-            ids: self.ids,
+            checks: self.checks,
             output: renamed(output),
             gradients: gradients.collect(),
             norm: norm.map(renamed),

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::graph::{self, Attribute, ValueId};
 use crate::ops::cross_entropy::lowering::{gradient_of_counted, in_place};
 use crate::ops::linear_cross_entropy;
-use crate::ops::lowering::{Accumulate, Ids, Named};
+use crate::ops::lowering::{Accumulate, Check, Named};
 use crate::ops::product::{Factor, product, product_into};
 use candle_core::DType;
 use std::cell::RefCell;
@@ -109,12 +109,11 @@ impl Form for Head {
         let (all_rows, width, classes) = (self.rows, self.width, self.classes);
         let micro_batches = lower.job.config.accumulation;
         lower.plan.phase = Phase::Loss;
-        let ids = Ids {
-            read: 0,
+        let ids = Check::Ids {
             bound: classes,
             ignore: self.ignore,
         };
-        lower.ids.push((self.targets.value, ids));
+        lower.checks.push((self.targets.value, ids));
         let (x, targets) = (lower.read(&self.x), lower.read(&self.targets));
         let wide = lower.program.graph.value(self.loss).dtype;
         let losses = lower.temporary("losses", &[all_rows], wide);

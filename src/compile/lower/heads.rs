@@ -129,7 +129,8 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
         else {
             continue;
         };
-        if !alike || !known || dims.contains(&0) {
+        let leaves_prefix = mask.window().is_none() && node.reads.is_empty();
+        if !alike || !known || !leaves_prefix || dims.contains(&0) {
             continue;
         }
         let form = Heads {

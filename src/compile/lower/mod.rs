@@ -45,7 +45,7 @@ use super::traced::{Target, TracedFunction};
 use super::writer::Writer;
 use crate::graph::{self, ValueId};
 use crate::ops::cost::Cost;
-use crate::ops::lowering::Ids;
+use crate::ops::lowering::Check;
 use crate::{Error, Result};
 use form::{Form, Placed};
 use gradients::Gradients;
@@ -74,8 +74,8 @@ pub(super) struct Lowered {
     /// What is lent as [`Location::Input`] and [`Location::Argument`], by number: all of a value, or the elements of a
     /// view, in order.
     pub arguments: Vec<(ValueId, Option<graph::View>)>,
-    /// What is read as ids.
-    pub ids: Vec<(ValueId, Ids)>,
+    /// What is checked before a run.
+    pub checks: Vec<(ValueId, Check)>,
     /// The loss (1), f64; what a forward alone gives out.
     pub output: BufferRange,
     /// Of each parameter, where the optimizer does not run in backward.
@@ -192,7 +192,7 @@ struct Lower<'a> {
     dense: HashMap<(usize, graph::View), BufferRange>,
     tables: Vec<(graph::ValueRef, Vec<f32>)>,
     arguments: Vec<(ValueId, Option<graph::View>)>,
-    ids: Vec<(ValueId, Ids)>,
+    checks: Vec<(ValueId, Check)>,
     gradients: Gradients,
     weights: Weights,
     /// The mean loss, once it is there.
@@ -227,7 +227,7 @@ impl<'a> Lower<'a> {
             dense: HashMap::new(),
             tables: Vec::new(),
             arguments: Vec::new(),
-            ids: Vec::new(),
+            checks: Vec::new(),
             gradients: Gradients::default(),
             weights: Weights::new(&program, job),
             mean_loss: None,

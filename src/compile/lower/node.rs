@@ -88,8 +88,8 @@ impl Form for Single {
         let program = lower.program.clone();
         let (node, graph) = (&self.node, program.graph);
         let calls = (self.lowering(lower)?.forward)(&Signature::of(graph, node));
-        if let Some(ids) = calls.ids {
-            lower.ids.push((node.reads[ids.read].value, ids));
+        if let Some((read, check)) = calls.check {
+            lower.checks.push((node.reads[read].value, check));
         }
         if let Some(input) = calls.same.first() {
             let operand = lower.read(&node.inputs[*input]);

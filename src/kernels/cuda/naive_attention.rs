@@ -34,7 +34,7 @@ const ALIGNED_ROWS: usize = 128;
 
 /// Heads that one product takes together: of k and v, and those of q that meet each of them.
 #[derive(Clone, Copy)]
-pub(crate) struct HeadGroups {
+pub(crate) struct HeadGroups<'a> {
     /// How many heads of k and v one product takes.
     pub kv_heads: usize,
     /// How many heads of q meet each of them. Their rows are one matrix, one head's below the other's: each row meets
@@ -46,11 +46,18 @@ pub(crate) struct HeadGroups {
     pub keys: usize,
     pub mask: Mask,
     pub scale: f64,
+    /// (B, Tq) u32: a query of any head sees no key before the one that its sequence has there. What they hide is
+    /// computed all the same, and 0 in the probabilities.
+    pub first_keys: Option<View<'a>>,
+    /// How many heads of q a sequence has.
+    pub heads: usize,
+    /// The number of the first head of q, counted from the first sequence's first.
+    pub first_head: usize,
 }
 
-impl HeadGroups {
+impl<'a> HeadGroups<'a> {
     /// All heads of a call.
-    pub(crate) fn of(sizes: &Sizes) -> Self {
+    pub(crate) fn of(sizes: &Sizes, first_keys: Option<View<'a>>) -> Self {
         Self {
             kv_heads: sizes.kv_matrices(),
             group: sizes.group(),
@@ -58,16 +65,22 @@ impl HeadGroups {
             keys: sizes.keys,
             mask: sizes.mask,
             scale: sizes.scale,
+            first_keys,
+            heads: sizes.heads,
+            first_head: 0,
         }
     }
 
     /// What softmax is told of the scores.
-    pub(crate) fn scores(&self) -> Scores {
+    pub(crate) fn scores(&self) -> Scores<'a> {
         Scores {
             scale: self.scale,
             mask: self.mask,
             queries: self.queries,
             keys: self.keys,
+            first_keys: self.first_keys,
+            heads: self.heads,
+            first_head: self.first_head,
         }
     }
 
@@ -87,12 +100,12 @@ impl HeadGroups {
     }
 
     /// These heads' scores, of those of more heads, from the first of head `first` on.
-    fn of_all<'a>(&self, view: View<'a>, first: usize) -> View<'a> {
+    fn of_all<'v>(&self, view: View<'v>, first: usize) -> View<'v> {
         view.part(first * self.of_head(), self.elements())
     }
 
     /// These heads' scores as matrices.
-    fn matrices<'a>(&self, view: View<'a>) -> Matrix<'a> {
+    fn matrices<'v>(&self, view: View<'v>) -> Matrix<'v> {
         Matrix::several(view, self.rows(), self.keys)
     }
 
@@ -224,13 +237,21 @@ pub(crate) fn forward(
 
 /// The heads in turns, as many at once as there is room for in `scores`, one at least: the first of them, and their
 /// sizes.
-fn turns(sizes: &HeadGroups, scores: View) -> impl Iterator<Item = (usize, HeadGroups)> {
+fn turns<'a>(
+    sizes: &HeadGroups<'a>,
+    scores: View,
+) -> impl Iterator<Item = (usize, HeadGroups<'a>)> + use<'a> {
     let sizes = *sizes;
     let at_once = (scores.len / sizes.of_head().max(1)).max(1);
     let firsts = (0..sizes.kv_heads).step_by(at_once);
     firsts.map(move |first| {
         let kv_heads = at_once.min(sizes.kv_heads - first);
-        (first, HeadGroups { kv_heads, ..sizes })
+        let some = HeadGroups {
+            kv_heads,
+            first_head: sizes.first_head + first * sizes.group,
+            ..sizes
+        };
+        (first, some)
     })
 }
 

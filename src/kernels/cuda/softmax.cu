@@ -4,6 +4,11 @@
 // keys): shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing,
 // become 0; hidden inputs have no say.
 //
+// With FIRST_KEYS=1 query q sees no key before the q-th of its sequence's first keys, too, if there are any: (sequences,
+// queries) u32. `heads` matrices one after another are of one sequence; that of row 0 is the `first_head`-th from the
+// beginning of the first sequence. And if there is a window, no more than so many keys up to its own. Packs that lie
+// before the first key are neither read nor computed.
+//
 // Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision recomputes it from x, unrounded. p may be x's
 // buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
 //
@@ -26,15 +31,42 @@ __device__ __forceinline__ int visible_keys(long long row, int queries, int keys
     return visible < 0 ? 0 : visible > keys ? keys : (int)visible;
 }
 
+#ifndef FIRST_KEYS
+#define FIRST_KEYS 0
+#endif
+
+struct FirstKeys {
+    const unsigned* of_sequences; // null where a window says it all
+    int heads, first_head, window;
+
+    // The first key that a row's query may see.
+    __device__ __forceinline__ int of(long long row, int queries, int keys) const {
+        if (!FIRST_KEYS) return 0;
+        bool is_short = row < 0x100000000;
+        unsigned matrix = is_short ? (unsigned)row / (unsigned)queries : (unsigned)(row / queries);
+        unsigned query = is_short ? (unsigned)row % (unsigned)queries : (unsigned)(row % queries);
+        unsigned first = window && query >= (unsigned)window ? query + 1 - (unsigned)window : 0;
+        if (of_sequences) {
+            long long sequence = (matrix + (unsigned)first_head) / (unsigned)heads;
+            first = max(first, __ldg(of_sequences + sequence * queries + query));
+        }
+        return (int)min(first, (unsigned)keys);
+    }
+};
+
+// Whether all of elements first.. first + N, or some of them, come before the first visible key, `begin`.
+#define ALL_BEFORE(first) (FIRST_KEYS && (first) + N <= begin)
+#define SOME_BEFORE(first) (FIRST_KEYS && (first) < begin)
+
 // Scores of elements first.. first + N in units of ln 2, minus infinity outside of the visible ones.
 template <class T, int N>
-__device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int visible, float scale2, float (&t)[N]) {
+__device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin, int visible, float scale2, float (&t)[N]) {
     unpack(pack, t);
 #pragma unroll
     for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale is right too
-    if (first < 0 || first + N > visible) {
+    if (first < 0 || SOME_BEFORE(first) || first + N > visible) {
 #pragma unroll
-        for (int i = 0; i < N; i++) t[i] = 0 <= first + i && first + i < visible ? t[i] : MINUS_INFINITY;
+        for (int i = 0; i < N; i++) t[i] = begin <= first + i && first + i < visible ? t[i] : MINUS_INFINITY;
     }
 }
 
@@ -86,12 +118,12 @@ template <bool WHOLE, class T> __device__ __forceinline__ void hide(T* row, int 
 
 // p from e and the row's 1 / sum.
 template <bool WHOLE, class T, int N>
-__device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int visible, int keys, float share) {
+__device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin, int visible, int keys, float share) {
 #pragma unroll
     for (int i = 0; i < N; i++) e[i] *= share;
-    if (first + N > visible) {
+    if (SOME_BEFORE(first) || first + N > visible) {
 #pragma unroll
-        for (int i = 0; i < N; i++) e[i] = first + i < visible ? e[i] : 0.f; // not NaN, where the rest of the row is
+        for (int i = 0; i < N; i++) e[i] = !(FIRST_KEYS && first + i < begin) && first + i < visible ? e[i] : 0.f; // not NaN, where the rest of the row is
     }
     store<WHOLE>(p, first, keys, e);
 }
@@ -99,28 +131,29 @@ __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int visib
 // What the thread keeps in registers of row `row`, whose p begins `skew` elements after a place for a vector.
 template <bool WHOLE, class S, int N, int PACKS>
 __device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, long long shift, int queries, int keys,
-                                          Pack<S, N> (&kept)[PACKS]) {
+                                          const FirstKeys& first_keys, Pack<S, N> (&kept)[PACKS]) {
     const S* x = rows + row * keys;
-    int visible = visible_keys(row, queries, keys, shift), begin = threadIdx.x * N - skew;
+    int visible = visible_keys(row, queries, keys, shift), mine = threadIdx.x * N - skew;
+    int begin = first_keys.of(row, queries, keys);
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        int first = begin + k * blockDim.x * N;
-        if (first < visible) kept[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
+        int first = mine + k * blockDim.x * N;
+        if (first < visible && !ALL_BEFORE(first)) kept[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
     }
 }
 
 template <bool WHOLE, class S, class T, int N, int PACKS, class F>
-__device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (&of_x)[PACKS], int visible, int keys,
-                                            float scale2, F prefetch) {
+__device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (&of_x)[PACKS], int begin, int visible,
+                                            int keys, float scale2, F prefetch) {
     const int BATCH = 2;
-    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(p)), rest = begin + PACKS * stride;
+    int stride = blockDim.x * N, mine = threadIdx.x * N - (WHOLE ? 0 : skew_of(p)), rest = mine + PACKS * stride;
     float t[PACKS][N]; // scores, then their exponentials
     float top = LOWEST;
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        int first = begin + k * stride;
-        if (first >= visible) continue;
-        scores(of_x[k], first, visible, scale2, t[k]);
+        int first = mine + k * stride;
+        if (first >= visible || ALL_BEFORE(first)) continue;
+        scores(of_x[k], first, begin, visible, scale2, t[k]);
 #pragma unroll
         for (int i = 0; i < N; i++) top = fmaxf(top, t[k][i]);
     }
@@ -131,14 +164,14 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
+            if (first < visible && !ALL_BEFORE(first)) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible) continue;
+            if (first >= visible || ALL_BEFORE(first)) continue;
             float values[N];
-            scores(more[k], first, visible, scale2, values);
+            scores(more[k], first, begin, visible, scale2, values);
             take(&seen, values);
         }
     }
@@ -146,7 +179,7 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
     float total = seen.total * exp2_fast(seen.top - top);
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        if (begin + k * stride >= visible) continue;
+        if (mine + k * stride >= visible || ALL_BEFORE(mine + k * stride)) continue;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             t[k][i] = exp2_fast(t[k][i] - top);
@@ -156,9 +189,9 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
     float share = 1.f / reduce_row<Sum>(total, 1);
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        int first = begin + k * stride;
-        if (first < visible) {
-            finish<WHOLE>(t[k], p, first, visible, keys, share);
+        int first = mine + k * stride;
+        if (first < visible && !ALL_BEFORE(first)) {
+            finish<WHOLE>(t[k], p, first, begin, visible, keys, share);
         } else if (first < keys) {
             hide<WHOLE>(p, first, keys);
         }
@@ -168,17 +201,17 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
+            if (first < visible && !ALL_BEFORE(first)) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible) {
+            if (first < visible && !ALL_BEFORE(first)) {
                 float e[N];
-                scores(more[k], first, visible, scale2, e);
+                scores(more[k], first, begin, visible, scale2, e);
 #pragma unroll
                 for (int i = 0; i < N; i++) e[i] = exp2_fast(e[i] - top);
-                finish<WHOLE>(e, p, first, visible, keys, share);
+                finish<WHOLE>(e, p, first, begin, visible, keys, share);
             } else if (first < keys) {
                 hide<WHOLE>(p, first, keys);
             }
@@ -188,7 +221,7 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
 
 template <class S, class T, bool WHOLE, bool PERSISTENT>
 __device__ __forceinline__ void forward(const S* x, T* p, float scale, long long shift, long long rows, int queries,
-                                        int keys) {
+                                        int keys, const FirstKeys& first_keys) {
     const int N = InVector<T>::COUNT, PACKS = 32 / N;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, stride = (long long)gridDim.x * blockDim.y;
     float scale2 = scale * LOG2_E;
@@ -196,37 +229,45 @@ __device__ __forceinline__ void forward(const S* x, T* p, float scale, long long
     auto skew = [&](long long row) { return WHOLE ? 0 : skew_of(p + row * keys); };
     if (!PERSISTENT) {
         Pack<S, N> of_x[PACKS];
-        load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, of_x);
-        int visible = visible_keys(row, queries, keys, shift);
-        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, []() {});
+        load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, first_keys, of_x);
+        int begin = first_keys.of(row, queries, keys), visible = visible_keys(row, queries, keys, shift);
+        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, begin, visible, keys, scale2, []() {});
         return;
     }
     Pack<S, N> next[PACKS];
-    load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, next);
+    load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, first_keys, next);
     for (; row < rows; row += stride) {
         Pack<S, N> of_x[PACKS];
 #pragma unroll
         for (int k = 0; k < PACKS; k++) of_x[k] = next[k];
-        int visible = visible_keys(row, queries, keys, shift);
-        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, [&]() {
-            if (row + stride < rows) load_kept<WHOLE>(x, row + stride, skew(row + stride), shift, queries, keys, next);
+        int begin = first_keys.of(row, queries, keys), visible = visible_keys(row, queries, keys, shift);
+        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, begin, visible, keys, scale2, [&]() {
+            if (row + stride < rows)
+                load_kept<WHOLE>(x, row + stride, skew(row + stride), shift, queries, keys, first_keys, next);
         });
     }
 }
 
 // ---- Backward
 
+// Zeros for what is hidden: 0 times NaN is NaN.
+template <int N> __device__ __forceinline__ void clear_hidden(float (&values)[N], int first, int begin, int visible) {
+    if (begin <= first && first + N <= visible) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) values[i] = begin <= first + i && first + i < visible ? values[i] : 0.f;
+}
+
 // dx = e (dp - inner) factor, where e is p times what `factor` makes up for.
 template <bool WHOLE, class S, class T, int N>
-__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int visible, int keys,
+__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int begin, int visible, int keys,
                                        float inner, float factor) {
     float d[N];
     unpack(dp, d);
 #pragma unroll
     for (int i = 0; i < N; i++) e[i] = e[i] * (d[i] - inner) * factor;
-    if (first + N > visible) {
+    if (SOME_BEFORE(first) || first + N > visible) {
 #pragma unroll
-        for (int i = 0; i < N; i++) e[i] = first + i < visible ? e[i] : 0.f;
+        for (int i = 0; i < N; i++) e[i] = !(FIRST_KEYS && first + i < begin) && first + i < visible ? e[i] : 0.f;
     }
     store<WHOLE>(dx, first, keys, e);
 }
@@ -234,22 +275,22 @@ __device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* d
 // FROM_SCORES: `source` is x, else p.
 template <class S, class T, bool FROM_SCORES, bool WHOLE>
 __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, float scale, long long shift,
-                                         long long rows, int queries, int keys) {
+                                         long long rows, int queries, int keys, const FirstKeys& first_keys) {
     const int N = InVector<T>::COUNT, PACKS = 16 / N, BATCH = 2;
     const bool ROUNDED = !FROM_SCORES && sizeof(S) != sizeof(T);
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     dp += row * keys, source += row * keys, dx += row * keys;
-    int visible = visible_keys(row, queries, keys, shift);
+    int begin = first_keys.of(row, queries, keys), visible = visible_keys(row, queries, keys, shift);
     float scale2 = scale * LOG2_E;
-    int stride = blockDim.x * N, begin = threadIdx.x * N - (WHOLE ? 0 : skew_of(dx)), rest = begin + PACKS * stride;
+    int stride = blockDim.x * N, mine = threadIdx.x * N - (WHOLE ? 0 : skew_of(dx)), rest = mine + PACKS * stride;
 
     Pack<T, N> of_source[PACKS];
     Pack<S, N> of_dp[PACKS];
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        int first = begin + k * stride;
-        if (first >= visible) continue;
+        int first = mine + k * stride;
+        if (first >= visible || ALL_BEFORE(first)) continue;
         of_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
         of_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
     }
@@ -257,10 +298,10 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
     float top = LOWEST;
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        int first = begin + k * stride;
-        if (first >= visible) continue;
+        int first = mine + k * stride;
+        if (first >= visible || ALL_BEFORE(first)) continue;
         if (FROM_SCORES) {
-            scores(of_source[k], first, visible, scale2, e[k]);
+            scores(of_source[k], first, begin, visible, scale2, e[k]);
 #pragma unroll
             for (int i = 0; i < N; i++) top = fmaxf(top, e[k][i]);
         } else {
@@ -274,18 +315,19 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible) continue;
+            if (first >= visible || ALL_BEFORE(first)) continue;
             more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
             more_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible) continue;
+            if (first >= visible || ALL_BEFORE(first)) continue;
             float values[N], d[N];
             unpack(more_dp[k], d);
+            if (FIRST_KEYS) clear_hidden(d, first, begin, visible);
             if (FROM_SCORES) {
-                scores(more_source[k], first, visible, scale2, values);
+                scores(more_source[k], first, begin, visible, scale2, values);
                 take(&seen, values, d);
             } else {
                 unpack(more_source[k], values);
@@ -305,9 +347,10 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
     }
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        if (begin + k * stride >= visible) continue;
+        if (mine + k * stride >= visible || ALL_BEFORE(mine + k * stride)) continue;
         float d[N];
         unpack(of_dp[k], d);
+        if (FIRST_KEYS) clear_hidden(d, mine + k * stride, begin, visible);
 #pragma unroll
         for (int i = 0; i < N; i++) {
             if (FROM_SCORES) e[k][i] = exp2_fast(e[k][i] - top);
@@ -326,9 +369,9 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
     }
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        int first = begin + k * stride;
-        if (first < visible) {
-            finish<WHOLE>(e[k], of_dp[k], dx, first, visible, keys, inner, factor);
+        int first = mine + k * stride;
+        if (first < visible && !ALL_BEFORE(first)) {
+            finish<WHOLE>(e[k], of_dp[k], dx, first, begin, visible, keys, inner, factor);
         } else if (first < keys) {
             hide<WHOLE>(dx, first, keys);
         }
@@ -339,23 +382,23 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible) continue;
+            if (first >= visible || ALL_BEFORE(first)) continue;
             more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
             more_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible) {
+            if (first < visible && !ALL_BEFORE(first)) {
                 float values[N];
                 if (FROM_SCORES) {
-                    scores(more_source[k], first, visible, scale2, values);
+                    scores(more_source[k], first, begin, visible, scale2, values);
 #pragma unroll
                     for (int i = 0; i < N; i++) values[i] = exp2_fast(values[i] - top);
                 } else {
                     unpack(more_source[k], values);
                 }
-                finish<WHOLE>(values, more_dp[k], dx, first, visible, keys, inner, factor);
+                finish<WHOLE>(values, more_dp[k], dx, first, begin, visible, keys, inner, factor);
             } else if (first < keys) {
                 hide<WHOLE>(dx, first, keys);
             }
@@ -366,22 +409,26 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 // Kernels: x and dp in S, p and dx in T.
 #define FORWARD(NAME, S, T, PERSISTENT, THREADS)                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                             \
-        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys) {  \
+        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys,    \
+                               const unsigned* first_keys, int heads, int first_head, int window) {                      \
+        const FirstKeys first = {first_keys, heads, first_head, window};                                                 \
         if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) {                                                      \
-            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys);                                    \
+            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                             \
         } else {                                                                                                         \
-            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys);                                   \
+            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                            \
         }                                                                                                                \
     }
 
 #define BACKWARD(NAME, S, T, FROM_SCORES, THREADS)                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
         softmax_backward_##NAME(const S* dp, const T* source, T* dx, float scale, long long shift, long long rows,       \
-                                int queries, int keys) {                                                                 \
+                                int queries, int keys, const unsigned* first_keys, int heads, int first_head,            \
+                                int window) {                                                                            \
+        const FirstKeys first = {first_keys, heads, first_head, window};                                                 \
         if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) {                                                     \
-            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys);                        \
+            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys, first);                 \
         } else {                                                                                                         \
-            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys);                       \
+            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys, first);                \
         }                                                                                                                \
     }
 

@@ -1,9 +1,10 @@
 //! Softmax with scale and mask; see `softmax.cu`.
 
-use super::source::{PRELUDE, Source};
+use super::kernel::Kernel;
+use super::source::{Definition, PRELUDE, Source};
 use super::{View, in_vector, launch_config, packs, suffix};
 use crate::kernels::Mask;
-use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{LaunchArgs, LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
 
@@ -12,23 +13,38 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("softmax.cu")],
 };
 
-/// What a row of scores is: (batch, queries, keys), scaled and masked.
+/// What a row of scores is: (matrices, queries, keys), scaled and masked.
 #[derive(Clone, Copy)]
-pub(crate) struct Scores {
+pub(crate) struct Scores<'a> {
     pub scale: f64,
     pub mask: Mask,
     pub queries: usize,
     pub keys: usize,
+    /// (sequences, queries) u32, contiguous: a query sees no key before the one that its sequence has there.
+    pub first_keys: Option<View<'a>>,
+    /// How many matrices in a row are heads of one sequence.
+    pub heads: usize,
+    /// The number of the first matrix, counted from the first head of the first of those sequences.
+    pub first_head: usize,
 }
 
-impl Scores {
+impl Scores<'_> {
     /// Query q sees the keys under q + 1 + shift.
     pub(super) fn shift(&self) -> i64 {
         match self.mask {
             Mask::Full => self.keys as i64,
-            Mask::Causal => 0,
+            Mask::Causal | Mask::Window(_) => 0,
             Mask::CausalEnd => self.keys as i64 - self.queries as i64,
         }
+    }
+
+    /// The kernel called `stem_dtype`; without first keys it has no code for them.
+    fn kernel(&self, gpu: &CudaDevice, stem: &'static str, dtype: DType) -> Result<Kernel> {
+        let first_keys: &[_] = match self.first_keys.is_some() || self.mask.window().is_some() {
+            true => &[Definition::Size("FIRST_KEYS", 1)],
+            false => &[],
+        };
+        SOURCE.kernel_with(gpu, first_keys, stem, suffix(dtype))
     }
 
     /// `in_registers`: how many elements of a row of `result` a thread holds.
@@ -45,8 +61,47 @@ impl Scores {
     }
 }
 
-/// `p = softmax(scale x)` over what the mask leaves, both (rows, keys), x in p's dtype or in f32. p may be x's buffer:
-/// a thread writes what it alone reads.
+/// What every kernel is told of the scores.
+struct Arguments {
+    scale: f32,
+    shift: i64,
+    rows: i64,
+    queries: i32,
+    keys: i32,
+    first_keys: u64,
+    heads: i32,
+    first_head: i32,
+    window: i32,
+}
+
+impl Arguments {
+    fn new(scores: &Scores, rows: usize) -> Self {
+        Self {
+            scale: scores.scale as f32,
+            shift: scores.shift(),
+            rows: rows as i64,
+            queries: scores.queries as i32,
+            keys: scores.keys as i32,
+            first_keys: scores.first_keys.map_or(0, |all| all.pointer),
+            heads: scores.heads as i32,
+            first_head: scores.first_head as i32,
+            window: scores.mask.window().map_or(0, |keys| {
+                i32::try_from(keys.get()).unwrap_or(i32::MAX) // more than there are
+            }),
+        }
+    }
+
+    fn add_to<'a>(&'a self, launch: &mut LaunchArgs<'a>) {
+        launch.arg(&self.scale).arg(&self.shift).arg(&self.rows);
+        launch.arg(&self.queries).arg(&self.keys);
+        launch.arg(&self.first_keys);
+        launch.arg(&self.heads).arg(&self.first_head);
+        launch.arg(&self.window);
+    }
+}
+
+/// `p = softmax(scale x)` over what the mask and first keys leave, both (rows, keys), x in p's dtype or in f32. p may be
+/// x's buffer: a thread writes what it alone reads.
 pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
     if p.len == 0 {
         return Ok(());
@@ -55,10 +110,9 @@ pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Res
         true => "softmax_forward",
         false => "softmax_forward_from_f32",
     };
-    let kernel = SOURCE.kernel(gpu, stem, suffix(p.dtype))?;
+    let kernel = scores.kernel(gpu, stem, p.dtype)?;
     let rows = x.len / scores.keys;
-    let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
-    let (queries, keys) = (scores.queries as i32, scores.keys as i32);
+    let arguments = Arguments::new(&scores, rows);
     let mut config = scores.config(rows, p, 32);
     if x.dtype != DType::F32 {
         // Blocks that stay, and load their next row early.
@@ -67,8 +121,7 @@ pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Res
     }
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&p.pointer);
-    launch.arg(&scale).arg(&shift);
-    launch.arg(&count).arg(&queries).arg(&keys);
+    arguments.add_to(&mut launch);
     // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
@@ -111,16 +164,14 @@ fn launch_backward(
     if dx.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(gpu, stem, suffix(dx.dtype))?;
+    let kernel = scores.kernel(gpu, stem, dx.dtype)?;
     let rows = dp.len / scores.keys;
-    let (scale, shift, count) = (scores.scale as f32, scores.shift(), rows as i64);
-    let (queries, keys) = (scores.queries as i32, scores.keys as i32);
+    let arguments = Arguments::new(&scores, rows);
     let mut launch = kernel.builder();
     for buffer in &buffers {
         launch.arg(&buffer.pointer);
     }
-    launch.arg(&scale).arg(&shift);
-    launch.arg(&count).arg(&queries).arg(&keys);
+    arguments.add_to(&mut launch);
     // SAFETY: the arguments are those of the kernel, and the buffers have rows * keys elements.
     unsafe { launch.launch(scores.config(rows, dx, 16)) }.w()?;
     Ok(())

@@ -3,9 +3,9 @@
 use super::layer::{self, Layer};
 use super::replay::{Buffer, Formula, What, elements};
 use super::{Kernels, MemoryBreakdown, MemoryKind};
-use crate::Result;
-use crate::attention::{Algorithm, AttentionConfig, Mask};
+use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::graph;
+use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
@@ -23,6 +23,9 @@ pub struct AttentionWorkload {
     pub head_dim: usize,
     /// Which keys a query sees.
     pub mask: Mask,
+    /// How many documents, as long as each other as can be, are packed into a sequence, each of which attends to itself
+    /// alone; 1 is none but the sequence, and at most there are as many as tokens.
+    pub documents: usize,
     /// Of q, k and v.
     pub dtype: DType,
 }
@@ -37,6 +40,7 @@ impl Default for AttentionWorkload {
             sequence_length: 1024,
             head_dim: 64,
             mask: Mask::Full,
+            documents: 1,
             dtype: DType::F32,
         }
     }
@@ -71,11 +75,35 @@ impl AttentionWorkload {
     pub(super) fn forward(&self) -> Result<Tensor> {
         let leaves = graph::weights(self.dtype);
         let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
-        let config = AttentionConfig {
+        self.algorithm.attend(&q?, &k?, &v?, &self.config()?)
+    }
+
+    /// How it attends; first keys, if there are several documents, on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for no document.
+    pub fn config(&self) -> Result<AttentionConfig> {
+        if self.documents == 0 {
+            return Err(Error::config("AttentionWorkload", "documents", 0)
+                .must_be("at least 1", "1 is a sequence that is not packed"));
+        }
+        let first_keys = (self.documents > 1).then(|| {
+            let lengths = self.document_lengths().collect();
+            FirstKeys::of_lengths(&vec![lengths; self.batch_size])
+        });
+        Ok(AttentionConfig {
             mask: self.mask,
-            scale: None,
-        };
-        self.algorithm.attend(&q?, &k?, &v?, &config)
+            first_keys: first_keys.transpose()?,
+            ..Default::default()
+        })
+    }
+
+    /// How long the documents of a sequence are.
+    pub(crate) fn document_lengths(&self) -> impl Iterator<Item = usize> + use<> {
+        let length = self.sequence_length;
+        let documents = self.documents.clamp(1, length.max(1));
+        let begins = move |i: usize| (i as u128 * length as u128 / documents as u128) as usize;
+        (0..documents).map(move |i| begins(i + 1) - begins(i))
     }
 
     /// Scores and probabilities B H T^2 each and the output, as CS336's handout counts: what composed ops would keep.

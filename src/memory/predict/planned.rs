@@ -3,7 +3,7 @@
 use super::layer::traced;
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
 use crate::Result;
-use crate::attention::{Algorithm, AttentionConfig};
+use crate::attention::Algorithm;
 use crate::compile::{Attention, AttentionPlanConfig, Category, LossStep, StepConfig};
 use crate::graph::{self, MemoryStep};
 use crate::nn::CausalSelfAttention;
@@ -27,10 +27,7 @@ pub fn planned_attention_breakdown(
     let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
     let config = AttentionPlanConfig {
         algorithm: w.algorithm,
-        attention: AttentionConfig {
-            mask: w.mask,
-            scale: None,
-        },
+        attention: w.config()?,
         ..AttentionPlanConfig::new(shape, w.dtype)
     };
     let plan = match kernels {

@@ -73,6 +73,7 @@ impl SelfAttentionWorkload {
             sequence_length: self.sequence_length,
             head_dim: self.d_model / self.heads.max(1),
             mask: Mask::Causal,
+            documents: 1,
             dtype: self.compute_dtype(),
         }
     }

@@ -8,7 +8,7 @@ use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{View, elementwise};
 use crate::ops::lowering::{
-    Accumulate, Calls, Ids, Kernel, Lowering, Signature, Slot, kernel, on_gpu,
+    Accumulate, Calls, Check, Kernel, Lowering, Signature, Slot, kernel, on_gpu,
 };
 use candle_core::{DType, WithDType};
 
@@ -52,8 +52,7 @@ pub(in crate::ops) fn planned_loss(
     mut calls: Calls,
 ) -> Calls {
     let read = operands.targets;
-    let ids = Ids {
-        read,
+    let ids = Check::Ids {
         bound: planned_classes(signature),
         ignore: planned_ignore(signature),
     };
@@ -88,7 +87,7 @@ pub(in crate::ops) fn planned_loss(
         writes.push(("sum", calls.scratch(&[1], DType::F64))); // of all losses
     }
     let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
-    calls.ids(ids).call(kernel, reads, writes)
+    calls.checked(read, ids).call(kernel, reads, writes)
 }
 
 /// Whether a GPU has to count the targets of a run: those of an eager call are counted on the host.

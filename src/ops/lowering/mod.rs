@@ -99,15 +99,13 @@ pub(crate) enum Slot {
     Scratch(usize),
 }
 
-/// Ids that are read, to be checked before a run.
+/// What the elements of a read must be, checked before a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ids {
-    /// Which of the op's [`reads`](Signature::reads).
-    pub read: usize,
-    /// All are under it.
-    pub bound: usize,
-    /// But this one.
-    pub ignore: Option<u32>,
+pub(crate) enum Check {
+    /// All are under the bound, but those that are to be ignored.
+    Ids { bound: usize, ignore: Option<u32> },
+    /// They never fall along a sequence.
+    FirstKeys,
 }
 
 /// A forward or a backward.
@@ -118,7 +116,8 @@ pub(crate) struct Calls {
     pub scratch: Vec<(Vec<usize>, DType)>,
     /// Forward: the output is this input's elements. Backward: the gradient of this input is the output's.
     pub same: Vec<usize>,
-    pub ids: Option<Ids>,
+    /// Of which of the op's [`reads`](Signature::reads).
+    pub check: Option<(usize, Check)>,
 }
 
 /// A kernel, and its operands.
@@ -161,10 +160,10 @@ impl Calls {
         self
     }
 
-    /// With ids to be checked.
-    pub fn ids(self, ids: Ids) -> Self {
+    /// With a read to be checked.
+    pub fn checked(self, read: usize, check: Check) -> Self {
         Self {
-            ids: Some(ids),
+            check: Some((read, check)),
             ..self
         }
     }

@@ -83,6 +83,7 @@ fn attention_takes_what_its_account_says() {
             for mask in [Mask::Full, Mask::Causal] {
                 for (batch_size, heads, sequence_length, head_dim) in shapes {
                     let workload = AttentionWorkload {
+                        documents: 1,
                         algorithm,
                         batch_size,
                         heads,
@@ -291,6 +292,7 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
     for algorithm in Algorithm::ALL {
         for dtype in [DType::F32, DType::BF16] {
             let workload = AttentionWorkload {
+                documents: 1,
                 algorithm,
                 batch_size: most,
                 heads: most,
@@ -325,6 +327,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
         let run = attention(algorithm);
         let limit = run.limit(&Device::Cpu).unwrap();
         let at = |sequence_length| AttentionWorkload {
+            documents: 1,
             sequence_length,
             ..run.workload
         };

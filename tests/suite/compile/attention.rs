@@ -12,7 +12,10 @@ use tallow::compile::{Attention, AttentionPlanConfig, Category, Plan};
 use tallow::memory::tracker;
 
 fn config(mask: Mask) -> AttentionConfig {
-    AttentionConfig { mask, scale: None }
+    AttentionConfig {
+        mask,
+        ..Default::default()
+    }
 }
 
 /// Self-attention by an algorithm, to be planned.
@@ -24,7 +27,7 @@ pub fn planning(
 ) -> AttentionPlanConfig {
     AttentionPlanConfig {
         algorithm,
-        attention: *attention,
+        attention: attention.clone(),
         ..AttentionPlanConfig::new(shape, dtype)
     }
 }
@@ -238,7 +241,11 @@ fn any_scale() {
         let scale = Some(scale);
         let mask = Mask::Causal;
         let [q, k, v, _] = inputs(&[2, 50, 12]);
-        let config = AttentionConfig { mask, scale };
+        let config = AttentionConfig {
+            mask,
+            scale,
+            ..Default::default()
+        };
         let wanted = attention::naive(&q, &k, &v, &config).unwrap();
         let mut planned = naive((2, 50, 12), DType::F32, &config).unwrap();
         planned.forward(&q, &k, &v).unwrap();

@@ -109,7 +109,13 @@ fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType
 #[ignore = "needs a CUDA device"]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let gpu = crate::gpu();
-    let (shape, config) = ((7, 8100, 16), AttentionConfig { mask, scale: None });
+    let (shape, config) = (
+        (7, 8100, 16),
+        AttentionConfig {
+            mask,
+            ..Default::default()
+        },
+    );
     let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&gpu));
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
     let mut planned = Attention::new(
@@ -158,7 +164,10 @@ fn flash_has_eager_flashs_bits(
     ),
 ) {
     let gpu = crate::gpu();
-    let config = AttentionConfig { mask, scale: None };
+    let config = AttentionConfig {
+        mask,
+        ..Default::default()
+    };
     flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &gpu);
 }
 
@@ -208,7 +217,7 @@ fn what_a_gpu_is_not_planned_for() {
     );
     let below = AttentionConfig {
         scale: Some(-0.7),
-        ..config
+        ..config.clone()
     };
     let flash = |config| {
         let config = planning(Algorithm::Flash, (2, 10, 8), DType::F32, config);

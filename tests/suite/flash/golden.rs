@@ -1,12 +1,13 @@
-//! Against PyTorch's results for eight shapes (`fixtures/README.md`).
+//! Against PyTorch's results for ten shapes and masks (`fixtures/README.md`).
 
 use super::judge::hold_against;
 use super::oracle::Oracle;
 use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, numbers, there};
 use candle_core::{DType, Device, Tensor, safetensors};
 use rstest::rstest;
+use serde_json::Value;
 use std::collections::HashMap;
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
 
 struct Golden {
     tensors: HashMap<String, Tensor>,
@@ -39,20 +40,34 @@ impl Golden {
             "full" => Mask::Full,
             "causal" => Mask::Causal,
             "causal_end" => Mask::CausalEnd,
-            other => panic!("mask {other}"),
+            other => match other.strip_prefix("window ").map(str::parse) {
+                Some(Ok(keys)) => Mask::Window(keys),
+                _ => panic!("mask {other}"),
+            },
         };
         let scale = settings["scale"].as_f64().unwrap();
         let is_default = (scale - 1.0 / (head_dim as f64).sqrt()).abs() < 1e-15;
-        Problem {
+        let problem = Problem {
             sizes: Sizes::new((batch, heads, kv_heads), (queries, keys), head_dim),
             config: AttentionConfig {
                 mask,
                 scale: if is_default { None } else { Some(scale) },
+                first_keys: None,
             },
+            first_keys: Vec::new(),
             q: self.numbers(case, "q"),
             k: self.numbers(case, "k"),
             v: self.numbers(case, "v"),
             d_out: self.numbers(case, "d_out"),
+        };
+        match &settings["documents"] {
+            Value::Null => problem,
+            documents => {
+                let lengths: Vec<Vec<usize>> = serde_json::from_value(documents.clone()).unwrap();
+                let first_keys = FirstKeys::of_lengths(&lengths).unwrap();
+                let first_keys = first_keys.tensor().flatten_all().unwrap();
+                problem.with_first_keys(first_keys.to_vec1().unwrap())
+            }
         }
     }
 
@@ -73,7 +88,7 @@ fn pytorch_agrees(
     #[values(DType::F64, DType::F32)] dtype: DType,
 ) {
     let (wide, narrow) = (Golden::read("f64"), Golden::read("f32"));
-    assert_eq!(wide.settings.len(), 8);
+    assert_eq!(wide.settings.len(), 10);
     for case in wide.settings.keys() {
         let problem = wide.problem(case);
         let oracle = Oracle::of(&problem);

@@ -3,6 +3,7 @@
 
 use super::judge::judge;
 use super::oracle::Oracle;
+use super::packed::problems;
 use super::problem::{Attend, MASKS, Problem, Sizes, numbers, on, tensor};
 use super::wide_scores::no_worse_than_naive;
 use candle_core::{DType, Tensor, Var};
@@ -88,6 +89,23 @@ fn exact_f32(
             .unwrap_or_else(|error| panic!("{:?} {sizes:?}: {error}", problem.config));
         let [first, second] = [(), ()].map(|()| problem.run(DType::F32, ON_CARD).bits());
         assert!(first == second, "{:?} {sizes:?}", problem.config);
+    }
+}
+
+/// Documents and windows, and the same bits each time. (In half precision and in TF32, too, they are judged with
+/// `TALLOW_TEST_DEVICE`, and in `tf32`.)
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn packed(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
+    for problem in problems(head_dim) {
+        let exact = thirds(problem.clone());
+        let oracle = Oracle::of(&exact);
+        judge(&exact, &oracle, DType::F32, ON_CARD)
+            .unwrap_or_else(|error| panic!("{:?} {head_dim}: {error}", problem.config));
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let [first, second] = [(), ()].map(|()| problem.run(dtype, ON_CARD).bits());
+            assert!(first == second, "{:?} {head_dim} {dtype:?}", problem.config);
+        }
     }
 }
 

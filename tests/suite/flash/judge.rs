@@ -22,6 +22,7 @@
 use super::oracle::Oracle;
 use super::problem::{Attend, Problem, Results, Sizes, device, numbers, rounded, tensor};
 use candle_core::{DType, Tensor};
+use std::ops::Range;
 use tallow::attention::{self, AttentionConfig};
 use tallow::ops;
 
@@ -297,10 +298,19 @@ pub fn naive_with_lse(
     config: &AttentionConfig,
 ) -> tallow::Result<(Tensor, Tensor)> {
     let scores = ops::matmul_transposed(q, k)?; // (B, H, Tq, Tk)
-    let (_, _, queries, keys) = scores.dims4()?;
+    let (_, heads, queries, keys) = scores.dims4()?;
+    let first_keys = config
+        .first_keys
+        .as_ref()
+        .map(|first_keys| first_keys.tensor());
+    let first_keys: Vec<u32> = first_keys.map_or(Ok(Vec::new()), |x| x.flatten_all()?.to_vec1())?;
     let scores = (scores * config.scale_for(q.dim(3)?))?;
     let lse_of_row = |(row, scores): (usize, &[f64])| {
-        let scores = &scores[config.mask.visible(row % queries, queries, keys)];
+        let query = row % queries;
+        let Range { start, end } = config.mask.visible(query, queries, keys);
+        let first = first_keys.get(row / queries / heads * queries + query);
+        let start = first.map_or(start, |first| start.max(*first as usize));
+        let scores = &scores[start.min(end)..end];
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         top + sum.ln()

@@ -3,7 +3,7 @@
 use crate::child;
 use tallow::kernels::Mask;
 use tallow::kernels::cpu::attention::flash::{
-    Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward,
+    ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward,
 };
 use tallow::memory::tracker;
 
@@ -49,7 +49,13 @@ fn scratch_stays_small() {
         rounding_error: &mut [],
         lse: &mut lse,
     };
-    forward(&sizes, &tiles, q, k, v, outputs);
+    let inputs = ForwardInputs {
+        q,
+        k,
+        v,
+        first_keys: &[],
+    };
+    forward(&sizes, &tiles, inputs, outputs);
     let inputs = Inputs {
         q,
         k,
@@ -58,6 +64,7 @@ fn scratch_stays_small() {
         rounding_error: None,
         lse: &lse,
         d_out,
+        first_keys: &[],
     };
     let gradients = Gradients {
         dq: &mut dq,

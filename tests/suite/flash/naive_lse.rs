@@ -85,7 +85,7 @@ fn costs_no_bit_of_the_others() {
 fn of_no_keys_and_of_one_head_without_a_batch() {
     let config = AttentionConfig {
         mask: Mask::CausalEnd,
-        scale: None,
+        ..Default::default()
     };
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let (q, k) = (zeros(&[2, 3, 5, 8]), zeros(&[2, 3, 0, 8]));

@@ -36,6 +36,7 @@ impl Oracle {
             let (batch, head) = (batch_and_head / sizes.heads, batch_and_head % sizes.heads);
             let kv_head = head * sizes.kv_heads / sizes.heads;
             let head = Head {
+                batch,
                 q_start: batch_and_head * q_size,
                 k_start: (batch * sizes.kv_heads + kv_head) * k_size,
                 lse_start: batch_and_head * sizes.queries,
@@ -70,6 +71,7 @@ fn add_sizes(y: &mut [f64], factor: f64, x: &[f64]) {
 
 /// One query head with the key head it attends to, as places in the problem's slices.
 struct Head {
+    batch: usize,
     q_start: usize,
     k_start: usize,
     lse_start: usize,
@@ -88,7 +90,7 @@ impl Head {
         let sizes = problem.sizes;
         let dim = sizes.head_dim;
         let scale = problem.config.scale_for(dim);
-        let visible = (problem.config.mask).visible(query, sizes.queries, sizes.keys);
+        let visible = problem.visible(self.batch, query);
         let row = self.q_start + query * dim..self.q_start + (query + 1) * dim;
         let key = |j: usize| self.k_start + j * dim..self.k_start + (j + 1) * dim;
         let (q, d_out) = (&problem.q[row.clone()], &problem.d_out[row.clone()]);

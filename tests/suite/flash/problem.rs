@@ -4,10 +4,17 @@ use candle_core::{DType, Device, Tensor, Var};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
+use std::num::NonZeroUsize;
+use std::ops::Range;
 use tallow::Result;
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
 
-pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
+pub const MASKS: [Mask; 4] = [
+    Mask::Full,
+    Mask::Causal,
+    Mask::CausalEnd,
+    Mask::Window(NonZeroUsize::new(29).unwrap()),
+];
 pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
 /// Those that the device has kernels for.
@@ -105,6 +112,8 @@ impl Sizes {
 pub struct Problem {
     pub sizes: Sizes,
     pub config: AttentionConfig,
+    /// Those of the configuration, (B, Tq), or nothing.
+    pub first_keys: Vec<u32>,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
@@ -146,7 +155,12 @@ impl Problem {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let mut normal = |shape: [usize; 4]| normal(shape.iter().product(), &mut random);
         let problem = Self {
-            config: AttentionConfig { mask, scale },
+            config: AttentionConfig {
+                mask,
+                scale,
+                first_keys: None,
+            },
+            first_keys: Vec::new(),
             q: normal(sizes.q_shape()),
             k: normal(sizes.k_shape()),
             v: normal(sizes.k_shape()),
@@ -154,6 +168,30 @@ impl Problem {
             sizes,
         };
         problem.rounded_to(DType::BF16)
+    }
+
+    /// The same with first keys (B, Tq).
+    pub fn with_first_keys(self, first_keys: Vec<u32>) -> Self {
+        let shape = (self.sizes.batch, self.sizes.queries);
+        let tensor = Tensor::from_slice(&first_keys, shape, &Device::Cpu).expect("a tensor");
+        let config = AttentionConfig {
+            first_keys: Some(FirstKeys::new(&tensor).expect("first keys")),
+            ..self.config
+        };
+        Self {
+            config,
+            first_keys,
+            ..self
+        }
+    }
+
+    /// The keys that a query of sequence `batch` sees.
+    pub fn visible(&self, batch: usize, query: usize) -> Range<usize> {
+        let Sizes { queries, keys, .. } = self.sizes;
+        let seen = self.config.mask.visible(query, queries, keys);
+        let first = self.first_keys.get(batch * queries + query);
+        let first = first.map_or(0, |first| *first as usize);
+        seen.start.max(first).min(seen.end)..seen.end
     }
 
     /// The same problem with inputs that `dtype` represents exactly.

@@ -7,10 +7,11 @@ use candle_core::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{RngSeed, TestRunner};
-use rand::SeedableRng;
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rstest::rstest;
 use std::cell::Cell;
+use std::num::NonZeroUsize;
 use tallow::attention::{AttentionConfig, Mask};
 
 /// What is special about the inputs beside their spread.
@@ -56,6 +57,8 @@ struct Case {
     keys: usize,
     head_dim: usize,
     mask: Mask,
+    /// How many documents there are in a sequence, about.
+    documents: usize,
     scale: Option<f64>,
     /// About how far scores go.
     largest_score: f64,
@@ -81,20 +84,25 @@ fn cases() -> impl Strategy<Value = Case> {
         1 => (0.01..3.0).prop_map(Some),
         1 => (-3.0..-0.01).prop_map(Some),
     ];
+    let window = (1..=150usize).prop_filter_map("no keys", NonZeroUsize::new);
+    let mask = prop_oneof![
+        3 => select(MASKS.to_vec()),
+        1 => window.prop_map(Mask::Window),
+    ];
     let largest_score = select(vec![0.1, 1.0, 4.0, 4.0, 10.0, 30.0, 100.0, 1e3, 1e4]);
     let oddity = prop_oneof![1 => Just(Oddity::Nothing), 1 => select(ODDITIES.to_vec())];
     (
         (1..=3usize, 1..=3usize, 1..=4usize),
         (length(), length(), any::<bool>()),
         head_dim,
-        select(MASKS.to_vec()),
+        (mask, prop_oneof![3 => Just(1), 1 => 2..=9usize]),
         (scale, largest_score),
         oddity,
         prop::bool::weighted(0.2),
         any::<u64>(),
     )
         .prop_map(
-            |(heads, lengths, head_dim, mask, scores, oddity, by_reference, seed)| {
+            |(heads, lengths, head_dim, seen, scores, oddity, by_reference, seed)| {
                 let (queries, keys, alike) = lengths;
                 let keys = if alike { queries } else { keys };
                 let (mut batch, mut kv_heads, mut group) = heads;
@@ -110,7 +118,8 @@ fn cases() -> impl Strategy<Value = Case> {
                     queries,
                     keys,
                     head_dim,
-                    mask,
+                    mask: seen.0,
+                    documents: seen.1,
                     scale: scores.0,
                     largest_score: scores.1,
                     oddity,
@@ -136,7 +145,9 @@ impl Case {
         let config = AttentionConfig {
             mask: self.mask,
             scale: self.scale,
+            first_keys: None,
         };
+        let scale = config.scale_for(self.head_dim).abs();
         let mut random = ChaCha8Rng::seed_from_u64(self.seed);
         let mut draw = |shape: [usize; 4]| normal(shape.iter().product(), &mut random);
         let mut problem = Problem {
@@ -146,9 +157,12 @@ impl Case {
             d_out: draw(sizes.q_shape()),
             sizes,
             config,
+            first_keys: Vec::new(),
         };
+        if self.documents > 1 {
+            problem = problem.with_first_keys(self.first_keys());
+        }
         // A score is a sum of Dh products, and the largest of some thousand lies at about 3.5 standard deviations.
-        let scale = config.scale_for(self.head_dim).abs();
         if scale > 0.0 {
             let deviation = 3.5 * scale * (self.head_dim as f64).sqrt();
             let spread = (self.largest_score / deviation).sqrt();
@@ -163,6 +177,26 @@ impl Case {
             }
         }
         problem.rounded_to(dtype)
+    }
+
+    /// Drawn: of documents that begin anywhere, some of them after keys that nobody sees, and beyond all keys.
+    fn first_keys(&self) -> Vec<u32> {
+        let mut random = ChaCha8Rng::seed_from_u64(!self.seed);
+        let mut drawn = |below: usize| random.random_range(0..=below);
+        let sequences = (0..self.batch).flat_map(|_| {
+            let mut places: Vec<(usize, usize)> = (1..self.documents)
+                .map(|_| (drawn(self.queries), drawn(self.keys + 2)))
+                .collect();
+            places.sort_unstable();
+            let mut first_keys = vec![0; self.queries];
+            let mut first = 0;
+            for (from, key) in places {
+                first = first.max(if key % 3 == 0 { key } else { from } as u32);
+                first_keys[from..].fill(first);
+            }
+            first_keys
+        });
+        sequences.collect()
     }
 
     fn make_odd(&self, problem: &mut Problem) {

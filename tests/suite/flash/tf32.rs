@@ -3,6 +3,7 @@
 use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
+use super::packed::problems;
 use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, on, tensor};
 use crate::child;
 use crate::compile::distance;
@@ -29,7 +30,8 @@ fn naive_in_tf32(problem: &Problem) -> Results {
     let scores = (matmul_transposed(&q, &k).unwrap() * scale).unwrap(); // (B, H, Tq, Tk)
     let mut p = numbers(&scores);
     let lse_of_row = |(row, scores): (usize, &mut [f64])| {
-        let visible = (problem.config.mask).visible(row % sizes.queries, sizes.queries, sizes.keys);
+        let (matrix, query) = (row / sizes.queries, row % sizes.queries);
+        let visible = problem.visible(matrix / sizes.heads, query);
         let sum: f64 = scores[visible.clone()].iter().map(|s| s.exp()).sum();
         for (j, s) in scores.iter_mut().enumerate() {
             *s = if visible.contains(&j) {
@@ -80,9 +82,12 @@ fn the_judge_is_off_by_tf32s_eps() {
 /// dP but for rounding: there the floor is what TF32's own eps promises.
 fn judge(problem: &Problem, narrow: &Results) -> Result<Shares, String> {
     let oracle = Oracle::of(problem);
-    let eps = match problem.sizes.keys {
-        1 => 2f64.powi(-10),
-        _ => f64::from(f32::EPSILON),
+    let queries =
+        (0..problem.sizes.batch).flat_map(|i| (0..problem.sizes.queries).map(move |j| (i, j)));
+    let mut seen = queries.map(|(batch, query)| problem.visible(batch, query).len());
+    let eps = match seen.all(|keys| keys <= 1) {
+        true => 2f64.powi(-10),
+        false => f64::from(f32::EPSILON),
     };
     let floors = floors(&oracle, problem.sizes.head_dim, (eps, 8.0 * eps));
     let found = problem.run(DType::F32, ON_CARD);
@@ -112,6 +117,24 @@ fn judged() {
         }
     }
     println!("shares of the bounds: {shares:?}");
+}
+
+/// Documents and windows, over several tiles.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn packed() {
+    if child::ran("flash::tf32::packed") {
+        return;
+    }
+    set_tf32(&crate::gpu(), true).unwrap();
+    for head_dim in [16, 64, 80, 128, 256] {
+        for problem in problems(head_dim) {
+            let problem = thirds(problem);
+            let narrow = with_own_heads(&problem, naive_in_tf32);
+            judge(&problem, &narrow)
+                .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
+        }
+    }
 }
 
 /// Against naive attention whose products are candle's on the GPU, of sizes that all have tensor cores for.

@@ -44,6 +44,7 @@ fn presets_are_the_published_ones() {
             tie_embeddings: false,
             rope_pairs: Default::default(),
             rope_scaling: Default::default(),
+            sliding_window: None,
             architecture: Default::default(),
         };
         assert_eq!(config, wanted, "{name}");

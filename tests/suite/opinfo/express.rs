@@ -244,6 +244,7 @@ fn attend(call: &Call, f: Attend) -> Result<Tensor> {
             Mask::Full
         },
         scale: call.settings.scale,
+        ..Default::default()
     };
     f(&spread(q)?, &spread(k)?, &spread(v)?, &config)
 }

@@ -3,11 +3,17 @@
 use super::case::{Case, Input, cast, normal};
 use super::compare::magnitude;
 use candle_core::{D, DType, Device, Tensor};
+use std::num::NonZeroUsize;
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{self, Gelu, RotaryPairs};
 
-pub const MASKS: [Mask; 3] = [Mask::Full, Mask::Causal, Mask::CausalEnd];
+pub const MASKS: [Mask; 4] = [
+    Mask::Full,
+    Mask::Causal,
+    Mask::CausalEnd,
+    Mask::Window(NonZeroUsize::new(3).unwrap()),
+];
 pub const EPS: f64 = 1e-5;
 /// A target that does not count.
 pub const IGNORE: u32 = u32::MAX;
@@ -381,7 +387,10 @@ pub fn grouped_flash(
         (None, mask),
         seed,
     );
-    let config = AttentionConfig { mask, scale: None };
+    let config = AttentionConfig {
+        mask,
+        ..Default::default()
+    };
     Case {
         name: format!("flash {}", naive.name),
         apply: Box::new(move |x| attention::flash(&x[0], &x[1], &x[2], &config)),
@@ -400,7 +409,11 @@ fn attend(
     let q = normal(&join(leading, &[queries, head_dim]), seed);
     let k = normal(&join(kv_leading, &[keys, head_dim]), seed + 1);
     let v = normal(&join(kv_leading, &[keys, value_dim]), seed + 2);
-    let config = AttentionConfig { mask, scale };
+    let config = AttentionConfig {
+        mask,
+        scale,
+        ..Default::default()
+    };
     let met = match leading.last() {
         Some(heads) if leading != kv_leading => repeat_heads(&k, *heads),
         _ => k.clone(),

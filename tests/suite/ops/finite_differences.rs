@@ -95,7 +95,11 @@ fn a_tensor_used_twice(#[case] policy: KernelPolicy) {
     );
     check(&one("linear(x, x)", &[3, 3], |x| ops::linear(x, x)), policy);
     for mask in MASKS {
-        let config = AttentionConfig { mask, scale: None };
+        let config = AttentionConfig {
+            mask,
+            ..Default::default()
+        };
+        let of_shared = config.clone();
         let inputs = vec![Input::new("x", normal(&[2, 1, 3, 4], 8))];
         let itself = Case::new("self-attention", inputs, move |x| {
             attention::naive(&x[0], &x[0], &x[0], &config)
@@ -107,7 +111,7 @@ fn a_tensor_used_twice(#[case] policy: KernelPolicy) {
         ];
         let shared = Case::new("heads that share keys", inputs, move |x| {
             let keys = x[1].broadcast_as((1, 3, 5, 4))?;
-            attention::naive(&x[0], &keys, &keys, &config)
+            attention::naive(&x[0], &keys, &keys, &of_shared)
         });
         check(&shared, policy);
     }

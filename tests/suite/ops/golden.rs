@@ -56,7 +56,7 @@ fn case(file: &File, name: &str) -> Case {
         "attention" => {
             let config = AttentionConfig {
                 mask: mask_in(name),
-                scale: None,
+                ..Default::default()
             };
             Case::new(name, with(&["q", "k", "v"]), move |x| {
                 attention::naive(&x[0], &x[1], &x[2], &config)

@@ -14,7 +14,10 @@ fn repeated(case: &Case, mask: Mask) -> Case {
     let heads = q.dims()[q.rank() - 3];
     let (k, v) = (repeat_heads(&k, heads), repeat_heads(&v, heads));
     let inputs = vec![Input::new("q", q), Input::new("k", k), Input::new("v", v)];
-    let config = AttentionConfig { mask, scale: None };
+    let config = AttentionConfig {
+        mask,
+        ..Default::default()
+    };
     Case::new(case.name.clone(), inputs, move |x| {
         attention::naive(&x[0], &x[1], &x[2], &config)
     })

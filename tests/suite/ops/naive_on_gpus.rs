@@ -74,7 +74,10 @@ fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f6
     };
     let draw = |(name, shape)| builder.get_with_hints(shape, name, init).unwrap();
     let inputs = [("q", q), ("k", k), ("v", k), ("d_out", q)].map(draw);
-    let config = AttentionConfig { mask, scale: None };
+    let config = AttentionConfig {
+        mask,
+        ..Default::default()
+    };
     let found = run(attention::naive, &inputs, &config);
     let reference: Attend = |q, k, v, config| {
         with_kernel_policy(KernelPolicy::Prefer, || reference::naive(q, k, v, config))
@@ -143,7 +146,7 @@ fn hidden_keys_have_no_say() {
     let gpu = crate::gpu();
     let config = AttentionConfig {
         mask: Mask::CausalEnd,
-        scale: None,
+        ..Default::default()
     };
     let q = Tensor::ones((1, 5, 4), DType::BF16, &gpu).unwrap();
     let k = Tensor::ones((1, 3, 4), DType::BF16, &gpu).unwrap();
@@ -182,7 +185,10 @@ fn wide_scores(
         (x * spread).unwrap().to_dtype(dtype).unwrap()
     };
     let inputs = [("q", 25.0), ("k", 1.0), ("v", 1.0), ("d_out", 1.0)].map(draw);
-    let config = AttentionConfig { mask, scale: None };
+    let config = AttentionConfig {
+        mask,
+        ..Default::default()
+    };
     let exact = run(
         attention::naive,
         &inputs.each_ref().map(|x| x.to_dtype(DType::F64).unwrap()),

@@ -190,6 +190,7 @@ fn the_default_attention() {
     let spelled = AttentionConfig {
         mask: Mask::Full,
         scale: Some(0.25),
+        ..Default::default()
     };
     let spelled = attention::naive(&q, &k, &v, &spelled).unwrap();
     assert_eq!(bits(&default), bits(&spelled));

@@ -32,7 +32,7 @@ fn ids(shape: &[usize]) -> Tensor {
 fn causal() -> AttentionConfig {
     AttentionConfig {
         mask: Mask::Causal,
-        scale: None,
+        ..Default::default()
     }
 }
 

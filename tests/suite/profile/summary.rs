@@ -155,7 +155,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
     let q = Tensor::ones((2, 3, 5, 8), DType::F32, &Device::Cpu).unwrap();
     let config = AttentionConfig {
         mask: Mask::Causal,
-        scale: None,
+        ..Default::default()
     };
     let _alone = super::alone();
     let profiler = Profiler::start_on_this_thread().unwrap();

@@ -333,3 +333,45 @@ fn gradients_that_are_not_finite_change_nothing() {
     norm.set(&good).unwrap();
     assert_eq!(trainer.step().unwrap().unwrap().step, 3);
 }
+
+/// Documents that end with a token, planned and eagerly; and a run that is resumed has the same bits.
+#[test]
+fn documents_are_the_same_planned() {
+    for attention in Algorithm::ALL {
+        let settings = TrainConfig {
+            separator: Some(3),
+            accumulation: 2,
+            ..settings()
+        };
+        let run = |is_planned: bool| {
+            let model = model().with_attention(attention);
+            let mut trainer =
+                Trainer::new(model, settings.clone(), training(), validation()).unwrap();
+            if is_planned {
+                trainer.compile().unwrap();
+            }
+            let losses: Vec<f64> = take(&mut trainer, 12)
+                .iter()
+                .map(|step| step.loss)
+                .collect();
+            (losses, trainer.evaluate().unwrap())
+        };
+        let ((eager, of_eager), (planned, of_planned)) = (run(false), run(true));
+        let pairs = eager.iter().zip(&planned).chain([(&of_eager, &of_planned)]);
+        for (eager, planned) in pairs {
+            assert!(
+                (eager - planned).abs() < 2e-5,
+                "{attention}: {eager} {planned}"
+            );
+        }
+        let mut whole = start(TrainConfig {
+            separator: None,
+            ..settings.clone()
+        });
+        let without = take(&mut whole, 1)[0].loss;
+        assert!(
+            (without - eager[0]).abs() > 1e-4,
+            "{attention}: as without documents"
+        );
+    }
+}

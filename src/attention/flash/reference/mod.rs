@@ -13,9 +13,10 @@ mod seen;
 use super::{NAME, check};
 use crate::Result;
 use crate::attention::computed::Computed;
+use crate::attention::first_keys::HostSeen;
 use crate::attention::nothing::{lse_of_nothing, nothing};
 use crate::attention::shapes::Shapes;
-use crate::attention::{AttentionConfig, Mask, attributes};
+use crate::attention::{AttentionConfig, attributes};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, MemoryStep, Room, Target};
 use crate::ops::check_float;
@@ -44,13 +45,13 @@ pub fn reference(
     v: &Tensor,
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
-    let shapes = check(q, k, v)?;
+    let shapes = check(q, k, v, config)?;
     check_float(NAME, q)?;
     if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
         return Ok((out, lse_of_nothing(q)?));
     }
     if graph::is_tracing() {
-        let config = *config;
+        let config = config.clone();
         let out = traced(NAME, Traced { shapes, config }, &[q, k, v], None, true)?;
         let lse = graph::kept_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
@@ -59,7 +60,7 @@ pub fn reference(
     }
     let attention = Attention {
         shapes,
-        mask: config.mask,
+        seen: HostSeen::new(config, &shapes)?,
         scale: config.scale_for(shapes.head_dim),
     };
     let (wide_out, softmax) = {
@@ -91,6 +92,10 @@ struct Traced {
 impl Spec for Traced {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         like_first(inputs)
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.config.reads()
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
@@ -141,10 +146,9 @@ impl Softmax {
 
 /// What to compute. Inside, with G = B Hkv and R = H / Hkv, q is (G, R, Tq, Dh) and k and v are (G, Tk, Dh); a tile of
 /// Br queries is (G, R Br, Dh).
-#[derive(Clone, Copy, Debug)]
 struct Attention {
     shapes: Shapes,
-    mask: Mask,
+    seen: HostSeen,
     scale: f64,
 }
 
@@ -245,17 +249,23 @@ impl Attention {
         q_i.matmul(&k_j.t()?)? * self.scale
     }
 
-    /// Which of the tile's pairs the mask leaves; none if there is none.
+    /// Which of the tile's pairs are seen; none if none is.
     fn seen(
         &self,
         i: &Range<usize>,
         j: &Range<usize>,
         like: &Tensor,
     ) -> candle_core::Result<Option<Seen>> {
-        let Shapes { queries, keys, .. } = self.shapes;
         let heads = self.shapes.heads / self.shapes.kv_heads; // R
-        let sees = |i, j| self.mask.visible(i, queries, keys).contains(&j);
-        Seen::new(heads, i, j, sees, like.device())
+        let matrices = match self.seen.sequences() {
+            1 => 1,
+            sequences => sequences * self.shapes.kv_heads, // G
+        };
+        let sees = |matrix: usize, i, j| {
+            let sequence = matrix * self.seen.sequences() / matrices;
+            self.seen.of(sequence).by(i).contains(&j)
+        };
+        Seen::new([matrices, heads], i, j, sees, like.device())
     }
 
     /// q, or what is shaped like it, as (G, R, Tq, Dh).

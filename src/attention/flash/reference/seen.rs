@@ -5,23 +5,24 @@ use std::ops::Range;
 
 /// Which pairs of a tile are seen, the tile being (rows, keys) with several heads' queries one after another as rows.
 pub(super) struct Seen {
-    /// 1 where the row sees the key, else 0, as (rows, keys); `None` where every row sees every key.
+    /// 1 where the row sees the key, else 0, as (1 or G, rows, keys); `None` where every row sees every key.
     pairs: Option<Tensor>,
 }
 
 impl Seen {
-    /// For `heads` times the queries `i`, and the keys `j`; `None` where no query sees any key.
+    /// For so many matrices, `heads` times the queries `i` in each, and the keys `j`; `None` where no query sees any key.
     pub(super) fn new(
-        heads: usize,
+        [matrices, heads]: [usize; 2],
         i: &Range<usize>,
         j: &Range<usize>,
-        sees: impl Fn(usize, usize) -> bool,
+        sees: impl Fn(usize, usize, usize) -> bool,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let rows = (0..heads).flat_map(|_| i.clone());
+        let all_heads = (0..matrices).flat_map(|matrix| (0..heads).map(move |_| matrix));
+        let rows = all_heads.flat_map(|matrix| i.clone().map(move |i| (matrix, i)));
         let pairs: Vec<u8> = rows
-            .flat_map(|i| j.clone().map(move |j| (i, j)))
-            .map(|(i, j)| u8::from(sees(i, j)))
+            .flat_map(|(matrix, i)| j.clone().map(move |j| (matrix, i, j)))
+            .map(|(matrix, i, j)| u8::from(sees(matrix, i, j)))
             .collect();
         if pairs.iter().all(|seen| *seen == 0) {
             return Ok(None);
@@ -29,7 +30,7 @@ impl Seen {
         if pairs.iter().all(|seen| *seen == 1) {
             return Ok(Some(Self { pairs: None }));
         }
-        let shape = (heads * i.len(), j.len());
+        let shape = (matrices, heads * i.len(), j.len());
         let pairs = Some(Tensor::from_vec(pairs, shape, device)?);
         Ok(Some(Self { pairs }))
     }

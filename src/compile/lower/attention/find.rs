@@ -55,12 +55,14 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         "attention::flash" => false,
         _ => return None,
     };
-    if node.composed || attribute(node, "mask")? != Attribute::Mask(Mask::Causal) {
-        return None;
-    }
-    let Attribute::Number(scale) = attribute(node, "scale")? else {
+    let (Attribute::Mask(mask), Attribute::Number(scale)) =
+        (attribute(node, "mask")?, attribute(node, "scale")?)
+    else {
         return None;
     };
+    if node.composed || !matches!(mask, Mask::Causal | Mask::Window(_)) {
+        return None;
+    }
     let heads = |place: usize| Heads::of(program, &node.inputs[place], i);
     let [q, k, v] = [heads(0)?, heads(1)?, heads(2)?];
     let merge = program.only_reader(node.output)?;
@@ -82,6 +84,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         heads,
         kv_heads,
         head_dim,
+        mask,
         scale,
         by_halves: q.by_halves,
         packed: false,
@@ -97,8 +100,10 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         && on_gpu;
     let dtype = graph.value(node.output).dtype;
     let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    // Naive attention's kernels know no groups; the CPU's rotates by itself, adjacent pairs.
-    let takes = !is_naive || !grouped && (on_gpu || q.angles.is_some() && !q.by_halves);
+    // Naive attention's kernels know no groups; the CPU's rotates by itself, adjacent pairs, and sees all keys before.
+    let sees_all = mask == Mask::Causal && node.reads.is_empty();
+    let rotates = q.angles.is_some() && !q.by_halves;
+    let takes = !is_naive || !grouped && (on_gpu || rotates && sees_all);
     let nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
     // Rotated in place: nothing else reads a projection, nor does what makes it.
     let is_ours = [&q, &k, &v].iter().all(|x| {
@@ -127,6 +132,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         is_naive,
         qkv: [q, k, v].map(|x| x.projection),
         angles,
+        first_keys: node.reads.first().cloned(),
         kept: node.kept.iter().map(|kept| kept.value).collect(),
         output: merged.output,
         is_wanted: program.is_wanted(node.output),

@@ -12,7 +12,7 @@ use crate::attention::in_model::InModel;
 use crate::compile::plan::BufferRange;
 use crate::graph::{self, ValueId};
 use crate::kernels::workspace;
-use crate::ops::lowering::{Kernel, Named};
+use crate::ops::lowering::{Check, Kernel, Named};
 use candle_core::DType;
 
 struct Attention {
@@ -25,6 +25,8 @@ struct Attention {
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
     angles: Option<[graph::ValueRef; 2]>,
+    /// (B, T).
+    first_keys: Option<graph::ValueRef>,
     /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what
     /// rounding took from the output.
     kept: Vec<ValueId>,
@@ -42,6 +44,12 @@ impl Attention {
 
     fn is_half(&self) -> bool {
         self.dtype != DType::F32
+    }
+
+    /// What attention reads: q, k and v, or what they are packed in, and first keys.
+    fn compared(&self, lower: &mut Lower<'_>) -> Named<BufferRange> {
+        let first_keys = self.first_keys.as_ref().map(|value| lower.read(value));
+        self.qkv(lower).with_some("first_keys", first_keys)
     }
 
     /// q, k and v, or what they are packed in.
@@ -143,7 +151,7 @@ impl Attention {
     }
 
     fn naive_forward_on_gpu(&self, lower: &mut Lower<'_>) {
-        let qkv = self.qkv(lower);
+        let reads = self.compared(lower);
         let [b, h, t] = [self.sizes.batch, self.sizes.heads, self.sizes.length];
         let out = lower.make(self.output, "out", &self.shape());
         let p = self.keep(lower, 0, "probabilities", &[b, h, t, t], false);
@@ -151,11 +159,11 @@ impl Attention {
             .is_half()
             .then(|| lower.scratch(&self.scores_at_once(), DType::F32));
         let writes = Named::from([("out", out), ("p", p)]).with_some("scores", scores);
-        lower.plan.call(self.sizes.naive(), qkv, writes);
+        lower.plan.call(self.sizes.naive(), reads, writes);
     }
 
     fn flash_forward(&self, lower: &mut Lower<'_>) {
-        let qkv = self.qkv(lower);
+        let reads = self.compared(lower);
         let [b, h, t, d] = [
             self.sizes.batch,
             self.sizes.heads,
@@ -176,7 +184,7 @@ impl Attention {
         let writes = Named::from([("out", heads.clone()), ("lse", lse)]);
         let writes = writes.with_some("workspace", workspace);
         let writes = writes.with_some("rounding_error", rounding_error);
-        lower.plan.call(self.sizes.tiled(), qkv, writes);
+        lower.plan.call(self.sizes.tiled(), reads, writes);
         if !on_gpu {
             let out = lower.make(self.output, "out", &self.shape());
             lower
@@ -237,6 +245,9 @@ impl Form for Attention {
         if let (Target::Cpu { threads }, true) = (lower.job.function.target, self.is_naive) {
             return self.naive_forward(lower, threads);
         }
+        if let Some(first_keys) = &self.first_keys {
+            lower.checks.push((first_keys.value, Check::FirstKeys));
+        }
         let qkv = self.qkv(lower);
         self.rotate(lower, InModel::rotate, &qkv)?;
         match self.is_naive {
@@ -250,7 +261,7 @@ impl Form for Attention {
         let Some(d_out) = lower.gradients.take(self.output) else {
             return Ok(());
         };
-        let qkv = self.qkv(lower);
+        let compared = self.compared(lower);
         let [rows, _] = self.shape();
         let names = self.sizes.names(&["dqkv"], &["dq", "dk", "dv"]);
         let columns = self.sizes.columns();
@@ -271,7 +282,7 @@ impl Form for Attention {
         let kept = names.iter().zip(&self.kept);
         let kept = kept.filter_map(|(name, kept)| Some((*name, lower.places[kept.0].clone()?)));
         let kept = Named::from(kept.collect::<Vec<_>>());
-        let reads = Named::from([("d_out", d_out)]).and(qkv);
+        let reads = Named::from([("d_out", d_out)]).and(compared);
         match (self.is_naive, lower.job.function.target) {
             (true, Target::Cpu { threads }) => {
                 let reads = reads.and(kept).and(self.angles(lower)?);

@@ -261,7 +261,7 @@ fn block(
     let part = |i| ops::split_heads(&joined.narrow(2, i * width, width)?, heads);
     let causal = crate::attention::AttentionConfig {
         mask: crate::attention::Mask::Causal,
-        scale: None,
+        ..Default::default()
     };
     let out = attention.attend(&part(0)?, &part(1)?, &part(2)?, &causal)?;
     let out = biased("proj", width, width)?.forward(&ops::merge_heads(&out)?)?;

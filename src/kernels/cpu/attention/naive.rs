@@ -25,37 +25,41 @@ fn at<T: Stored>(data: &[T], index: usize, size: usize, threads: Threads) -> Cow
     wide(&data[index * size..(index + 1) * size], threads)
 }
 
-/// `p = softmax(scale q k^T)` under the mask, `out = p v`: q (B H, Tq, Dh), k (B Hkv, Tk, Dh), v (B Hkv, Tk, Dv),
-/// p (B H, Tq, Tk), out (B H, Tq, Dv).
+/// What is attended with.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a, T> {
+    /// (B H, Tq, Dh).
+    pub q: &'a [T],
+    /// (B Hkv, Tk, Dh).
+    pub k: &'a [T],
+    /// (B Hkv, Tk, Dv).
+    pub v: &'a [T],
+    /// The first key that each query sees, (B, Tq), or nothing.
+    pub first_keys: &'a [u32],
+}
+
+/// `p = softmax(scale q k^T)` over the keys that are seen, `out = p v`: p (B H, Tq, Tk), out (B H, Tq, Dv); with the
+/// log-sum-exp of every query's scores in `lse` (B H, Tq), unless that is empty.
 ///
 /// p is in the type computed in: rounded to half precision, it would cost the gradients more than their own rounding.
 pub fn forward<T: Stored>(
     sizes: &Sizes,
-    q: &[T],
-    k: &[T],
-    v: &[T],
-    p: &mut [T::Wide],
-    out: &mut [T],
-) {
-    forward_with_lse(sizes, q, k, v, p, &mut [], out);
-}
-
-/// As [`forward`], with the log-sum-exp of every query's scores in `lse` (B H, Tq), unless that is empty.
-pub fn forward_with_lse<T: Stored>(
-    sizes: &Sizes,
-    q: &[T],
-    k: &[T],
-    v: &[T],
+    inputs: Inputs<'_, T>,
     p: &mut [T::Wide],
     lse: &mut [T::Wide],
     out: &mut [T],
 ) {
+    let Inputs {
+        q,
+        k,
+        v,
+        first_keys,
+    } = inputs;
     let Sizes {
         queries,
         keys,
         head_dim,
         value_dim,
-        mask,
         scale,
         ..
     } = *sizes;
@@ -81,7 +85,8 @@ pub fn forward_with_lse<T: Stored>(
         let lse = unsafe { lse.range(i * lse_size, lse_size) };
         let out = unsafe { out.range(i * out_size, out_size) };
         timed(Part::Scores, || matmul(q, k.t(), p, false, threads));
-        softmax::forward_in_place(p, queries, keys, scale, mask, lse, threads);
+        let seen = sizes.seen(first_keys, i / sizes.heads);
+        softmax::forward_in_place(p, seen, scale, lse, threads);
         let p = MatRef::new(p, queries, keys);
         rounded(out, false, threads, |out| {
             timed(Part::Values, || matmul(p, v, out, false, threads))
@@ -94,24 +99,24 @@ pub fn forward_with_lse<T: Stored>(
 /// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. dp and ds share one
 /// buffer of (queries, keys) a thread. One task has a matrix of k and v and all that q's matrices add to its gradients,
 /// one after another: the sums' order is fixed.
-#[allow(clippy::too_many_arguments)] // five inputs, three outputs
 pub fn backward<T: Stored>(
     sizes: &Sizes,
+    inputs: Inputs<'_, T>,
     dout: &[T],
-    q: &[T],
-    k: &[T],
-    v: &[T],
     p: &[T::Wide],
-    dq: &mut [T],
-    dk: &mut [T],
-    dv: &mut [T],
+    [dq, dk, dv]: [&mut [T]; 3],
 ) {
+    let Inputs {
+        q,
+        k,
+        v,
+        first_keys,
+    } = inputs;
     let Sizes {
         queries,
         keys,
         head_dim,
         value_dim,
-        mask,
         scale,
         ..
     } = *sizes;
@@ -149,7 +154,8 @@ pub fn backward<T: Stored>(
                     matmul(p.t(), dout, dv, accumulate, threads);
                     matmul(dout, v.t(), &mut ds, false, threads); // dp
                 });
-                softmax::backward_in_place(&mut ds, p_rows, queries, keys, scale, mask, threads);
+                let seen = sizes.seen(first_keys, i / sizes.heads);
+                softmax::backward_in_place(&mut ds, p_rows, seen, scale, threads);
                 let ds = MatRef::new(&ds, queries, keys);
                 rounded(dq, false, threads, |dq| {
                     timed(Part::Scores, || matmul(ds, k, dq, false, threads))

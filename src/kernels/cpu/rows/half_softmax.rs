@@ -3,7 +3,8 @@
 //! Half the bytes make arithmetic the bound, which in f32 is memory: hence fewer passes and a cheaper exponential than
 //! in [`softmax`](super::softmax), whose f32 results stay what they were.
 
-use crate::kernels::Mask;
+use super::softmax::only;
+use crate::kernels::attention::Seen;
 use crate::kernels::cpu::{Lanes, Real, Stored, parallel};
 use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
@@ -13,27 +14,16 @@ const PADDING: usize = 16;
 
 /// Whole rows of a batch.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<T> {
+pub(super) struct Rows<'a, T> {
     /// Which row of the batch the first is.
     pub first: usize,
-    pub queries: usize,
-    pub keys: usize,
+    pub seen: Seen<'a>,
     pub scale: T,
-    pub mask: Mask,
-}
-
-impl<T> Rows<T> {
-    /// How many keys row `row` of these sees.
-    #[inline(always)]
-    fn visible(&self, row: usize) -> usize {
-        let query = (self.first + row) % self.queries;
-        self.mask.visible(query, self.queries, self.keys).end
-    }
 }
 
 /// `p` from `x`, both (rows, keys).
-pub(super) fn forward_rows<T: Stored>(rows: Rows<T::Wide>, x: &[T], p: &mut [T]) {
-    let mut e = vec![T::Wide::ZERO; rows.keys.next_multiple_of(PADDING)];
+pub(super) fn forward_rows<T: Stored>(rows: Rows<'_, T::Wide>, x: &[T], p: &mut [T]) {
+    let mut e = vec![T::Wide::ZERO; rows.seen.keys.next_multiple_of(PADDING)];
     let e = &mut e[..];
     Arch::new().dispatch(Forward { rows, x, p, e });
 }
@@ -44,21 +34,13 @@ pub(super) fn forward_rows<T: Stored>(rows: Rows<T::Wide>, x: &[T], p: &mut [T])
 pub fn backward_from_scores<T: Stored>(
     dp: &[T],
     x: &[T],
-    queries: usize,
-    keys: usize,
+    seen: Seen<'_>,
     scale: f64,
-    mask: Mask,
     dx: &mut [T],
 ) {
-    let scale = T::Wide::real(scale);
+    let (keys, scale) = (seen.keys, T::Wide::real(scale));
     let of_task = |first: usize, dx: &mut [T]| {
-        let rows = Rows {
-            first,
-            queries,
-            keys,
-            scale,
-            mask,
-        };
+        let rows = Rows { first, seen, scale };
         let range = first * keys..first * keys + dx.len();
         let (dp, x) = (&dp[range.clone()], &x[range]);
         let padded = keys.next_multiple_of(PADDING);
@@ -77,7 +59,7 @@ pub fn backward_from_scores<T: Stored>(
 }
 
 struct Forward<'a, T: Stored> {
-    rows: Rows<T::Wide>,
+    rows: Rows<'a, T::Wide>,
     x: &'a [T],
     p: &'a mut [T],
     /// A row, padded.
@@ -91,12 +73,12 @@ impl<T: Stored> WithSimd for Forward<'_, T> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { rows, x, p, e } = self;
         let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
-        let pairs = p.chunks_exact_mut(rows.keys).zip(x.chunks_exact(rows.keys));
+        let keys = rows.seen.keys;
+        let pairs = p.chunks_exact_mut(keys).zip(x.chunks_exact(keys));
         for (row, (p, x)) in pairs.enumerate() {
-            let visible = rows.visible(row);
-            let (p, hidden) = p.split_at_mut(visible);
-            hidden.fill(T::zero());
-            let (e, max) = scaled(simd, &x[..visible], rows.scale, e);
+            let visible = rows.seen.by_row(rows.first + row);
+            let (x, p) = (&x[visible.clone()], only(p, visible, T::zero()));
+            let (e, max) = scaled(simd, x, rows.scale, e);
             let sum = fold_registers::<T::Wide, S, _, 0>(
                 e,
                 [],
@@ -110,16 +92,16 @@ impl<T: Stored> WithSimd for Forward<'_, T> {
                 |a, b| T::Wide::vadd(simd, a, b),
             );
             let share = T::Wide::ONE / fold_lanes::<T::Wide, S>(sum, |a, b| a + b);
-            for e in &mut e[..visible] {
+            for e in &mut e[..x.len()] {
                 *e *= share;
             }
-            T::store(&e[..visible], p);
+            T::store(&e[..x.len()], p);
         }
     }
 }
 
 struct Backward<'a, T: Stored> {
-    rows: Rows<T::Wide>,
+    rows: Rows<'a, T::Wide>,
     dp: &'a [T],
     x: &'a [T],
     dx: &'a mut [T],
@@ -134,17 +116,18 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Rows { keys, scale, .. } = self.rows;
+        let Rows { first, seen, scale } = self.rows;
+        let keys = seen.keys;
         let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
         let inputs = self.dp.chunks_exact(keys).zip(self.x.chunks_exact(keys));
         for (row, (dx, (dp, x))) in self.dx.chunks_exact_mut(keys).zip(inputs).enumerate() {
-            let visible = self.rows.visible(row);
-            let (dx, hidden) = dx.split_at_mut(visible);
-            hidden.fill(T::zero());
-            let gradient = &mut self.gradient[..visible.next_multiple_of(PADDING)];
-            T::load(&dp[..visible], &mut gradient[..visible]);
-            gradient[visible..].fill(T::Wide::ZERO); // a longer row's, which may be NaN
-            let (e, max) = scaled(simd, &x[..visible], scale, self.e);
+            let visible = seen.by_row(first + row);
+            let (dp, x) = (&dp[visible.clone()], &x[visible.clone()]);
+            let dx = only(dx, visible, T::zero());
+            let gradient = &mut self.gradient[..dx.len().next_multiple_of(PADDING)];
+            T::load(dp, &mut gradient[..dx.len()]);
+            gradient[dx.len()..].fill(T::Wide::ZERO); // a longer row's, which may be NaN
+            let (e, max) = scaled(simd, x, scale, self.e);
             let (sum, inner) = fold_registers::<T::Wide, S, _, 1>(
                 e,
                 [gradient],
@@ -161,7 +144,7 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
             let share = T::Wide::ONE / fold_lanes::<T::Wide, S>(sum, |a, b| a + b);
             let inner = share * fold_lanes::<T::Wide, S>(inner, |a, b| a + b);
             let factor = share * scale;
-            let gradient = &mut gradient[..visible];
+            let gradient = &mut gradient[..dx.len()];
             for (gradient, e) in gradient.iter_mut().zip(e) {
                 *gradient = *e * (*gradient - inner) * factor;
             }

@@ -62,7 +62,7 @@ pub(super) struct CallSizes {
     offset: i32,
     heads_at_once: i32,
     scale: f32,
-    unused: i32,
+    window: i32,
 }
 
 impl CallSizes {
@@ -78,7 +78,9 @@ impl CallSizes {
             offset: offset(sizes),
             heads_at_once: heads_at_once.max(1) as i32,
             scale: sizes.scale as f32,
-            unused: 0,
+            window: sizes.mask.window().map_or(0, |keys| {
+                i32::try_from(keys.get()).unwrap_or(i32::MAX) // more than there are
+            }),
         }
     }
 }
@@ -97,6 +99,8 @@ pub(super) struct ForwardArguments {
     pub v_strides: Strides,
     pub out_strides: Strides,
     pub sizes: CallSizes,
+    /// (B, Tq) u32, or null.
+    pub first_keys: u64,
 }
 
 #[repr(C, align(64))]
@@ -110,6 +114,8 @@ pub(super) struct ForwardHopperArguments {
     pub tickets: u64,
     pub out_strides: Strides,
     pub sizes: CallSizes,
+    /// (B, Tq) u32, or null.
+    pub first_keys: u64,
 }
 
 #[repr(C)]
@@ -137,6 +143,8 @@ pub(super) struct BackwardArguments {
     pub dk_strides: Strides,
     pub dv_strides: Strides,
     pub sizes: CallSizes,
+    /// (B, Tq) u32, or null.
+    pub first_keys: u64,
 }
 
 /// q, k, v and d_out, for the copy engine.
@@ -193,5 +201,5 @@ unsafe impl DeviceRepr for BackwardMaps {}
 
 // What the kernels' parameters take up.
 const _: () = assert!(size_of::<ForwardHopperArguments>() == 512);
-const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 40);
-const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 40);
+const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 40 + 8);
+const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 40 + 8);

@@ -5,13 +5,14 @@
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
 //   aligned lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
+//   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
 //   and one more: int dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the
 //   fragments that make it
 //
 // Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
+//   flash_backward_prepare  statistics, turns        grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
 //   turns) / 256))
 //                                                    block 256
 //   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
@@ -34,9 +35,6 @@
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef KEYS
-#define KEYS (HEAD_DIM == 256 ? 64 : 128)
-#endif
 #ifndef AT_ONCE  // queries whose S and dP are in registers at a time
 #define AT_ONCE (HEAD_DIM == 256 ? 16 : 32)
 #endif
@@ -99,8 +97,10 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
                  first_key * arguments.v_strides.row;
 
     // Tiles of queries that see a key of this block, head after head of the group.
+    const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
-    const int tiles = max(0, query_tiles - first_tile), steps = tiles * group;
+    const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
+    const int tiles = max(0, end_tile - first_tile), steps = tiles * group;
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
@@ -221,6 +221,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 
     // dQ of a tile whose dS is in shared memory, added to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {
+        const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
         float dq[DQ_ROW_BLOCKS][DQ_COLUMNS / 8][4] = {};
 #pragma unroll
         for (int key = 0; key < KEYS; key += 16) {
@@ -246,7 +247,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++) {
                 float* target = sums + (m * (DQ_COLUMNS / 8) + n) * 128;
-                if (key_tile == 0) *reinterpret_cast<float4*>(target) = *reinterpret_cast<float4*>(dq[m][n]);
+                if (is_first) *reinterpret_cast<float4*>(target) = *reinterpret_cast<float4*>(dq[m][n]);
                 else add_to(target, dq[m][n]);
             }
     };
@@ -255,7 +256,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         const int stage = step % 2;
         const int first_query = next.tile * QUERIES;
         sums_2 = sums_1, sums_1 = sums_now, sums_now = next.head * query_tiles + next.tile;
-        next.advance(first_tile, query_tiles);
+        next.advance(first_tile, end_tile);
         wait_groups<0>();
         if (threadIdx.x == 0) await_turn(step);
         __syncthreads();  // Q and dO of this step have arrived, dS of the one before is written, dQ two before is added
@@ -265,6 +266,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 
         // Do all queries of the tile see all keys of the warp?
         const bool masked = first_query + sizes.offset < first_key + warp_key + 16 * K_BLOCKS - 1 || keys < KEYS;
+        // Do some begin after keys of the warp?
+        const bool begins_later = FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key;
 #pragma unroll
         for (int part = 0; part < OWN_QUERIES; part += AT_ONCE) {
             const u32 q_stage = stage * QUERY_TILE_BYTES;
@@ -283,6 +286,21 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
                                             first_query - warp_query - part - quad_column - i % 2;
 #pragma unroll
                         for (int n = 0; n < AT_ONCE / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
+                    }
+            }
+            if (begins_later) {
+#pragma unroll
+                for (int n = 0; n < AT_ONCE / 8; n++)
+#pragma unroll
+                    for (int odd = 0; odd < 2; odd++) {
+                        // Counted from this thread's first key.
+                        const int first = first_keys.of(first_query + warp_query + part + n * 8 + quad_column + odd) -
+                                          first_key - warp_key - quad_row;
+#pragma unroll
+                        for (int m = 0; m < K_BLOCKS; m++) {
+                            if (m * 16 < first) s[m][n][odd] = -INFINITE;
+                            if (m * 16 + 8 < first) s[m][n][odd + 2] = -INFINITE;
+                        }
                     }
             }
 
@@ -368,7 +386,9 @@ JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments 
     constexpr int VECTORS = DQ_ROW_BLOCKS * DQ_COLUMNS / 8;
     const float4* sums = reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * DQ_TILE / 4 +
                          warp * VECTORS * 32 + lane;
-    const bool seen = arguments.turns[blockIdx.x] > 0;  // no block has come to queries that see no key
+    const FirstKeys first_keys(arguments.first_keys, sizes, head_in_all / sizes.heads);
+    // No block has come to queries that see no key.
+    const bool seen = arguments.turns[blockIdx.x] > first_to_meet(first_keys, sizes, first / QUERIES);
 #pragma unroll
     for (int m = 0; m < DQ_ROW_BLOCKS; m++)
 #pragma unroll

@@ -1,10 +1,15 @@
-// What the two backward kernels share: their arguments, the kernel that goes before them, turns. Behind common.cuh.
+// What the backward kernels share: their arguments, which tiles of keys and queries meet, the kernel that goes before
+// them, turns. Behind common.cuh.
 //
+//   KEYS         keys in a tile
 //   QUERIES      queries in a tile
 //   STATISTICS   numbers of a query: lse log2(e) and delta, or both and what rounding took from the first
 
 #ifndef STATISTICS
 #define STATISTICS 2
+#endif
+#ifndef KEYS
+#define KEYS (sizeof(E) == 4 || HEAD_DIM == 256 ? 64 : 128)
 #endif
 #ifndef QUERIES
 #define QUERIES (HEAD_DIM * sizeof(E) > 256 ? 32 : 64)
@@ -22,7 +27,33 @@ struct BackwardArguments {
     int* turns;
     Strides q_strides, k_strides, v_strides, out_strides, d_out_strides, dq_strides, dk_strides, dv_strides;
     Sizes sizes;
+    const u32* first_keys;  // (B, Tq), null without FIRST_KEYS
 };
+
+// ---- which tiles of keys and of queries meet
+
+// Tile c of keys meets the tiles of queries from the first in which the mask lets a query see it, to the last whose
+// first query has its first key in c or before, or that first one alone. (Such as meet nobody for their first keys go
+// there and find that.) Seen from a tile of queries, these are tiles of keys one after another, none left out: each adds
+// to its dQ after the one before it.
+
+// The end of the tiles of queries, of `tiles`, that tile `key_tile` of keys meets from tile `first` on.
+__device__ __forceinline__ int end_of_queries(const FirstKeys& first_keys, int key_tile, int first, int tiles) {
+    if (!FIRST_KEYS) return tiles;
+    const int end = first_keys.first_beyond(key_tile * KEYS + KEYS - 1, first * QUERIES);
+    return min(tiles, max(first + 1, CEIL_DIV(end, QUERIES)));
+}
+
+// The first tile of keys of those that the mask lets no query before tile `tile` of queries see.
+__device__ __forceinline__ int first_unseen_before(const Sizes& sizes, int tile) {
+    return tile == 0 ? 0 : max(0, CEIL_DIV(tile * QUERIES + sizes.offset, KEYS));
+}
+
+// The first tile of keys that meets tile `tile` of queries, if any does.
+__device__ __forceinline__ int first_to_meet(const FirstKeys& first_keys, const Sizes& sizes, int tile) {
+    if (!FIRST_KEYS) return 0;
+    return min(first_keys.of(tile * QUERIES) / KEYS, first_unseen_before(sizes, tile));
+}
 
 extern "C" __global__ void __launch_bounds__(256)
 JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
@@ -35,7 +66,16 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
 #else
     const int turns_a_tile = 1;
 #endif
-    if (thread <= turns_a_tile * heads * tiles) arguments.turns[thread] = 0;
+    if (thread <= turns_a_tile * heads * tiles) {
+        // It is the turn of the first tile of keys; what comes after the turns is the ticket.
+        int turn = 0;
+        if (FIRST_KEYS && thread < turns_a_tile * heads * tiles) {
+            const int number = thread / turns_a_tile;
+            const FirstKeys first_keys(arguments.first_keys, sizes, number / tiles / sizes.heads);
+            turn = first_to_meet(first_keys, sizes, number % tiles);
+        }
+        arguments.turns[thread] = turn;
+    }
 
     const long long row = thread / LANES_A_ROW;
     const int chunk = threadIdx.x % LANES_A_ROW;
@@ -63,9 +103,15 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
             delta += (x0 + z0) * y0 + (x1 + z1) * y1;
         }
 #ifdef HOPPER
-        // Queries that no block of keys comes to.
+        // Queries that no block of keys comes to. (All blocks come to the last tile but for first keys.)
         const int tile = query / QUERIES;
-        if (tile < tiles - 1 && (tile + 1) * QUERIES + sizes.offset <= 0) {
+        bool met = tile >= tiles - 1 || (tile + 1) * QUERIES + sizes.offset > 0;
+        if (FIRST_KEYS) {
+            const int key_tiles = CEIL_DIV(sizes.keys, KEYS);
+            const int end = tile == tiles - 1 ? key_tiles : min(key_tiles, first_unseen_before(sizes, tile + 1));
+            met = first_to_meet(FirstKeys(arguments.first_keys, sizes, batch), sizes, tile) < end;
+        }
+        if (!met) {
             const Strides& of_dq = arguments.dq_strides;
             reinterpret_cast<uint4*>(arguments.dq + batch * of_dq.batch + head * of_dq.head + query * of_dq.row)[i] = make_uint4(0, 0, 0, 0);
         }

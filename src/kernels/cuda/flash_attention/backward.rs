@@ -2,7 +2,7 @@
 
 use super::arguments::{BackwardArguments, BackwardMaps, CallSizes, Heads, Map, Strides};
 use super::element;
-use super::form::{Backward as Form, definitions, line};
+use super::form::{Backward as Form, definitions, line, pointer_to};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::attention::Sizes;
@@ -44,6 +44,8 @@ pub(crate) struct Inputs<'a> {
     pub d_out: Heads<'a>,
     /// (parts, B, H, Tq) f32.
     pub lse: View<'a>,
+    /// (B, Tq) u32, contiguous: as forward had them.
+    pub first_keys: Option<View<'a>>,
 }
 
 /// What is written.
@@ -124,7 +126,7 @@ pub(crate) fn backward(
             launch_generic.queries,
         ),
     };
-    let definitions = definitions(sizes, element, tiles);
+    let definitions = definitions(sizes, element, inputs.first_keys, tiles);
     let kernel = |stem| source.kernel_with(gpu, &definitions, stem, element);
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
@@ -160,6 +162,7 @@ pub(crate) fn backward(
         dk_strides: Strides::from(&gradients.dk),
         dv_strides: Strides::from(&gradients.dv),
         sizes: CallSizes::new(sizes, heads_at_once),
+        first_keys: pointer_to(inputs.first_keys),
     };
     let run = |kernel: &Kernel, blocks, threads, shared_bytes| -> Result<()> {
         kernel.allow_shared_bytes(shared_bytes)?;

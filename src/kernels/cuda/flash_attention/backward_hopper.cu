@@ -10,9 +10,9 @@
 //                                                 QUERIES * 16 + 1024 + 256 bytes
 //
 // A work is a tile of keys, with a step for each tile of queries that sees it, the last queries first: later keys,
-// which fewer queries see, then come to a tile no earlier than the keys that add to its dQ before them. Blocks stay and
-// take work after work by ticket; the steps go on from one to the next without a break. The last keys of a tile write
-// its dq.
+// which fewer queries see, then come to a tile no earlier than the keys that add to its dQ before them. (With first
+// keys no later either, by the steps that they begin before them.) Blocks stay and take work after work by ticket; the
+// steps go on from one to the next without a break. The last keys of a tile write its dq.
 //
 // Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so that P^T and dS^T are left factors
 // in the registers where they were made; dS goes through shared memory for dQ, of which a group computes one half: rows
@@ -118,11 +118,18 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     barrier_wait(at.keys_full, 0);
     if (at.numbers[0] >= works) return;
     Work work(sizes, at.numbers[0], query_tiles, key_tiles);
-    int tile = query_tiles - 1, head = work.first_head;
+#if FIRST_KEYS
+    work.end_at(at.ends[0], sizes.heads / sizes.kv_heads);
+    FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
+#endif
+    int tile = END_TILE(work) - 1, head = work.first_head;
     // From S to P, in place, while dP is computed.
     auto exponentiate = [&](int stage) {
         float lse[16];
         read_statistics(lse, stage, 0);
+#if FIRST_KEYS
+        const int latest_first = first_keys.of(tile * QUERIES + QUERIES - 1);
+#endif
         products_wait<1>();
         const int first_key = work.key_tile * KEYS + warpgroup * 64;
         if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
@@ -135,6 +142,20 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
                 for (int n = 0; n < QUERIES / 8; n++) s[n * 4 + i] = n * 8 >= visible ? s[n * 4 + i] : -INFINITE;
             }
         }
+#if FIRST_KEYS
+        // Some begin after keys of the group.
+        if (latest_first > first_key) {
+#pragma unroll
+            for (int n = 0; n < QUERIES / 8; n++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    // Counted from this thread's first key.
+                    const int first = first_keys.of(tile * QUERIES + n * 8 + quad_column + odd) - first_key - warp_row - quad_row;
+                    if (0 < first) s[n * 4 + odd] = -INFINITE;
+                    if (8 < first) s[n * 4 + odd + 2] = -INFINITE;
+                }
+        }
+#endif
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             if (half > 0) read_statistics(lse, stage, half * 64);
@@ -219,7 +240,12 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             const bool sends = step > 0 && due < 0;
             if (sends) store_dq();
             else if (step > 0) finish_dq(due, due_alone);
-            due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == 0;
+#if FIRST_KEYS
+            const int alone = first_to_meet(first_keys, sizes, tile);
+#else
+            const int alone = 0;
+#endif
+            due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == alone;
 
             // S and dP of the next (in the last as well).
             const bool last = i == steps - 1;
@@ -250,9 +276,13 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             if (sends) send_dq();
             if (last && more) {
                 work = Work(sizes, number, query_tiles, key_tiles);
-                tile = query_tiles - 1, head = work.first_head;
+#if FIRST_KEYS
+                work.end_at(at.ends[keys_stage ^ 1], sizes.heads / sizes.kv_heads);
+                first_keys = FirstKeys(arguments.first_keys, sizes, work.first_head / sizes.heads);
+#endif
+                tile = END_TILE(work) - 1, head = work.first_head;
             } else if (--tile < work.first_tile) {
-                tile = query_tiles - 1, head++;
+                tile = END_TILE(work) - 1, head++;
             }
             exponentiate(next_stage);
             barrier_wait(at.ds_empty + next_stage * 8, next_round - 1);  // here, since the compiler moves no exponential across it

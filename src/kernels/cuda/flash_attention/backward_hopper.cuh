@@ -1,13 +1,12 @@
 // What backward_hopper.cu consists of besides the products: works, a block's shared memory, the warp that copies tiles
 // into it, the warps that add dQ to what earlier keys have summed. Between backward.cuh and backward_hopper.cu.
 
-constexpr int KEYS = 128;
 constexpr int HALVES = QUERIES / 64;  // of a tile of queries: P and dS of one are made at a time
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
 constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
 constexpr int DQ_TILE = QUERIES * HEAD_DIM;
-static_assert(QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128), "one dQ of 64 x 64 for each group");
+static_assert(KEYS == 128 && QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128), "one dQ of 64 x 64 for each group");
 
 struct Maps {
     Map q, k, v, d_out;
@@ -15,8 +14,8 @@ struct Maps {
 // One a group, but for ORDER.
 enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
 
-// A tile of keys of one head, with the tiles of queries that it goes with: `tiles` .. first_tile, downwards, of each of
-// the heads first_head .. first_head + group.
+// A tile of keys of one head, with the tiles of queries that it goes with: from before its end down to first_tile, of
+// each of the heads first_head .. first_head + group.
 struct Work {
     int key_tile, first_tile, first_head, steps;
     int own_tiles;  // so many of the first tiles have no later keys: this work finishes their dq
@@ -31,6 +30,19 @@ struct Work {
         steps = (tiles - first_tile) * group;
         own_tiles = key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
     }
+    // What end_of_queries says of the keys: all tiles of queries without first keys. (KEYS >= QUERIES, so a work that is
+    // cut here still finishes the dq of those of its own tiles that are left.)
+#if FIRST_KEYS
+    int end_tile;
+    __device__ __forceinline__ void end_at(int tile, int group) {
+        end_tile = tile, own_tiles = min(own_tiles, tile);
+        steps = (tile - first_tile) * group;
+    }
+#define END_TILE(work) work.end_tile
+#else
+    __device__ __forceinline__ void end_at(int, int) {}
+#define END_TILE(work) query_tiles
+#endif
 };
 // Until the sums of so many tiles of keys are there.
 __device__ __forceinline__ void await_turn(const int* turn, int mine) {
@@ -46,6 +58,7 @@ struct Shared {
     u32 k_tiles, v_tile, q_tiles, d_out_tiles, ds_tiles, dq_tile, statistics_tiles;
     u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
     int* numbers;  // of the works whose keys are there
+    int* ends;     // and of their tiles of queries
     __device__ __forceinline__ Shared(unsigned char* shared) {
         const u32 start = (u32)__cvta_generic_to_shared(shared);
         k_tiles = (start + 1023) & ~1023u, v_tile = k_tiles + 2 * KEY_TILE_BYTES;
@@ -57,7 +70,7 @@ struct Shared {
         ds_full = queries_empty + 16, ds_empty = ds_full + 16;
         dq_full = ds_empty + 16, dq_empty = dq_full + 16;
         v_full = dq_empty + 16, v_empty = v_full + 8;
-        numbers = reinterpret_cast<int*>(shared + (v_empty + 8 - start));
+        numbers = reinterpret_cast<int*>(shared + (v_empty + 8 - start)), ends = numbers + 2;
     }
     // By one thread. Who is waited for: the copy engine, or warps: 8 that multiply, 4 of a group, 2 that add.
     __device__ __forceinline__ void make_barriers() const {
@@ -87,13 +100,18 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
             barrier_arrive(full);
             break;
         }
-        const Work work(sizes, number, query_tiles, key_tiles);
+        Work work(sizes, number, query_tiles, key_tiles);
         const int batch = work.first_head / sizes.heads, first_head = work.first_head - batch * sizes.heads;
+        if (FIRST_KEYS) {
+            const FirstKeys first_keys(arguments.first_keys, sizes, batch);
+            at.ends[turn % 2] = end_of_queries(first_keys, work.key_tile, work.first_tile, query_tiles);
+            work.end_at(at.ends[turn % 2], group);
+        }
         barrier_expect(full, KEY_TILE_BYTES);
         copy_boxes<KEYS>(at.k_tiles + turn % 2 * KEY_TILE_BYTES, maps.k, full, work.key_tile * KEYS, first_head / group, batch);
         for (int head = first_head; head < first_head + group; head++)
 #pragma unroll 1
-            for (int tile = query_tiles - 1; tile >= work.first_tile; tile--, step++) {
+            for (int tile = END_TILE(work) - 1; tile >= work.first_tile; tile--, step++) {
                 const int stage = step % 2;
                 const u32 queries = at.queries_full + stage * 8;
                 barrier_wait(at.queries_empty + stage * 8, step / 2 - 1);
@@ -102,7 +120,7 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
                 copy_boxes<QUERIES>(at.d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, queries, tile * QUERIES, head, batch);
                 copy_bytes(at.statistics_tiles + stage * STATISTICS_BYTES,
                            arguments.statistics + 2ll * QUERIES * ((batch * sizes.heads + head) * query_tiles + tile), STATISTICS_BYTES, queries);
-                if (head == first_head && tile == query_tiles - 1) {
+                if (head == first_head && tile == END_TILE(work) - 1) {
                     barrier_wait(at.v_empty, turn - 1);
                     barrier_expect(at.v_full, KEY_TILE_BYTES);
                     copy_boxes<KEYS>(at.v_tile, maps.v, at.v_full, work.key_tile * KEYS, first_head / group, batch);
@@ -120,23 +138,26 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
     int added = 0;  // tiles that have gone from there to dq_sums
     for (int turn = 0;; turn++) {
         barrier_wait(at.keys_full + turn % 2 * 8, turn / 2);
-        const int number = at.numbers[turn % 2];
+        const int number = at.numbers[turn % 2], end = FIRST_KEYS ? at.ends[turn % 2] : query_tiles;
         __syncwarp();
         if (lane == 0) barrier_arrive(at.keys_empty + turn % 2 * 8);
         if (number >= works) break;
-        const Work work(sizes, number, query_tiles, key_tiles);
+        Work work(sizes, number, query_tiles, key_tiles);
+        work.end_at(end, group);
+        const FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
         for (int head = work.first_head; head < work.first_head + group; head++) {
-            const int last = head * query_tiles + query_tiles - 1;
+            const int last = head * query_tiles + END_TILE(work) - 1;
             if (lane == 0) {
                 int* turns = arguments.turns + 2 * last + half;
                 float* sums = arguments.dq_sums + (long long)last * DQ_TILE + half * (DQ_TILE / 2);
                 int there = -1;  // tiles of keys that have added to this tile of queries, at least
 #pragma unroll 1
-                for (int tile = query_tiles - 1; tile >= work.own_tiles; tile--, turns -= 2, sums -= DQ_TILE, added++) {
+                for (int tile = END_TILE(work) - 1; tile >= work.own_tiles; tile--, turns -= 2, sums -= DQ_TILE, added++) {
+                    const bool is_first = work.key_tile == first_to_meet(first_keys, sizes, tile);
                     if (there < work.key_tile) await_turn(turns, work.key_tile);
                     else asm volatile("fence.proxy.async.global;" ::: "memory");
                     barrier_wait(at.dq_full + half * 8, added);
-                    if (work.key_tile == 0) write_bytes(sums, tile_to_add, DQ_TILE * 2);
+                    if (is_first) write_bytes(sums, tile_to_add, DQ_TILE * 2);
                     else add_floats(sums, tile_to_add, DQ_TILE * 2);
                     // The next one's turn, known by the time that this sum has arrived; the fence below goes between it
                     // and the next sum.

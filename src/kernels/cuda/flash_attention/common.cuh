@@ -5,6 +5,7 @@
 //   ELEMENT   bf16, f16 or f32: what q, k, v, out and their gradients are stored in; everything is added up in f32
 //   HEAD_DIM  16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond that
 //             are zeros in shared memory, so they add nothing
+//   FIRST_KEYS  1 where a call has first keys beside the mask: packed documents, sliding windows; else 0
 //   and the tile sizes that the kernels name; each has a default by HEAD_DIM.
 
 typedef unsigned int u32;
@@ -15,6 +16,9 @@ typedef unsigned long long u64;
 #endif
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
+#endif
+#ifndef FIRST_KEYS
+#define FIRST_KEYS 0
 #endif
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -224,7 +228,34 @@ struct Sizes {
     // Heads worked on at a time: as many as have their keys and values in the L2 cache together.
     int heads_at_once;
     float scale;                 // > 0
-    int unused;
+    int window;                  // keys that a query sees up to its own, or 0: all
+};
+
+// First keys (B, Tq), of one sequence, and a window's: query i sees no key before the i-th, which never falls from one
+// query to the next. Without FIRST_KEYS there are none, and each is 0.
+struct FirstKeys {
+    const u32* of_queries;  // null where a window says it all
+    int queries, window;
+    FirstKeys() = default;
+    __device__ __forceinline__ FirstKeys(const u32* of_all, const Sizes& sizes, int batch)
+        : of_queries(of_all ? of_all + (long long)batch * sizes.queries : nullptr), queries(sizes.queries),
+          window(sizes.window) {}
+    // That of a query; after the last, the last one's.
+    __device__ __forceinline__ int of(int query) const {
+        if (!FIRST_KEYS) return 0;
+        query = min(query, queries - 1);
+        const int first = of_queries ? min(__ldg(of_queries + query), 0x7fffffffu) : 0;
+        return window ? max(first, query + 1 - window) : first;
+    }
+    // The first query, of those from `query` on, whose first key comes after `key`; the number of queries if none has.
+    __device__ __forceinline__ int first_beyond(int key, int query) const {
+        for (int end = queries; query < end;) {
+            const int middle = query + (end - query) / 2;
+            if (of(middle) <= key) query = middle + 1;
+            else end = middle;
+        }
+        return query;
+    }
 };
 
 // Which (head of the batch, tile) comes `ticket`-th: groups of `at_once` heads one after the other, within a group tile

@@ -2,6 +2,7 @@
 
 use super::tiles::compiled_head_dim;
 use crate::kernels::attention::Sizes;
+use crate::kernels::cuda::View;
 use crate::kernels::cuda::source::{Definition, Source};
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
@@ -29,16 +30,25 @@ pub(super) struct Backward {
     pub tiles: Vec<Definition>,
 }
 
-/// Definitions that all kernels share.
+/// Definitions that all kernels share. Without first keys, of which a window makes some, the kernels have no code for
+/// them.
 pub(super) fn definitions(
     sizes: &Sizes,
     element: &'static str,
+    first_keys: Option<View>,
     mut tiles: Vec<Definition>,
 ) -> Vec<Definition> {
     let head_dim = compiled_head_dim(sizes.head_dim);
+    let first_keys = first_keys.is_some() || sizes.mask.window().is_some();
+    tiles.push(Definition::Size("FIRST_KEYS", usize::from(first_keys)));
     tiles.push(Definition::Size("HEAD_DIM", head_dim));
     tiles.push(Definition::Type("ELEMENT", element));
     tiles
+}
+
+/// Where first keys lie, or null.
+pub(super) fn pointer_to(first_keys: Option<View>) -> u64 {
+    first_keys.map_or(0, |first_keys| first_keys.pointer)
 }
 
 /// A grid and blocks of one dimension.

@@ -3,10 +3,12 @@
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
 //   aligned lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero rounded_off (B, H,
 //   Tq, Dh): ELEMENT, contiguous, may be null: what rounding took from out
+//   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows; S, P and O stay in its registers: the layout in which a product leaves its 16 x 8
-// blocks is the one in which the next takes its left factor. The next tile of keys and values is copied meanwhile.
+// blocks is the one in which the next takes its left factor. The next tile of keys and values is copied meanwhile. The
+// walk begins at the first key of the block's first row.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  (ROWS + 4 COLUMNS) * HEAD_DIM * 2 bytes
@@ -42,6 +44,7 @@ struct ForwardArguments {
     float* lse;
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
+    const u32* first_keys;  // null without FIRST_KEYS
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -74,13 +77,21 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M_BLOCKS + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
     const int tiles = CEIL_DIV(seen, COLUMNS);
+    // The first tile that the block sees; keys before the first that the warp sees, and such as some of its rows do not
+    // see for their first keys.
+    const FirstKeys first_keys(arguments.first_keys, sizes, batch);
+    const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const int warp_first = first_keys.of(first_row + warp_row);
+    const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M_BLOCKS - 1);
 
     const u32 q_tile = (u32)__cvta_generic_to_shared(shared);
     const u32 k_tiles = q_tile + ROWS * ROW_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
     copy_tile<ROWS, THREADS>(q_tile, q, arguments.q_strides.row, rows, dim);
-    if (tiles > 0) {
-        copy_tile<COLUMNS, THREADS>(k_tiles, k, k_stride, sizes.keys, dim);
-        copy_tile<COLUMNS, THREADS>(v_tiles, v, v_stride, sizes.keys, dim);
+    if (first_tile < tiles) {
+        const u32 stage = first_tile % 2 * TILE_BYTES;
+        const int first = first_tile * COLUMNS;
+        copy_tile<COLUMNS, THREADS>(k_tiles + stage, k + first * k_stride, k_stride, sizes.keys - first, dim);
+        copy_tile<COLUMNS, THREADS>(v_tiles + stage, v + first * v_stride, v_stride, sizes.keys - first, dim);
     }
     end_group();
 
@@ -106,7 +117,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         for (int m = 0; m < M_BLOCKS; m++) load_matrices(q_fragments[step][m], q_blocks.at(m * 16, step * 16));
 #endif
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = first_tile; tile < tiles; tile++) {
         const u32 stage = tile % 2 * TILE_BYTES;
         wait_groups<0>();
         __syncthreads();  // this tile has arrived for all, and all are done with the one before
@@ -117,6 +128,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
             end_group();
         }
         if (tile * COLUMNS >= warp_seen) continue;
+        if (FIRST_KEYS && (tile + 1) * COLUMNS <= warp_first) continue;
 
         float s[M_BLOCKS][COLUMNS / 8][4] = {};
 #pragma unroll
@@ -149,6 +161,17 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                     const int visible = min(sizes.keys, row + 1 + sizes.offset) - tile * COLUMNS - quad_column - i % 2;
 #pragma unroll
                     for (int n = 0; n < COLUMNS / 8; n++) s[m][n][i] = n * 8 < visible ? s[m][n][i] : -INFINITE;
+                }
+        }
+        if (FIRST_KEYS && tile * COLUMNS < warp_last_first) {
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = first_row + warp_row + m * 16 + quad_row + i / 2 * 8;
+                    const int hidden = first_keys.of(row) - tile * COLUMNS - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < COLUMNS / 8; n++) s[m][n][i] = n * 8 >= hidden ? s[m][n][i] : -INFINITE;
                 }
         }
 
@@ -235,7 +258,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                 arguments.lse[(long long)head_in_all * sizes.queries + first_row + row] = log2 * LN_2;
             }
         }
-    if (tiles == 0) wait_groups<0>(), __syncthreads();
+    if (first_tile == tiles) wait_groups<0>(), __syncthreads();
     E* out = arguments.out + batch * arguments.out_strides.batch + head * arguments.out_strides.head +
              first_row * arguments.out_strides.row;
     E* rest = arguments.rounding_error + ((long long)head_in_all * sizes.queries + first_row) * dim;

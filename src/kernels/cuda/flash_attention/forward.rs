@@ -2,7 +2,7 @@
 
 use super::arguments::{CallSizes, ForwardArguments, ForwardHopperArguments, Heads, Map, Strides};
 use super::element;
-use super::form::{Forward as Form, definitions, line};
+use super::form::{Forward as Form, definitions, line, pointer_to};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::Mask;
@@ -73,7 +73,8 @@ fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::For
 /// Numbers from which Hopper's blocks draw their work.
 const TICKETS: usize = 2;
 
-/// Attention of q, k and v, products of f32 in TF32 or exact. `workspace`
+/// Attention of q, k and v, products of f32 in TF32 or exact. With `first_keys` (B, Tq) u32, contiguous, a query of any
+/// head sees no key before the one that its sequence has there; it never falls from one query to the next. `workspace`
 /// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside
 /// one another need their own.
 pub(crate) fn forward(
@@ -81,12 +82,14 @@ pub(crate) fn forward(
     sizes: &Sizes,
     tf32: bool,
     heads: [Heads; 3],
+    first_keys: Option<View>,
     outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
+    debug_assert!(first_keys.is_none_or(|all| all.len == sizes.batch * sizes.queries));
     match of_hopper(gpu, heads[0].view.dtype, sizes) {
-        Some(tiles) => hopper(gpu, sizes, &tiles, heads, outputs, workspace),
-        None => launch_generic(gpu, sizes, tf32, heads, outputs),
+        Some(tiles) => hopper(gpu, sizes, &tiles, heads, first_keys, outputs, workspace),
+        None => launch_generic(gpu, sizes, tf32, heads, first_keys, outputs),
     }
 }
 
@@ -103,11 +106,12 @@ fn launch_generic(
     sizes: &Sizes,
     tf32: bool,
     [q, k, v]: [Heads; 3],
+    first_keys: Option<View>,
     outputs: Outputs,
 ) -> Result<()> {
     let form = form_for(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
-    let definitions = definitions(sizes, element, form.tiles);
+    let definitions = definitions(sizes, element, first_keys, form.tiles);
     let kernel = (form.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
     kernel.allow_shared_bytes(form.shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
@@ -123,6 +127,7 @@ fn launch_generic(
         v_strides: Strides::from(&v),
         out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, all_heads),
+        first_keys: pointer_to(first_keys),
     };
     let blocks = sizes.queries.div_ceil(form.rows) * all_heads;
     let mut launch = kernel.builder();
@@ -137,11 +142,12 @@ fn hopper(
     sizes: &Sizes,
     tiles: &tiles::ForwardHopper,
     [q, k, v]: [Heads; 3],
+    first_keys: Option<View>,
     outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
     let element = element(q.view.dtype);
-    let definitions = definitions(sizes, element, tiles.definitions());
+    let definitions = definitions(sizes, element, first_keys, tiles.definitions());
     let kernel = HOPPER.kernel_with(gpu, &definitions, "flash_forward_hopper", element)?;
     let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
@@ -161,6 +167,7 @@ fn hopper(
         tickets: tickets.pointer,
         out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, at_once),
+        first_keys: pointer_to(first_keys),
     };
     let tiles_in_all = sizes.queries.div_ceil(tiles.rows()) * sizes.batch * sizes.heads;
     let blocks = tiles_in_all.min(multiprocessors(gpu)?);

@@ -34,11 +34,20 @@ struct ForwardHopperArguments {
     int* tickets;  // two, zeros before and after; launches that may run at the same time need their own
     Strides out_strides;
     Sizes sizes;
+    const u32* first_keys;  // null without FIRST_KEYS
 };
 
 // What a block does for one tile of queries.
 struct Work {
     int head_in_all, batch, head, kv_head, first_row, rows, tiles;
+    // It walks over the tiles of keys first_tile .. tiles.
+#if FIRST_KEYS
+    int first_tile;
+    __device__ __forceinline__ void begin_at(int tile) { first_tile = tile; }
+#else
+    static constexpr int first_tile = 0;
+    __device__ __forceinline__ void begin_at(int) {}
+#endif
     Work() = default;
     __device__ __forceinline__ Work(const Sizes& sizes, int number) {
         const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
@@ -61,6 +70,7 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
     const u32 q_full = v_tiles + 2 * TILE_BYTES, q_empty = q_full + 16;  // two of each
     const u32 k_full = q_empty + 16, k_empty = k_full + 16, v_full = k_empty + 16, v_empty = v_full + 16;
     int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start));  // of the work whose Q is in a stage
+    int* const first_tiles = numbers + 2;                                          // that work's
     const int works = CEIL_DIV(sizes.queries, ROWS) * sizes.batch * sizes.heads;
 
     if (threadIdx.x == 0) {
@@ -88,15 +98,20 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
                 barrier_arrive(full);
                 break;
             }
-            const Work work(sizes, number);
-            if (work.tiles > 0) {
+            Work work(sizes, number);
+            if (FIRST_KEYS) {
+                const FirstKeys first_keys(arguments.first_keys, sizes, work.batch);
+                work.begin_at(min(first_keys.of(work.first_row) / COLUMNS, work.tiles));
+                first_tiles[turn % Q_STAGES] = work.first_tile;
+            }
+            if (work.tiles > work.first_tile) {
                 barrier_expect(full, Q_BYTES);
                 copy_boxes<ROWS>(q_tiles + turn % Q_STAGES * Q_BYTES, arguments.q_map, full, work.first_row, work.head, work.batch);
             } else {
                 barrier_arrive(full);
             }
 #pragma unroll 1
-            for (int tile = 0; tile < work.tiles; tile++, copied++) {
+            for (int tile = work.first_tile; tile < work.tiles; tile++, copied++) {
                 const int stage = copied % 2, round = copied / 2;
                 barrier_wait(k_empty + stage * 8, round - 1);
                 barrier_expect(k_full + stage * 8, TILE_BYTES);
@@ -155,6 +170,15 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
 #pragma unroll
                     for (int n = 0; n < COLUMNS / 8; n++) s[n * 4 + i] = n * 8 < visible ? s[n * 4 + i] : -INFINITE;
                 }
+#if FIRST_KEYS
+                const FirstKeys first_keys(arguments.first_keys, sizes, work.batch);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int hidden = first_keys.of(row + i / 2 * 8) - tile * COLUMNS - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < COLUMNS / 8; n++) s[n * 4 + i] = n * 8 >= hidden ? s[n * 4 + i] : -INFINITE;
+                }
+#endif
             }
             float now[2];
 #pragma unroll
@@ -193,8 +217,9 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
         // The first S of the next work, the last O += P V of the one before.
         barrier_wait(q_full + turn % Q_STAGES * 8, turn / Q_STAGES);
         const int number = __shfl_sync(~0u, reinterpret_cast<volatile int*>(numbers)[turn % Q_STAGES], 0);
-        const Work next(sizes, min(number, works - 1));
-        const bool more = number < works && next.tiles > 0;
+        Work next(sizes, min(number, works - 1));
+        if (FIRST_KEYS) next.begin_at(reinterpret_cast<volatile int*>(first_tiles)[turn % Q_STAGES]);
+        const bool more = number < works && next.tiles > next.first_tile;
         const int next_used = used + pending;
         // Each way has its products from issue to wait for itself: else the compiler lets none run beside another.
         if (more) barrier_wait(k_full + next_used % 2 * 8, next_used / 2);
@@ -248,7 +273,7 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
         }
         if (number >= works) break;
 
-        work = next, pending = work.tiles > 0;
+        work = next, pending = work.tiles > work.first_tile;
         row = work.first_row + warp_row + quad_row;
         largest[0] = largest[1] = -INFINITE;
         sum[0] = sum[1] = 0;
@@ -257,11 +282,17 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
 #pragma unroll
             for (int i = 0; i < SPAN / 2; i++) o[span][i] = 0;
         if (pending) {
-            // Tiles whose keys all rows of the group see come first.
+            // Tiles whose keys all rows of the group see come first; or, with first keys, from tile `clear` on.
             const int whole = min(work.tiles, max(0, min(sizes.keys, work.first_row + warpgroup * 64 + 1 + sizes.offset)) / COLUMNS);
+            int clear = 0;
+            if (FIRST_KEYS) {
+                const FirstKeys first_keys(arguments.first_keys, sizes, work.batch);
+                clear = CEIL_DIV(min(first_keys.of(work.first_row + warpgroup * 64 + 63), sizes.keys), COLUMNS);
+            }
             float factor[2];
             bool grown;
-            softmax(0, whole == 0, factor, grown);
+            const int first_tile = work.first_tile;
+            softmax(first_tile, FIRST_KEYS ? first_tile < clear || first_tile >= whole : whole == 0, factor, grown);
             round_scores();
             auto next_tile = [&](int tile, bool masked) {
                 const int stage = used % 2, next_stage = stage ^ 1;
@@ -289,9 +320,10 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
                 round_scores();
                 used++;
             };
-            int tile = 1;
-            for (; tile < whole; tile++) next_tile(tile, false);
-            for (; tile < work.tiles; tile++) next_tile(tile, true);
+            int tile = first_tile + 1;
+            if (!FIRST_KEYS)
+                for (; tile < whole; tile++) next_tile(tile, false);
+            for (; tile < work.tiles; tile++) next_tile(tile, !FIRST_KEYS || tile < clear || tile >= whole);
         }
         free(q_empty + turn % Q_STAGES * 8);
     }

@@ -34,7 +34,7 @@ use candle_core::cuda_backend::CudaDevice;
 fn offset(sizes: &Sizes) -> i32 {
     match sizes.mask {
         Mask::Full => sizes.keys as i32,
-        Mask::Causal => 0,
+        Mask::Causal | Mask::Window(_) => 0,
         Mask::CausalEnd => sizes.keys as i32 - sizes.queries as i32,
     }
 }

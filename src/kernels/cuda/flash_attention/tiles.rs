@@ -169,7 +169,7 @@ impl BackwardHopper {
         let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
         match sizes.mask {
             Mask::Full => (512 / query_tiles).clamp(4, 64),
-            Mask::Causal | Mask::CausalEnd => {
+            Mask::Causal | Mask::CausalEnd | Mask::Window(_) => {
                 let most = if query_tiles > 8 { 32 } else { 64 };
                 ((1 << 17) / sizes.keys.max(1)).clamp(4, most)
             }

@@ -99,7 +99,7 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
             rounding_error: None,
             lse: lse.view(gpu),
         };
-        flash::forward(gpu, sizes, tf32, q, outputs, work.view(gpu)).unwrap();
+        flash::forward(gpu, sizes, tf32, q, None, outputs, work.view(gpu)).unwrap();
         work.read(gpu);
         let inputs = Inputs {
             q: q[0],
@@ -109,6 +109,7 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
             rounding_error: None,
             d_out,
             lse: lse.view(gpu),
+            first_keys: None,
         };
         let work = room(workspace::flash_backward(sizes));
         flash::backward(gpu, sizes, tf32, inputs, gradients, work.view(gpu)).unwrap();

@@ -209,6 +209,9 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
         mask,
         queries,
         keys,
+        first_keys: None,
+        heads: 1,
+        first_head: 0,
     };
     let [x, dp] = [1, 2].map(|seed| numbers::<T>(batch * queries * keys, seed));
     let mut exact = vec![0.0; x.len()];

@@ -6,7 +6,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::HashMap;
 use std::fmt;
-use tallow::attention::{Algorithm, AttentionConfig, Mask};
+use std::num::NonZeroUsize;
+use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use tallow::nn;
 use tallow::ops::{Gelu, KernelPolicy};
 use tallow::precision::Autocast;
@@ -130,7 +131,13 @@ impl Draw {
     }
 
     pub fn mask(&mut self) -> Mask {
-        self.pick(&[Mask::Full, Mask::Causal, Mask::CausalEnd])
+        let keys = NonZeroUsize::new(self.under(7)).unwrap_or(NonZeroUsize::MAX);
+        self.pick(&[
+            Mask::Full,
+            Mask::Causal,
+            Mask::CausalEnd,
+            Mask::Window(keys),
+        ])
     }
 
     pub fn gelu(&mut self) -> Gelu {
@@ -146,7 +153,15 @@ impl Draw {
         AttentionConfig {
             mask: self.mask(),
             scale: self.one_in(3).then_some(scale),
+            first_keys: self.one_in(4).then(|| self.first_keys()),
         }
+    }
+
+    /// Of few sequences of few queries, which may be as many as there are.
+    fn first_keys(&mut self) -> FirstKeys {
+        let documents = vec![self.under(3), self.under(4)];
+        let lengths = vec![documents; self.under(3)];
+        FirstKeys::of_lengths(&lengths).expect("sequences of one length")
     }
 
     /// Parameters for a layer.

@@ -82,6 +82,7 @@ impl Sizes {
         match self.mask {
             Mask::Full => self.length,
             Mask::Causal | Mask::CausalEnd => end, // the same for as many queries as keys
+            Mask::Window(_) => unreachable!("it leaves no prefix"),
         }
     }
 
@@ -99,6 +100,7 @@ impl Sizes {
             Mask::Causal | Mask::CausalEnd => {
                 rows * (rows * (block * (block + 1) / 2) + block * COLUMNS)
             }
+            Mask::Window(_) => unreachable!("as above"),
         }
     }
 

@@ -120,7 +120,14 @@ impl<T: Stored> Pass<'_, T> {
         let k_tile = self.tiles.backward_k_tile;
         let size = dq.len() / matrices.len().max(1);
         parallel::for_rows(dq, 1, |_, dq| dq.fill(T::Wide::ZERO));
-        let turns = AllTurns::new(matrices.len() * sizes.group(), sizes.queries, self.tiles);
+        // All tasks come by a tile of queries from that of the first key that one of them sees.
+        let first_task = |head: usize, query: usize| {
+            let batch = (matrices.start + head / sizes.group()) / sizes.kv_heads;
+            let seen = sizes.seen(self.inputs.first_keys, batch).by(query);
+            seen.start / k_tile
+        };
+        let heads = matrices.len() * sizes.group();
+        let turns = AllTurns::new(heads, sizes.queries, self.tiles, first_task);
         let dq = Shared::new(dq);
         // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask
         // the longest come first.

@@ -29,6 +29,8 @@ pub struct Inputs<'a, T: Stored> {
     pub lse: &'a [T::Wide],
     /// (B, H, Tq, Dh).
     pub d_out: Heads<'a, T>,
+    /// The first key that each query sees, (B, Tq), or nothing.
+    pub first_keys: &'a [u32],
 }
 
 /// What the tasks of one call share, and which tile of keys this is.
@@ -132,6 +134,12 @@ impl<T: Lanes> Scratch<T> {
             inputs.v.matrix(batch, kv_head),
         );
         let (_, lse_rest) = inputs.lse.split_at(task.delta.len());
+        let seen_keys = sizes.seen(inputs.first_keys, batch);
+        // Counted from the tile's first key.
+        let inside = |seen: Range<usize>| {
+            let [first, end] = [seen.start, seen.end].map(|key| key.clamp(keys.start, keys.end));
+            first - keys.start..end - keys.start
+        };
         for member in 0..sizes.group() {
             let head = kv_head * sizes.group() + member;
             let q = inputs.q.matrix(batch, head);
@@ -139,12 +147,8 @@ impl<T: Lanes> Scratch<T> {
             let first_row = (batch * sizes.heads + head) * sizes.queries; // of lse and delta
             for start in (0..sizes.queries).step_by(self.q_tile) {
                 let range = start..sizes.queries.min(start + self.q_tile);
-                let seen = |query: usize| {
-                    let end = sizes.visible(query).min(keys.end);
-                    end.saturating_sub(keys.start)
-                };
-                let count = seen(range.end - 1); // no query of the tile sees more
-                if count == 0 {
+                let by_tile = inside(seen_keys.by_all_of(&range));
+                if by_tile.is_empty() {
                     continue;
                 }
                 self.load_queries(sizes, range.clone(), q, d_out);
@@ -156,17 +160,19 @@ impl<T: Lanes> Scratch<T> {
                         lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
                         lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
                         delta: task.delta[first_row + query],
-                        visible: seen(query),
+                        seen: inside(seen_keys.by(query)),
                     }
                 }));
                 // A hidden dS is 0, and 0 NaN is NaN: then no query may meet a key that it does not see.
-                let together = seen(start) == count || self.finite(range.len());
+                let [first, last] = [range.start, range.end - 1].map(|query| seen_keys.by(query));
+                let by_all = inside(last).start..inside(first).end;
+                let together = by_all == by_tile || self.finite(range.len());
                 let step = if together { range.len() } else { 1 };
                 for first in (0..range.len()).step_by(step) {
                     self.queries(sizes, first..first + step);
                 }
                 let q_tile = start / self.q_tile;
-                // A tile of queries that sees these keys sees all before them: every earlier task comes by here.
+                // A tile of queries meets tiles of keys without a gap: from that of its first key on every task comes by.
                 task.turns.wait(member, q_tile, task.tile);
                 let at = task.dq_start + (member * sizes.queries + start) * self.width;
                 // SAFETY: no other task has these rows until `pass_on`.
@@ -245,14 +251,19 @@ impl<T: Lanes> Scratch<T> {
         tiles.into_iter().all(simd::all_finite)
     }
 
-    /// The queries `rows` of the tile against the keys that the last of them sees: all but their dq.
+    /// The keys from the first that some of these queries see to the last.
+    fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
+        self.queries[rows.start].seen.start..self.queries[rows.end - 1].seen.end
+    }
+
+    /// The queries `rows` of the tile against the keys that they see: all but their dq.
     fn queries(&mut self, sizes: &Sizes, rows: Range<usize>) {
         let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
-        let count = self.queries[rows.end - 1].visible; // none before it sees more
-        if count == 0 {
+        let seen = self.seen_by(&rows);
+        if seen.is_empty() {
             return;
         }
-        let columns = count.next_multiple_of(COLUMNS);
+        let columns = seen.end.next_multiple_of(COLUMNS);
         let queries = &self.queries[rows.clone()];
         let q = &self.q[rows.start * width..];
         let d_out = &self.d_out[rows.start * width..];
@@ -302,15 +313,15 @@ impl<T: Lanes> Scratch<T> {
         elements.run();
         // Line 12: dV += P^T dO.
         let product = Product {
-            a: p,
+            a: &p[seen.start..],
             a_row: 1,
             a_col: k_tile,
             b: d_out,
             b_row: width,
             b_unit: COLUMNS,
-            c: &mut self.dv,
+            c: &mut self.dv[seen.start * width..],
             c_row: width,
-            rows: count,
+            rows: seen.len(),
             columns: width,
             depth: rows,
             accumulate: true,
@@ -318,15 +329,15 @@ impl<T: Lanes> Scratch<T> {
         product.run(Part::Values);
         // Line 16: dK += dS^T (scale Q).
         let product = Product {
-            a: ds,
+            a: &ds[seen.start..],
             a_row: 1,
             a_col: k_tile,
             b: q,
             b_row: width,
             b_unit: COLUMNS,
-            c: &mut self.dk,
+            c: &mut self.dk[seen.start * width..],
             c_row: width,
-            rows: count,
+            rows: seen.len(),
             columns: width,
             depth: rows,
             accumulate: true,
@@ -336,22 +347,22 @@ impl<T: Lanes> Scratch<T> {
 
     /// Line 15: dQ += dS (scale K), for queries that [`queries`](Self::queries) has seen to; dq (rows, width).
     fn add_to_dq(&self, rows: Range<usize>, dq: &mut [T]) {
-        let count = self.queries[rows.end - 1].visible;
-        if count == 0 {
+        let seen = self.seen_by(&rows);
+        if seen.is_empty() {
             return;
         }
         let product = Product {
-            a: &self.ds[rows.start * self.k_tile..],
+            a: &self.ds[rows.start * self.k_tile + seen.start..],
             a_row: self.k_tile,
             a_col: 1,
-            b: &self.k,
+            b: &self.k[seen.start * self.width..],
             b_row: self.width,
             b_unit: COLUMNS,
             c: dq,
             c_row: self.width,
             rows: rows.len(),
             columns: self.width,
-            depth: count,
+            depth: seen.len(),
             accumulate: true,
         };
         product.run(Part::Scores);

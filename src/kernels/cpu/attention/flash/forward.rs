@@ -4,6 +4,7 @@ use super::heads::Rows;
 use super::online_softmax::{OnlineSoftmax, State};
 use super::transpose::{load_block, to_columns, to_rows};
 use super::{Heads, Sizes, Tiles};
+use crate::kernels::attention::Seen;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_with};
@@ -26,17 +27,34 @@ pub struct Outputs<'a, T: Stored> {
     pub lse: &'a mut [T::Wide],
 }
 
+/// What forward reads.
+#[derive(Clone, Copy)]
+pub struct ForwardInputs<'a, T> {
+    /// (B, H, Tq, Dh).
+    pub q: Heads<'a, T>,
+    /// (B, Hkv, Tk, Dh).
+    pub k: Heads<'a, T>,
+    /// (B, Hkv, Tk, Dh).
+    pub v: Heads<'a, T>,
+    /// The first key that each query sees, (B, Tq), or nothing.
+    pub first_keys: &'a [u32],
+}
+
 /// `out = softmax(scale q k^T) v` and the log-sum-exp of each row of scores.
 ///
 /// A query that sees no key gets out 0 and lse -inf.
 pub fn forward<T: Stored>(
     sizes: &Sizes,
     tiles: &Tiles,
-    q: Heads<'_, T>,
-    k: Heads<'_, T>,
-    v: Heads<'_, T>,
+    inputs: ForwardInputs<'_, T>,
     outputs: Outputs<'_, T>,
 ) {
+    let ForwardInputs {
+        q,
+        k,
+        v,
+        first_keys,
+    } = inputs;
     let length = sizes.batch * sizes.heads * sizes.queries;
     let Outputs {
         out,
@@ -69,6 +87,7 @@ pub fn forward<T: Stored>(
             let kv_head = head / sizes.group();
             scratch.attend(
                 sizes,
+                &sizes.seen(first_keys, batch),
                 range.clone(),
                 q.matrix(batch, head),
                 k.matrix(batch, kv_head),
@@ -110,13 +129,19 @@ struct Scratch<T> {
     panels: Vec<Panel<T>>,
     /// Scores, then probabilities: (k_tile, PANEL).
     scores: Vec<T>,
-    /// How many keys of a tile each query of a panel sees; kept for tiles that not all see whole.
-    visible: [T; PANEL],
+    /// Which keys of a tile each query of a panel sees; kept for tiles that not all see whole.
+    seen: SeenByPanel<T>,
     /// A tile of K and of V, where they cannot be used as they lie: (k_tile, Dh).
     k: Vec<T>,
     v: Vec<T>,
     /// Rows of q or out on their way to columns or back: (COLUMNS, Dh).
     block: Vec<T>,
+}
+
+/// From which key on, and up to which, each query of a panel sees a tile.
+struct SeenByPanel<T> {
+    first: [T; PANEL],
+    end: [T; PANEL],
 }
 
 /// Up to [`PANEL`] queries side by side.
@@ -150,7 +175,10 @@ impl<T: Lanes> Scratch<T> {
             k_tile,
             panels: (0..longest.div_ceil(PANEL)).map(|_| panel()).collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
-            visible: [T::ZERO; PANEL],
+            seen: SeenByPanel {
+                first: [T::ZERO; PANEL],
+                end: [T::ZERO; PANEL],
+            },
             k: vec![T::ZERO; k_tile * sizes.head_dim],
             v: vec![T::ZERO; k_tile * sizes.head_dim],
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
@@ -161,6 +189,7 @@ impl<T: Lanes> Scratch<T> {
     fn attend<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
+        seen: &Seen<'_>,
         range: Range<usize>,
         q: Rows<'_, S>,
         k: Rows<'_, S>,
@@ -173,29 +202,37 @@ impl<T: Lanes> Scratch<T> {
             panel.begin(start..end, scale, q, &mut self.block);
             start = end;
         }
-        let last = sizes.visible(range.end - 1); // no query of the tile sees further
-        for first_key in (0..last).step_by(self.k_tile) {
-            let keys = first_key..last.min(first_key + self.k_tile);
+        let by_tile = seen.by_all_of(&range);
+        for first_key in by_tile.clone().step_by(self.k_tile) {
+            let keys = first_key..by_tile.end.min(first_key + self.k_tile);
             let width = sizes.head_dim;
             let k = k.tile(keys.clone(), width, &mut self.k); // (keys, Dh)
             let v = v.tile(keys.clone(), width, &mut self.v); // (keys, Dh)
             for panel in self.panels.iter_mut().filter(|p| !p.queries.is_empty()) {
-                let count = sizes.visible(panel.queries.end - 1).min(keys.end);
-                let count = count.saturating_sub(keys.start);
+                let by_panel = seen.by_all_of(&panel.queries);
+                let first = by_panel.start.max(keys.start);
+                let count = by_panel.end.min(keys.end).saturating_sub(first);
                 if count == 0 {
                     continue; // the whole tile is hidden
                 }
                 let scores = &mut self.scores[..count * panel.lanes];
-                let seen = |query: usize| sizes.visible(query).saturating_sub(keys.start);
-                let seen_by_all = seen(panel.queries.start).min(count);
-                if seen_by_all < count {
-                    for (lane, visible) in self.visible[..panel.lanes].iter_mut().enumerate() {
-                        let query = (panel.queries.start + lane).min(panel.queries.end - 1);
-                        *visible = T::real(seen(query) as f64);
+                // Counted from the first key that the panel sees.
+                let by = |query: usize| {
+                    let seen = seen.by(query);
+                    seen.start.saturating_sub(first)..seen.end.saturating_sub(first)
+                };
+                let last = panel.queries.end - 1;
+                let by_all = by(last).start.min(count)..by(panel.queries.start).end.min(count);
+                if by_all != (0..count) {
+                    let each = self.seen.first.iter_mut().zip(&mut self.seen.end);
+                    for (lane, (first, end)) in each.enumerate().take(panel.lanes) {
+                        let seen = by((panel.queries.start + lane).min(last));
+                        (*first, *end) = (T::real(seen.start as f64), T::real(seen.end as f64));
                     }
                 }
-                let visible = &self.visible[..panel.lanes];
-                panel.step(k, v, scores, visible, seen_by_all);
+                let skipped = first - keys.start;
+                let (k, v) = ((&k.0[skipped * k.1..], k.1), (&v.0[skipped * v.1..], v.1));
+                panel.step(k, v, scores, &self.seen, by_all);
             }
         }
     }
@@ -281,14 +318,15 @@ impl<T: Lanes> Panel<T> {
         self.queries = queries;
     }
 
-    /// Takes in one tile of keys: k and v (keys, Dh) with their row strides, scores (keys, lanes) to work in.
+    /// Takes in one tile of keys, of which all see `by_all`: k and v (keys, Dh) with their row strides, scores (keys,
+    /// lanes) to work in.
     fn step(
         &mut self,
         (k, k_row): (&[T], usize),
         (v, v_row): (&[T], usize),
         scores: &mut [T],
-        visible: &[T],
-        seen_by_all: usize,
+        seen: &SeenByPanel<T>,
+        by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
         let head_dim = self.q.len() / lanes;
@@ -313,8 +351,9 @@ impl<T: Lanes> Panel<T> {
         let step = OnlineSoftmax {
             scores,
             queries: lanes,
-            visible,
-            seen_by_all,
+            first: &seen.first[..lanes],
+            end: &seen.end[..lanes],
+            by_all: by_all.clone(),
             state: State {
                 max: &mut self.max[..lanes],
                 sum: &mut self.sum[..lanes],
@@ -337,7 +376,7 @@ impl<T: Lanes> Panel<T> {
             );
         }
         let mut next = 0;
-        for key in seen_by_all..keys {
+        for key in (0..by_all.start).chain(by_all.end.max(by_all.start)..keys) {
             let row = &v[key * v_row..][..head_dim];
             if all_finite(row) {
                 continue;
@@ -345,7 +384,8 @@ impl<T: Lanes> Panel<T> {
             // A hidden p is 0, and 0 NaN is NaN: who does not see this key must not meet it.
             self.add_values(v, v_row, scores, next..key);
             for (lane, p) in scores[key * lanes..][..lanes].iter().enumerate() {
-                if visible[lane] > T::real(key as f64) {
+                let key = T::real(key as f64);
+                if seen.first[lane] <= key && key < seen.end[lane] {
                     for (out, value) in self.out.chunks_mut(lanes).zip(row) {
                         out[lane] += *p * *value;
                     }

@@ -27,7 +27,7 @@ mod turns;
 
 pub use backward::{Gradients, backward, backward_scratch_elements};
 pub use backward_tile::Inputs;
-pub use forward::{Outputs, forward, forward_scratch_elements};
+pub use forward::{ForwardInputs, Outputs, forward, forward_scratch_elements};
 pub use heads::Heads;
 pub use tiles::Tiles;
 

@@ -4,6 +4,7 @@ use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
+use std::ops::Range;
 
 /// By how much a score may exceed the `max` that sums are relative to. Probabilities up to e^4 lose nothing in floating
 /// point.
@@ -25,10 +26,11 @@ pub(super) struct OnlineSoftmax<'a, T> {
     pub scores: &'a mut [T],
     /// Queries of the panel.
     pub queries: usize,
-    /// How many keys of the tile each query sees; read where `seen_by_all` is not the whole tile.
-    pub visible: &'a [T],
-    /// The keys before this one are seen by all.
-    pub seen_by_all: usize,
+    /// The first key of the tile that each query sees, and the end of them; read where `by_all` is not the whole tile.
+    pub first: &'a [T],
+    pub end: &'a [T],
+    /// The keys that all see.
+    pub by_all: Range<usize>,
     /// Updated.
     pub state: State<'a, T>,
 }
@@ -39,7 +41,8 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
         let queries = self.queries;
         assert!(queries.is_multiple_of(COLUMNS) && self.scores.len().is_multiple_of(queries));
         let State { max, sum, rescale } = &self.state;
-        assert!([max.len(), sum.len(), rescale.len(), self.visible.len()] == [queries; 4]);
+        assert!([max.len(), sum.len(), rescale.len()] == [queries; 3]);
+        assert!([self.first.len(), self.end.len()] == [queries; 2]);
         timed(Part::Softmax, || Arch::new().dispatch(self))
     }
 
@@ -59,17 +62,19 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
         unsafe {
             let column = self.scores.as_mut_ptr().add(first);
             let queries = self.queries;
-            let visible = T::vload::<S>(self.visible.as_ptr().add(first));
-            for key in self.seen_by_all..keys {
+            // Chosen, not multiplied away: a hidden NaN has no say.
+            let begins = T::vload::<S>(self.first.as_ptr().add(first));
+            for key in 0..self.by_all.start {
                 let index = T::vsplat(simd, T::real(key as f64));
-                // Chosen, not multiplied away: a hidden NaN has no say.
-                let score = T::vselect_at_most(
-                    simd,
-                    visible,
-                    index,
-                    low,
-                    T::vload::<S>(column.add(key * queries)),
-                );
+                let score = T::vload::<S>(column.add(key * queries));
+                let score = T::vselect_at_most(simd, begins, index, score, low);
+                T::vstore::<S>(column.add(key * queries), score);
+            }
+            let end = T::vload::<S>(self.end.as_ptr().add(first));
+            for key in self.by_all.end..keys {
+                let index = T::vsplat(simd, T::real(key as f64));
+                let score = T::vload::<S>(column.add(key * queries));
+                let score = T::vselect_at_most(simd, end, index, low, score);
                 T::vstore::<S>(column.add(key * queries), score);
             }
 

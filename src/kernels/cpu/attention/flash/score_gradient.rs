@@ -4,9 +4,10 @@ use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
+use std::ops::Range;
 
 /// What backward knows of a query: of its row of scores, and of its gradient.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct Query<T> {
     /// log(sum(exp(scores))); any finite number for a query that sees nothing.
     pub lse: T,
@@ -14,8 +15,8 @@ pub(super) struct Query<T> {
     pub lse_rest: T,
     /// sum(dO O).
     pub delta: T,
-    /// How many keys of the tile it sees.
-    pub visible: usize,
+    /// Which keys of the tile it sees.
+    pub seen: Range<usize>,
 }
 
 /// `p = exp(scores - lse - lse_rest)` over the scores and `ds = p (dp - delta)` over dp, both 0 where the key is hidden
@@ -58,7 +59,8 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                 unsafe {
                     let scores = self.scores.as_mut_ptr().add(i * self.row + first);
                     let dp = self.dp.as_mut_ptr().add(i * self.row + first);
-                    if query.visible <= first {
+                    let Range { start, end } = query.seen;
+                    if end <= first || start >= first + lanes {
                         T::vstore::<S>(scores, zero);
                         T::vstore::<S>(dp, zero);
                         continue;
@@ -69,7 +71,8 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                     T::vstore::<S>(scores, p);
                     T::vstore::<S>(dp, ds);
                     // Written, not multiplied away: a hidden NaN has no say.
-                    for hidden in query.visible.min(first + lanes)..first + lanes {
+                    let (before, after) = (first..start, end.min(first + lanes)..first + lanes);
+                    for hidden in before.chain(after) {
                         *scores.add(hidden - first) = T::ZERO;
                         *dp.add(hidden - first) = T::ZERO;
                     }

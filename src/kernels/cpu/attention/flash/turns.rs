@@ -25,10 +25,18 @@ pub(super) struct Turns<'a> {
 const SPINS: usize = 10_000;
 
 impl AllTurns {
-    /// The first tile's turn everywhere.
-    pub(super) fn new(heads: usize, queries: usize, tiles: &Tiles) -> Self {
+    /// The turn of tile `first(head, query)` of keys at the tile of queries that begins with `query`.
+    pub(super) fn new(
+        heads: usize,
+        queries: usize,
+        tiles: &Tiles,
+        first: impl Fn(usize, usize) -> usize,
+    ) -> Self {
         let q_tiles = queries.div_ceil(tiles.backward_q_tile);
-        let next = (0..heads * q_tiles).map(|_| AtomicUsize::new(0));
+        let next = (0..heads * q_tiles).map(|i| {
+            let (head, q_tile) = (i / q_tiles, i % q_tiles);
+            AtomicUsize::new(first(head, q_tile * tiles.backward_q_tile))
+        });
         Self {
             next: next.collect(),
             q_tiles,

@@ -3,6 +3,7 @@
 use super::load::Head;
 use super::{BLOCK, Inputs, Sizes, take};
 use crate::kernels::Mask;
+use crate::kernels::attention::Seen;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Lanes, Stored, rows::softmax};
@@ -70,7 +71,8 @@ pub fn backward<T: Stored>(
                     (v, transposed_row),
                 )
                 .into(Part::Values, ds, score_row, false);
-                softmax::backward_rows(ds, p, first, length, score_row, sizes.scale, Mask::Causal);
+                let seen = Seen::by_mask(Mask::Causal, length, score_row);
+                softmax::backward_rows(ds, p, first, seen, sizes.scale);
                 // dv += p^T d_out, dk += ds^T q.
                 product([keys, row, rows], (p, 1, score_row), (d_out_block, row)).into(
                     Part::Values,

@@ -3,6 +3,7 @@
 use super::load::Head;
 use super::{BLOCK, Inputs, Sizes, take};
 use crate::kernels::Mask;
+use crate::kernels::attention::Seen;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Stored, rows::softmax};
@@ -74,7 +75,8 @@ pub fn forward<T: Stored>(
                 };
                 scores.run(Part::Scores);
                 let first = queries.start;
-                softmax::forward_rows(p, first, length, score_row, sizes.scale, Mask::Causal);
+                let seen = Seen::by_mask(Mask::Causal, length, score_row);
+                softmax::forward_rows(p, first, seen, sizes.scale);
                 let weighted = Product {
                     a: p,
                     a_row: score_row,

@@ -85,9 +85,15 @@ impl<T: Stored> Case<T> {
         let (q, k) = (rotated(&q, false), rotated(&k, false));
         let mut p = vec![T::Wide::ZERO; batch * heads * length * length];
         let mut out = zeros();
-        naive::forward(&sizes, &q, &k, &v, &mut p, &mut out);
+        let inputs = naive::Inputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            first_keys: &[],
+        };
+        naive::forward(&sizes, inputs, &mut p, &mut [], &mut out);
         let [mut dq, mut dk, mut dv] = [(); 3].map(|()| zeros());
-        naive::backward(&sizes, &d_out, &q, &k, &v, &p, &mut dq, &mut dk, &mut dv);
+        naive::backward(&sizes, inputs, &d_out, &p, [&mut dq, &mut dk, &mut dv]);
         [
             merged(&out),
             merged(&rotated(&dq, true)),

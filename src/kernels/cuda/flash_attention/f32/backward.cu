@@ -6,13 +6,14 @@
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, and what rounding took from it;  rounded_off: null
+//   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 3): f32, lse log2(e), delta, what rounding took from the first
 //   turns (B, H, ceil(Tq / QUERIES)) and one more: int
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
 // Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
+//   flash_backward_prepare  statistics, turns        grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
 //   turns) / 256))
 //                                                    block 256
 //   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
@@ -28,9 +29,6 @@
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef KEYS
-#define KEYS 64
-#endif
 #ifndef WARPS
 #define WARPS (HEAD_DIM >= 128 ? 8 : 4)
 #endif
@@ -81,8 +79,10 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
 
     // Tiles of queries that see a key of this block, head after head of the group.
+    const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
-    const int tiles = max(0, query_tiles - first_tile), steps = tiles * group;
+    const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
+    const int tiles = max(0, end_tile - first_tile), steps = tiles * group;
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
@@ -112,6 +112,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 
     // dQ from dS, added to dq_sums.
     auto multiply_dq = [&](int number) {
+        const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
         float dq[DQ_ROWS][DQ_DIMS] = {};
 #pragma unroll 8
         for (int key = 0; key < KEYS; key++) {
@@ -145,7 +146,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             for (int n = 0; n < DQ_DIMS; n += 4) {
                 float* to = sums + Exchange::row(dq_place + m) * HEAD_DIM + n * DQ_LANES;
                 const float x[4] = {dq[m][n], dq[m][n + 1], dq[m][n + 2], dq[m][n + 3]};
-                if (key_tile == 0) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+                if (is_first) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
                 else add_to(to, x);
             }
     };
@@ -155,7 +156,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     for (int step = 0; step < steps; step++) {
         const int first_query = next.tile * QUERIES;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
-        next.advance(first_tile, query_tiles);
+        next.advance(first_tile, end_tile);
         wait_groups<0>();
         __syncthreads();  // Q and dO of this step have arrived, dQ of the one before is added
         int turn = 0;
@@ -178,6 +179,15 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
                         (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) - first_query - lane_column;
 #pragma unroll
                     for (int n = 0; n < N; n++) s[m][n] = n * 8 >= visible ? s[m][n] : -INFINITE;
+                }
+            }
+            // Do some begin after keys of the warp?
+            if (FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key) {
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    const int first = first_keys.of(first_query + lane_column + n * 8) - first_key - lane_key;
+#pragma unroll
+                    for (int m = 0; m < M; m++) s[m][n] = m * 4 >= first ? s[m][n] : -INFINITE;
                 }
             }
 #pragma unroll

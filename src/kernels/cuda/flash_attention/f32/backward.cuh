@@ -34,7 +34,9 @@ JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments 
     const Strides& of_dq = arguments.dq_strides;
     E* dq = arguments.dq + batch * of_dq.batch + head * of_dq.head + first * of_dq.row;
     const float4* sums = reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * (QUERIES * CHUNKS);
-    const bool seen = arguments.turns[blockIdx.x] > 0;  // no block has come to queries that see no key
+    // No block has come to queries that see no key.
+    const FirstKeys first_keys(arguments.first_keys, sizes, batch);
+    const bool seen = arguments.turns[blockIdx.x] > first_to_meet(first_keys, sizes, first / QUERIES);
     for (int i = threadIdx.x; i < QUERIES * CHUNKS; i += 256) {
         const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
         if (first + row >= sizes.queries || column >= sizes.head_dim) continue;

@@ -4,10 +4,12 @@
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
 //   is zero
+//   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared
-// memory that are the warp's own. Values are copied while S is computed, the next keys while P V is.
+// memory that are the warp's own. Values are copied while S is computed, the next keys while P V is. The walk begins at
+// the first key of the block's first row.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  FORWARD_SHARED bytes
@@ -48,6 +50,12 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const int warp_seen = min(sizes.keys, first_row + warp_row + 4 * M + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
     const int tiles = CEIL_DIV(block.seen, COLUMNS);
+    // The first tile that the block sees; keys before the first that the warp sees, and such as some of its rows do not
+    // see for their first keys.
+    const FirstKeys& first_keys = block.first_keys;
+    const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const int warp_first = first_keys.of(first_row + warp_row);
+    const int warp_last_first = first_keys.of(first_row + warp_row + 4 * M - 1);
 
     float* const q_tile = reinterpret_cast<float*>(shared);  // (ROWS, PITCH)
     float* const k_tile = q_tile + ROWS * PITCH;             // (COLUMNS, PITCH)
@@ -56,7 +64,10 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const u32 q_target = shared_address(q_tile), k_target = shared_address(k_tile), v_target = shared_address(v_tile);
 
     copy_tile<ROWS, THREADS, Padded>(q_target, block.q, arguments.q_strides.row, rows, dim);
-    if (tiles > 0) copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k, k_stride, sizes.keys, dim);
+    if (first_tile < tiles) {
+        const int first = first_tile * COLUMNS;
+        copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k + first * k_stride, k_stride, sizes.keys - first, dim);
+    }
     end_group();
 
     const float* const my_q = q_tile + (warp_row + lane_row) * PITCH;
@@ -69,9 +80,9 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
 #pragma unroll
     for (int m = 0; m < M; m++) largest[m] = -INFINITE, sum[m] = 0;
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = first_tile; tile < tiles; tile++) {
         const int first_key = tile * COLUMNS;
-        const bool working = first_key < warp_seen;
+        const bool working = first_key < warp_seen && (!FIRST_KEYS || first_key + COLUMNS > warp_first);
         wait_groups<0>();
         __syncthreads();  // the keys have arrived for all, and all are done with the values before
         copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v + first_key * v_stride, v_stride, sizes.keys - first_key, dim);
@@ -88,6 +99,15 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                     const int visible = min(sizes.keys, row + 1 + sizes.offset) - first_key - lane_column;
 #pragma unroll
                     for (int n = 0; n < N; n++) s[m][n] = n * 8 < visible ? s[m][n] : -INFINITE;
+                }
+            }
+            if (FIRST_KEYS && first_key < warp_last_first) {
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    const int row = first_row + warp_row + lane_row + 4 * m;
+                    const int hidden = first_keys.of(row) - first_key - lane_column;
+#pragma unroll
+                    for (int n = 0; n < N; n++) s[m][n] = n * 8 >= hidden ? s[m][n] : -INFINITE;
                 }
             }
 

@@ -13,12 +13,14 @@ struct ForwardArguments {
     float* lse;  // (2, B, H, Tq)
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
+    const u32* first_keys;  // null without FIRST_KEYS
 };
 
 // ROWS queries of one head, or those that are left, and the keys that they see.
 struct RowBlock {
     int head_in_all, batch, head, first_row, rows;
     int seen;  // keys that the last of them sees
+    FirstKeys first_keys;
     const E *q, *k, *v;
     __device__ __forceinline__ explicit RowBlock(const ForwardArguments& arguments) {
         const Sizes& sizes = arguments.sizes;
@@ -36,6 +38,7 @@ struct RowBlock {
         k = arguments.k + batch * of_k.batch + kv_head * of_k.head;
         v = arguments.v + batch * of_v.batch + kv_head * of_v.head;
         seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
+        first_keys = FirstKeys(arguments.first_keys, sizes, batch);
     }
     // Where the first of them goes.
     __device__ __forceinline__ E* out(const ForwardArguments& arguments) const {

@@ -7,12 +7,13 @@
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (B, H, Tq), whose rest is nothing beside TF32's rounding: f32;  rounded_off: null
+//   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
 //   and one more: int dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
 // Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns = 0    grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
+//   flash_backward_prepare  statistics, turns        grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
 //   turns) / 256))
 //                                                    block 256
 //   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
@@ -28,9 +29,6 @@
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef KEYS
-#define KEYS 64
-#endif
 #ifndef SHARE  // warps that have the same keys and share the columns of dK and dV
 #define SHARE (HEAD_DIM == 256 ? 2 : 1)
 #endif
@@ -72,8 +70,10 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
 
     // Tiles of queries that see a key of this block, head after head of the group.
+    const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
-    const int tiles = max(0, query_tiles - first_tile), steps = tiles * group;
+    const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
+    const int tiles = max(0, end_tile - first_tile), steps = tiles * group;
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
@@ -99,6 +99,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     // dQ from dS, added to dq_sums. Of 32 rows a lane reads four neighbours at once: row i of two blocks of 16 is 4 i,
     // and row 8 + i is 4 i + 1, in the first; 4 i + 2 and 4 i + 3 in the second.
     auto multiply_dq = [&](int number) {
+        const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
         for (int tile = warp; tile < DQ_TILES; tile += WARPS) {
             const int first = tile / DQ_COLUMN_TILES * 32 + quad_row * 4, column = tile % DQ_COLUMN_TILES * GROUP_DIMS;
             const float* left = ds_tile + quad_column * DS_PITCH + first;
@@ -121,7 +122,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             for (int i = 0; i < 4; i++)
                 each_four(dq[i / 2], i % 2, lane, [&](int at, const float(&x)[4]) {
                     float* to = sums + i * HEAD_DIM + at;
-                    if (key_tile == 0) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+                    if (is_first) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
                     else add_to(to, x);
                 });
         }
@@ -132,7 +133,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     for (int step = 0; step < steps; step++) {
         const int first_query = next.tile * QUERIES;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
-        next.advance(first_tile, query_tiles);
+        next.advance(first_tile, end_tile);
         wait_groups<0>();
         if (step == 0) {
             round_tile<KEYS, THREADS>(k_tile);
@@ -163,6 +164,18 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 #pragma unroll
                 for (int n = 0; n < N; n++) s[0][n][i] = n * 8 >= visible ? s[0][n][i] : -INFINITE;
             }
+        }
+        // Do some begin after keys of the warp?
+        if (FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key) {
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    // Counted from this thread's first key.
+                    const int first = first_keys.of(first_query + n * 8 + quad_column + odd) - first_key - warp_key - quad_row;
+                    if (0 < first) s[0][n][odd] = -INFINITE;
+                    if (8 < first) s[0][n][odd + 2] = -INFINITE;
+                }
         }
 #pragma unroll
         for (int n = 0; n < N; n++) {

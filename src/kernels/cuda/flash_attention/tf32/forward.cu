@@ -5,10 +5,11 @@
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
 //   is zero
+//   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied
-// meanwhile.
+// meanwhile. The walk begins at the first key of the block's first row.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  FORWARD_SHARED bytes
@@ -49,15 +50,23 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
     const int tiles = CEIL_DIV(block.seen, COLUMNS);
+    // The first tile that the block sees; keys before the first that the warp sees, and such as some of its rows do not
+    // see for their first keys.
+    const FirstKeys& first_keys = block.first_keys;
+    const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const int warp_first = first_keys.of(first_row + warp_row);
+    const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M - 1);
 
     float* const q_tile = reinterpret_cast<float*>(shared);                        // (ROWS, PITCH)
     float *const k_tiles = q_tile + ROWS * PITCH, *const v_tiles = k_tiles + 2 * TILE;  // (2, COLUMNS, PITCH)
     const u32 k_target = shared_address(k_tiles), v_target = shared_address(v_tiles);
 
     copy_tile<ROWS, THREADS, Padded>(shared_address(q_tile), block.q, arguments.q_strides.row, rows, dim);
-    if (tiles > 0) {
-        copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k, k_stride, sizes.keys, dim);
-        copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v, v_stride, sizes.keys, dim);
+    if (first_tile < tiles) {
+        const u32 to = first_tile % 2 * TILE * 4;
+        const int first = first_tile * COLUMNS;
+        copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + first * k_stride, k_stride, sizes.keys - first, dim);
+        copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + first * v_stride, v_stride, sizes.keys - first, dim);
     }
     end_group();
 
@@ -73,10 +82,10 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         sum[m][0] = sum[m][1] = 0;
     }
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = first_tile; tile < tiles; tile++) {
         const int first_key = tile * COLUMNS, stage = tile % 2 * TILE;
         wait_groups<0>();
-        if (tile == 0) round_tile<ROWS, THREADS>(q_tile);
+        if (tile == first_tile) round_tile<ROWS, THREADS>(q_tile);
         round_tile<COLUMNS, THREADS>(k_tiles + stage);
         round_tile<COLUMNS, THREADS>(v_tiles + stage);
         __syncthreads();  // this tile has arrived for all, and all are done with the one before
@@ -88,6 +97,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
             end_group();
         }
         if (first_key >= warp_seen) continue;
+        if (FIRST_KEYS && first_key + COLUMNS <= warp_first) continue;
 
         float s[M][N][4] = {};
         multiply_rows(s, q_blocks, k_blocks + stage * 4);
@@ -101,6 +111,17 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                     const int visible = min(sizes.keys, row + 1 + sizes.offset) - first_key - quad_column - i % 2;
 #pragma unroll
                     for (int n = 0; n < N; n++) s[m][n][i] = n * 8 < visible ? s[m][n][i] : -INFINITE;
+                }
+        }
+        if (FIRST_KEYS && first_key < warp_last_first) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = first_row + warp_row + m * 16 + quad_row + i / 2 * 8;
+                    const int hidden = first_keys.of(row) - first_key - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < N; n++) s[m][n][i] = n * 8 >= hidden ? s[m][n][i] : -INFINITE;
                 }
         }
 

@@ -1,0 +1,298 @@
+//! The first key that each query sees: documents packed into one sequence.
+
+use super::AttentionConfig;
+use super::shapes::Shapes;
+use crate::kernels::attention::Seen;
+use crate::ops::inside_storage;
+use crate::{Error, Result, graph};
+use candle_core::{DType, Device, Shape, Tensor};
+
+const OP: &str = "attention::FirstKeys";
+
+/// The first key that each query sees, beside what the mask leaves: u32 (B, Tq), never falling along a sequence. All
+/// heads have the same.
+///
+/// With [`Mask::Causal`](super::Mask::Causal), several documents in one sequence attend each to itself alone; positions
+/// count on through them, which rotary attention does not notice. Tiles of keys that a whole tile of queries does not
+/// see are not computed by [`flash`](super::flash()), forward or backward, so that the time is about that of the
+/// documents one by one. [`naive`](super::naive()) computes all scores. What a loss should not learn, the first token
+/// of a document from the last of the one before, its targets ignore
+/// ([`ops::linear_cross_entropy_ignoring`](crate::ops::linear_cross_entropy_ignoring)).
+///
+/// In a plan it may be an [input](Self::input), so that each run has other documents.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
+///
+/// let tokens = Tensor::new(&[[7u32, 9, 0, 8, 8, 5, 0, 6]], &Device::Cpu)?; // (B, T): documents end with 0
+/// let first_keys = FirstKeys::of_documents(&tokens, 0)?;
+/// assert_eq!(first_keys.tensor().to_vec2::<u32>()?, [[0, 0, 0, 3, 3, 3, 3, 7]]);
+///
+/// let q = Tensor::randn(0f32, 1.0, (1, 2, 8, 16), &Device::Cpu)?; // (B, H, T, Dh)
+/// let config = AttentionConfig {
+///     mask: Mask::Causal,
+///     first_keys: Some(first_keys),
+///     ..Default::default()
+/// };
+/// let packed = attention::flash(&q, &q, &q, &config)?;
+/// let second = q.narrow(2, 3, 4)?; // the second document alone
+/// let causal = AttentionConfig { first_keys: None, ..config };
+/// let alone = attention::flash(&second, &second, &second, &causal)?;
+/// let difference = (packed.narrow(2, 3, 4)? - alone)?.abs()?.max_all()?;
+/// assert!(difference.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct FirstKeys(Tensor);
+
+/// The same tensor, not one with the same elements: those may be a GPU's.
+impl PartialEq for FirstKeys {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.id() == other.0.id()
+    }
+}
+
+impl FirstKeys {
+    /// Of a tensor (B, Tq) in u32, which stays where it is. (Any dimensions before the last, if they are q's before its
+    /// heads.)
+    ///
+    /// # Errors
+    /// Another dtype; no dimension; a first key that lies before that of the query before.
+    pub fn new(first_keys: &Tensor) -> Result<Self> {
+        if first_keys.dtype() != DType::U32 {
+            return Err(Error::DType {
+                op: OP,
+                expected: "first keys in u32".into(),
+                got: first_keys.dtype().as_str().into(),
+                hint: "convert with to_dtype(DType::U32)".into(),
+            });
+        }
+        if first_keys.rank() == 0 {
+            return Err(Error::Shape {
+                op: OP,
+                expected: "first keys (B, Tq)".into(),
+                got: "a scalar".into(),
+                hint: "one for each query of each sequence".into(),
+            });
+        }
+        if !graph::is_hollow(first_keys) {
+            check(OP, first_keys)?;
+        }
+        Ok(Self(first_keys.contiguous()?))
+    }
+
+    /// Of documents in tokens (B, T) u32 or i64, each of which ends with the token `separator`, or with its sequence.
+    /// On the tokens' device.
+    ///
+    /// # Errors
+    /// Tokens of another dtype or rank.
+    pub fn of_documents(tokens: &Tensor, separator: u32) -> Result<Self> {
+        let &[batch, length] = tokens.dims() else {
+            return Err(Error::Shape {
+                op: OP,
+                expected: "tokens (B, T)".into(),
+                got: format!("{:?}", tokens.dims()),
+                hint: "several sequences, each of one document or more".into(),
+            });
+        };
+        if !matches!(tokens.dtype(), DType::U32 | DType::I64) {
+            return Err(Error::DType {
+                op: OP,
+                expected: "tokens in u32 or i64".into(),
+                got: tokens.dtype().as_str().into(),
+                hint: "convert with to_dtype(DType::U32)".into(),
+            });
+        }
+        let ids = inside_storage(OP, tokens)?.flatten_all()?;
+        let ids = ids.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+        let mut first_keys = Vec::with_capacity(ids.len());
+        for sequence in ids.chunks(length.max(1)) {
+            let mut first = 0u32;
+            for (i, id) in (1..).zip(sequence) {
+                first_keys.push(first);
+                if *id == i64::from(separator) {
+                    first = i;
+                }
+            }
+        }
+        let first_keys = Tensor::from_vec(first_keys, (batch, length), &Device::Cpu)?;
+        Ok(Self(first_keys.to_device(tokens.device())?))
+    }
+
+    /// Of documents of these lengths, for each sequence in order; the lengths of a sequence sum to T. On the CPU.
+    ///
+    /// ```
+    /// use tallow::attention::FirstKeys;
+    /// let first_keys = FirstKeys::of_lengths(&[vec![2, 3], vec![5]])?;
+    /// assert_eq!(first_keys.tensor().to_vec2::<u32>()?, [[0, 0, 2, 2, 2], [0, 0, 0, 0, 0]]);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Sequences of different lengths; more tokens than u32 counts.
+    pub fn of_lengths(lengths: &[Vec<usize>]) -> Result<Self> {
+        let sums = lengths.iter().map(|lengths| {
+            let sum = lengths
+                .iter()
+                .try_fold(0usize, |sum, n| sum.checked_add(*n));
+            sum.filter(|sum| u32::try_from(*sum).is_ok())
+        });
+        let sums: Vec<Option<usize>> = sums.collect();
+        let length = match sums.first() {
+            None => 0,
+            Some(Some(length)) if sums.iter().all(|sum| *sum == Some(*length)) => *length,
+            _ => {
+                let sum_of = |sum: &Option<usize>| sum.map_or("too many".into(), |n| n.to_string());
+                let sums: Vec<String> = sums.iter().map(sum_of).collect();
+                return Err(Error::Shape {
+                    op: OP,
+                    expected: "documents that are as many tokens together in each sequence".into(),
+                    got: sums.join(", "),
+                    hint: "end a sequence with a document of padding".into(),
+                });
+            }
+        };
+        let mut first_keys = Vec::with_capacity(lengths.len() * length);
+        for documents in lengths {
+            let mut first = 0;
+            for n in documents {
+                first_keys.extend(std::iter::repeat_n(first as u32, *n));
+                first += n;
+            }
+        }
+        let shape = (lengths.len(), length);
+        Ok(Self(Tensor::from_vec(first_keys, shape, &Device::Cpu)?))
+    }
+
+    /// An input of a plan by this name: a tensor (B, Tq) u32 that each run is given, and checks.
+    ///
+    /// # Errors
+    /// As [`graph::input`](crate::graph::input()).
+    pub fn input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
+        Self::new(&graph::input(name, shape, DType::U32)?)
+    }
+
+    /// The same on another device: best where attention is, which else copies them each time.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        Ok(Self(self.0.to_device(device)?))
+    }
+
+    /// u32 (B, Tq).
+    pub fn tensor(&self) -> &Tensor {
+        &self.0
+    }
+
+    /// Checks that there is one for each query of q (..., H, Tq, Dh).
+    pub(super) fn check_shape(&self, op: &'static str, q: &Tensor) -> Result<()> {
+        let wanted = match q.dims() {
+            [leading @ .., _, queries, _] => [leading, &[*queries]].concat(),
+            [queries, _] => vec![*queries],
+            _ => Vec::new(), // refused by the op
+        };
+        match self.0.dims() == wanted {
+            true => Ok(()),
+            false => Err(Error::Shape {
+                op,
+                expected: format!("first keys {wanted:?}, one for each query of each sequence"),
+                got: format!("{:?}", self.0.dims()),
+                hint: format!("q is {:?}; all heads have the same first keys", q.dims()),
+            }),
+        }
+    }
+
+    /// On the host, sequence after sequence.
+    fn to_host(&self) -> candle_core::Result<Vec<u32>> {
+        self.0.flatten_all()?.to_vec1()
+    }
+}
+
+/// An error unless the first keys (.., Tq), u32, never fall.
+pub(crate) fn check(op: &'static str, first_keys: &Tensor) -> Result<()> {
+    let length = first_keys.dims().last().copied().unwrap_or(1).max(1);
+    let all = inside_storage(op, first_keys)?
+        .flatten_all()?
+        .to_vec1::<u32>()?;
+    for (sequence, first_keys) in all.chunks(length).enumerate() {
+        if let Some(i) = first_keys.windows(2).position(|pair| pair[1] < pair[0]) {
+            return Err(Error::Order {
+                op,
+                problem: format!(
+                    "in sequence {sequence} query {} sees from key {} on, query {} before it from {}",
+                    i + 1,
+                    first_keys[i + 1],
+                    i,
+                    first_keys[i]
+                ),
+                hint: "a first key never lies before that of the query before".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Which keys the queries of each sequence see, on the host: for references.
+pub(super) struct HostSeen {
+    mask: super::Mask,
+    shapes: Shapes,
+    /// (B, Tq), or nothing.
+    first_keys: Vec<u32>,
+}
+
+impl HostSeen {
+    pub(super) fn new(config: &AttentionConfig, shapes: &Shapes) -> candle_core::Result<Self> {
+        Ok(Self {
+            mask: config.mask,
+            shapes: *shapes,
+            first_keys: match &config.first_keys {
+                Some(first_keys) => first_keys.to_host()?,
+                None => Vec::new(),
+            },
+        })
+    }
+
+    /// How many sequences differ: B, or 1 where the mask says it all.
+    pub(super) fn sequences(&self) -> usize {
+        if self.first_keys.is_empty() {
+            1
+        } else {
+            self.shapes.batch
+        }
+    }
+
+    pub(super) fn of(&self, sequence: usize) -> Seen<'_> {
+        let sizes = self.shapes.sizes(&AttentionConfig {
+            mask: self.mask,
+            ..Default::default()
+        });
+        sizes.seen(&self.first_keys, sequence)
+    }
+
+    /// 1 where a query sees a key, else 0: u8 (B H, Tq, Tk), or (Tq, Tk) where the mask says it all.
+    pub(super) fn tensor(&self, device: &Device) -> candle_core::Result<Tensor> {
+        let Shapes {
+            batch,
+            heads,
+            queries,
+            keys,
+            ..
+        } = self.shapes;
+        let seen = (0..self.sequences()).flat_map(|sequence| {
+            let seen = self.of(sequence);
+            (0..queries).flat_map(move |query| {
+                let seen = seen.by(query);
+                (0..keys).map(move |key| u8::from(seen.contains(&key)))
+            })
+        });
+        let seen: Vec<u8> = seen.collect();
+        if self.first_keys.is_empty() {
+            return Tensor::from_vec(seen, (queries, keys), device);
+        }
+        let seen = Tensor::from_vec(seen, (batch, 1, queries, keys), device)?;
+        let seen = seen.broadcast_as((batch, heads, queries, keys))?;
+        seen.reshape((batch * heads, queries, keys))
+    }
+}

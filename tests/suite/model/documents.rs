@@ -1,0 +1,107 @@
+//! Documents packed into sequences: the loss is the mean over all that they predict one by one.
+
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::{self, Checkpointing};
+
+const SEPARATOR: u32 = 3;
+
+fn model(attention: Algorithm, checkpointing: Checkpointing) -> TransformerLM {
+    let config = TransformerConfig {
+        vocab_size: 11,
+        context_length: 90,
+        d_model: 24,
+        num_layers: 2,
+        num_heads: 2,
+        d_ff: 30,
+        attention,
+        checkpointing,
+        ..Default::default()
+    };
+    let weights = nn::seeded(4, DType::F64, &Device::Cpu);
+    TransformerLM::from_var_builder(&config, weights).unwrap()
+}
+
+/// Text (2, 91) whose documents are of 1 to some 30 tokens, two separators beside each other among them.
+fn text() -> Vec<Vec<u32>> {
+    let token = |i: usize| (i * i / 3 + i / 7) as u32 % 11;
+    let mut text: Vec<Vec<u32>> = [5, 400]
+        .map(|first| (first..first + 91).map(token).collect())
+        .into();
+    text[0][17..19].fill(SEPARATOR);
+    text
+}
+
+fn tensor(rows: &[&[u32]]) -> Tensor {
+    let shape = (rows.len(), rows[0].len());
+    Tensor::from_vec(rows.concat(), shape, &Device::Cpu).unwrap()
+}
+
+#[rstest]
+fn as_one_by_one(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Checkpointing::None, Checkpointing::Sqrt)] checkpointing: Checkpointing,
+    #[values(DType::U32, DType::I64)] dtype: DType,
+) {
+    let (model, text) = (model(attention, checkpointing), text());
+    let (mut sum, mut count) = (0.0, 0);
+    for row in &text {
+        let mut rest = &row[..];
+        while rest.len() > 1 {
+            let end = rest.iter().position(|id| *id == SEPARATOR);
+            let predicted = end.unwrap_or(rest.len() - 1); // the separator too
+            if predicted > 0 {
+                let (tokens, targets) = (&rest[..predicted], &rest[1..predicted + 1]);
+                let loss = model.loss(&tensor(&[tokens]), &tensor(&[targets])).unwrap();
+                sum += loss.to_scalar::<f64>().unwrap() * predicted as f64;
+                count += predicted;
+            }
+            rest = &rest[(predicted + 1).min(rest.len())..];
+        }
+    }
+    let cut = |first: usize| {
+        let rows: Vec<&[u32]> = text.iter().map(|row| &row[first..first + 90]).collect();
+        tensor(&rows).to_dtype(dtype).unwrap()
+    };
+    let loss = model
+        .loss_of_documents(&cut(0), &cut(1), SEPARATOR)
+        .unwrap();
+    let (found, wanted) = (loss.to_scalar::<f64>().unwrap(), sum / count as f64);
+    assert!(
+        count > 140 && (found - wanted).abs() < 1e-12,
+        "{count}: {found} {wanted}"
+    );
+    let gradients = tallow::backward(loss).unwrap();
+    assert!(
+        model
+            .parameters()
+            .iter()
+            .all(|(_, parameter)| gradients.get(parameter).is_some())
+    );
+}
+
+#[test]
+fn what_is_refused() {
+    let model = model(Algorithm::Flash, Checkpointing::None);
+    let all = tensor(&[&[SEPARATOR; 4]]);
+    let error = model
+        .loss_of_documents(&all, &all, SEPARATOR)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("ignore"), "{error}");
+    let beyond = tensor(&[&[1, 2, 11, 4]]);
+    let error = model
+        .loss_of_documents(&beyond, &beyond, SEPARATOR)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("11"), "{error}");
+    let longer = tensor(&[&[1, 2, 5, 4, 4]]);
+    model
+        .loss_of_documents(&longer, &all, SEPARATOR)
+        .unwrap_err();
+    model
+        .loss_of_documents(&all, &longer, SEPARATOR)
+        .unwrap_err();
+}
