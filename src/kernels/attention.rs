@@ -56,7 +56,7 @@ impl Sizes {
     }
 }
 
-/// Which keys the queries of one sequence see. Neither end of what a query sees lies before that of the query before it.
+/// Which keys the queries of one sequence see. Neither end of what a query sees lies before that of the one before it.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen<'a> {
     mask: Mask,

@@ -241,9 +241,10 @@ impl InModel {
         self.compared_by(kernel, 2.0)
     }
 
-    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`, and `first_keys` (B, T) if there are any; writes `out`, `lse` (parts, B, H, T), on a GPU
-    /// `workspace` and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H,
-    /// T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
+    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`, and `first_keys` (B, T) if there are any; writes
+    /// `out`, `lse` (parts, B, H, T), on a GPU `workspace` and, in half precision where backward wants it,
+    /// `rounding_error`, what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T,
+    /// H*Dh).
     pub fn tiled(&self) -> Kernel {
         let kernel = kernel!(KERNELS[0], |T, k, s| {
             let sizes = Self::of(k)?;
@@ -267,9 +268,9 @@ impl InModel {
         self.compared_by(kernel, 1.0)
     }
 
-    /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T) and, in half
-    /// precision, `rounding_error` (B, H, T, Dh), and the `first_keys` that forward had; writes `dq`, `dk`, `dv`: (B, H, T, Dh) and twice (B, Hkv, T, Dh) on
-    /// the CPU; on a GPU as q, k and v lie, and `workspace`.
+    /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T), the `first_keys` that
+    /// forward had and, in half precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) and
+    /// twice (B, Hkv, T, Dh) on the CPU; on a GPU as q, k and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
         let kernel = kernel!(KERNELS[1], |T, k, s| {
             let sizes = Self::of(k)?;

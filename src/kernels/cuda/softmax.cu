@@ -4,8 +4,8 @@
 // keys): shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing,
 // become 0; hidden inputs have no say.
 //
-// With FIRST_KEYS=1 query q sees no key before the q-th of its sequence's first keys, too, if there are any: (sequences,
-// queries) u32. `heads` matrices one after another are of one sequence; that of row 0 is the `first_head`-th from the
+// With FIRST_KEYS=1 query q sees no key before the q-th of its sequence's first keys, too, if there are any:
+// (sequences, queries) u32. `heads` matrices one after another are of one sequence; that of row 0 is the `first_head`-th from the
 // beginning of the first sequence. And if there is a window, no more than so many keys up to its own. Packs that lie
 // before the first key are neither read nor computed.
 //
@@ -60,7 +60,8 @@ struct FirstKeys {
 
 // Scores of elements first.. first + N in units of ln 2, minus infinity outside of the visible ones.
 template <class T, int N>
-__device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin, int visible, float scale2, float (&t)[N]) {
+__device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin, int visible, float scale2,
+                                       float (&t)[N]) {
     unpack(pack, t);
 #pragma unroll
     for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale is right too
@@ -123,7 +124,10 @@ __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin
     for (int i = 0; i < N; i++) e[i] *= share;
     if (SOME_BEFORE(first) || first + N > visible) {
 #pragma unroll
-        for (int i = 0; i < N; i++) e[i] = !(FIRST_KEYS && first + i < begin) && first + i < visible ? e[i] : 0.f; // not NaN, where the rest of the row is
+        for (int i = 0; i < N; i++) {
+            bool is_seen = !(FIRST_KEYS && first + i < begin) && first + i < visible;
+            e[i] = is_seen ? e[i] : 0.f; // not NaN, where the rest of the row is
+        }
     }
     store<WHOLE>(p, first, keys, e);
 }
@@ -259,8 +263,8 @@ template <int N> __device__ __forceinline__ void clear_hidden(float (&values)[N]
 
 // dx = e (dp - inner) factor, where e is p times what `factor` makes up for.
 template <bool WHOLE, class S, class T, int N>
-__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int begin, int visible, int keys,
-                                       float inner, float factor) {
+__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int begin, int visible,
+                                       int keys, float inner, float factor) {
     float d[N];
     unpack(dp, d);
 #pragma unroll
@@ -407,29 +411,29 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 }
 
 // Kernels: x and dp in S, p and dx in T.
-#define FORWARD(NAME, S, T, PERSISTENT, THREADS)                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                             \
-        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys,    \
-                               const unsigned* first_keys, int heads, int first_head, int window) {                      \
-        const FirstKeys first = {first_keys, heads, first_head, window};                                                 \
-        if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) {                                                      \
-            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                             \
-        } else {                                                                                                         \
-            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                            \
-        }                                                                                                                \
+#define FORWARD(NAME, S, T, PERSISTENT, THREADS) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) \
+        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys, \
+                               const unsigned* first_keys, int heads, int first_head, int window) { \
+        const FirstKeys first = {first_keys, heads, first_head, window}; \
+        if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) { \
+            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first); \
+        } else { \
+            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first); \
+        } \
     }
 
-#define BACKWARD(NAME, S, T, FROM_SCORES, THREADS)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
-        softmax_backward_##NAME(const S* dp, const T* source, T* dx, float scale, long long shift, long long rows,       \
-                                int queries, int keys, const unsigned* first_keys, int heads, int first_head,            \
-                                int window) {                                                                            \
-        const FirstKeys first = {first_keys, heads, first_head, window};                                                 \
-        if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) {                                                     \
-            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys, first);                 \
-        } else {                                                                                                         \
-            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys, first);                \
-        }                                                                                                                \
+#define BACKWARD(NAME, S, T, FROM_SCORES, THREADS) \
+    extern "C" __global__ void __launch_bounds__(THREADS) \
+        softmax_backward_##NAME(const S* dp, const T* source, T* dx, float scale, long long shift, long long rows, \
+                                int queries, int keys, const unsigned* first_keys, int heads, int first_head, \
+                                int window) { \
+        const FirstKeys first = {first_keys, heads, first_head, window}; \
+        if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) { \
+            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys, first); \
+        } else { \
+            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys, first); \
+        } \
     }
 
 FORWARD(f32, f32, f32, false, 1024)

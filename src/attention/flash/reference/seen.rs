@@ -10,7 +10,7 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// For so many matrices, `heads` times the queries `i` in each, and the keys `j`; `None` where no query sees any key.
+    /// For so many matrices, `heads` times the queries `i` in each, and the keys `j`; `None` where no query sees a key.
     pub(super) fn new(
         [matrices, heads]: [usize; 2],
         i: &Range<usize>,

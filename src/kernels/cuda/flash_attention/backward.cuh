@@ -34,8 +34,8 @@ struct BackwardArguments {
 
 // Tile c of keys meets the tiles of queries from the first in which the mask lets a query see it, to the last whose
 // first query has its first key in c or before, or that first one alone. (Such as meet nobody for their first keys go
-// there and find that.) Seen from a tile of queries, these are tiles of keys one after another, none left out: each adds
-// to its dQ after the one before it.
+// there and find that.) Seen from a tile of queries, these are tiles of keys one after another, none left out: each
+// adds to its dQ after the one before it.
 
 // The end of the tiles of queries, of `tiles`, that tile `key_tile` of keys meets from tile `first` on.
 __device__ __forceinline__ int end_of_queries(const FirstKeys& first_keys, int key_tile, int first, int tiles) {

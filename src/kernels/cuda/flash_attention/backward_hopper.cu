@@ -150,7 +150,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
                     // Counted from this thread's first key.
-                    const int first = first_keys.of(tile * QUERIES + n * 8 + quad_column + odd) - first_key - warp_row - quad_row;
+                    const int query = tile * QUERIES + n * 8 + quad_column + odd;
+                    const int first = first_keys.of(query) - first_key - warp_row - quad_row;
                     if (0 < first) s[n * 4 + odd] = -INFINITE;
                     if (8 < first) s[n * 4 + odd + 2] = -INFINITE;
                 }

@@ -6,7 +6,8 @@ constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
 constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
 constexpr int DQ_TILE = QUERIES * HEAD_DIM;
-static_assert(KEYS == 128 && QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128), "one dQ of 64 x 64 for each group");
+static_assert(KEYS == 128 && QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128),
+              "one dQ of 64 x 64 for each group");
 
 struct Maps {
     Map q, k, v, d_out;
@@ -30,8 +31,8 @@ struct Work {
         steps = (tiles - first_tile) * group;
         own_tiles = key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
     }
-    // What end_of_queries says of the keys: all tiles of queries without first keys. (KEYS >= QUERIES, so a work that is
-    // cut here still finishes the dq of those of its own tiles that are left.)
+    // What end_of_queries says of the keys: all tiles of queries without first keys. (KEYS >= QUERIES, so a work that
+    // is cut here still finishes the dq of those of its own tiles that are left.)
 #if FIRST_KEYS
     int end_tile;
     __device__ __forceinline__ void end_at(int tile, int group) {
@@ -152,7 +153,8 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
                 float* sums = arguments.dq_sums + (long long)last * DQ_TILE + half * (DQ_TILE / 2);
                 int there = -1;  // tiles of keys that have added to this tile of queries, at least
 #pragma unroll 1
-                for (int tile = END_TILE(work) - 1; tile >= work.own_tiles; tile--, turns -= 2, sums -= DQ_TILE, added++) {
+                for (int tile = END_TILE(work) - 1; tile >= work.own_tiles;
+                     tile--, turns -= 2, sums -= DQ_TILE, added++) {
                     const bool is_first = work.key_tile == first_to_meet(first_keys, sizes, tile);
                     if (there < work.key_tile) await_turn(turns, work.key_tile);
                     else asm volatile("fence.proxy.async.global;" ::: "memory");

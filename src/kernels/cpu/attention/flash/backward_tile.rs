@@ -172,7 +172,7 @@ impl<T: Lanes> Scratch<T> {
                     self.queries(sizes, first..first + step);
                 }
                 let q_tile = start / self.q_tile;
-                // A tile of queries meets tiles of keys without a gap: from that of its first key on every task comes by.
+                // A tile of queries meets tiles of keys without a gap: from its first key's on every task comes by.
                 task.turns.wait(member, q_tile, task.tile);
                 let at = task.dq_start + (member * sizes.queries + start) * self.width;
                 // SAFETY: no other task has these rows until `pass_on`.

@@ -172,7 +172,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
                     // Counted from this thread's first key.
-                    const int first = first_keys.of(first_query + n * 8 + quad_column + odd) - first_key - warp_key - quad_row;
+                    const int query = first_query + n * 8 + quad_column + odd;
+                    const int first = first_keys.of(query) - first_key - warp_key - quad_row;
                     if (0 < first) s[0][n][odd] = -INFINITE;
                     if (8 < first) s[0][n][odd + 2] = -INFINITE;
                 }

@@ -65,8 +65,9 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     if (first_tile < tiles) {
         const u32 to = first_tile % 2 * TILE * 4;
         const int first = first_tile * COLUMNS;
-        copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + first * k_stride, k_stride, sizes.keys - first, dim);
-        copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + first * v_stride, v_stride, sizes.keys - first, dim);
+        const int left = sizes.keys - first;
+        copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + first * k_stride, k_stride, left, dim);
+        copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + first * v_stride, v_stride, left, dim);
     }
     end_group();
 
