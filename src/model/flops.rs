@@ -26,7 +26,8 @@ pub struct Flops {
     pub embedding: f64,
     /// q, k, v and output projections: `2 B T L 2 D (H + Hkv) Dh`, in the presets `2 B T L 4 D^2`.
     pub projections: f64,
-    /// q k^T and p v, in full (neither a causal mask nor a window saves anything): `4 B L T^2 H Dh`, in the presets `4 B L T^2 D`.
+    /// q k^T and p v, in full (neither a causal mask nor a window saves anything): `4 B L T^2 H Dh`, in the presets
+    /// `4 B L T^2 D`.
     pub attention: f64,
     /// w1, w2 and w3: `2 B T L 3 D F`; of GPT-2, which has no w3, `2 B T L 2 D F`.
     pub feed_forward: f64,

@@ -268,8 +268,8 @@ impl InModel {
         self.compared_by(kernel, 1.0)
     }
 
-    /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T), the `first_keys` that
-    /// forward had and, in half precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) and
+    /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T), the `first_keys`
+    /// that forward had and, in half precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) and
     /// twice (B, Hkv, T, Dh) on the CPU; on a GPU as q, k and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
         let kernel = kernel!(KERNELS[1], |T, k, s| {

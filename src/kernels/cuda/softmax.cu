@@ -5,9 +5,9 @@
 // become 0; hidden inputs have no say.
 //
 // With FIRST_KEYS=1 query q sees no key before the q-th of its sequence's first keys, too, if there are any:
-// (sequences, queries) u32. `heads` matrices one after another are of one sequence; that of row 0 is the `first_head`-th from the
-// beginning of the first sequence. And if there is a window, no more than so many keys up to its own. Packs that lie
-// before the first key are neither read nor computed.
+// (sequences, queries) u32. `heads` matrices one after another are of one sequence; that of row 0 is the
+// `first_head`-th from the beginning of the first sequence. And if there is a window, no more than so many keys up to
+// its own. Packs that lie before the first key are neither read nor computed.
 //
 // Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision recomputes it from x, unrounded. p may be x's
 // buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.

@@ -100,8 +100,8 @@ impl Arguments {
     }
 }
 
-/// `p = softmax(scale x)` over what the mask and first keys leave, both (rows, keys), x in p's dtype or in f32. p may be
-/// x's buffer: a thread writes what it alone reads.
+/// `p = softmax(scale x)` over what the mask and first keys leave, both (rows, keys), x in p's dtype or in f32. p may
+/// be x's buffer: a thread writes what it alone reads.
 pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
     if p.len == 0 {
         return Ok(());

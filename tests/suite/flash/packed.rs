@@ -1,5 +1,5 @@
-//! Documents packed into one sequence, and sliding windows: against the oracle over several tiles, against the documents
-//! one by one, and what is refused.
+//! Documents packed into one sequence, and sliding windows: against the oracle over several tiles, against the
+//! documents one by one, and what is refused.
 
 use super::judge::judge;
 use super::oracle::Oracle;
