@@ -334,7 +334,7 @@ fn gradients_that_are_not_finite_change_nothing() {
     assert_eq!(trainer.step().unwrap().unwrap().step, 3);
 }
 
-/// Documents that end with a token, planned and eagerly; and a run that is resumed has the same bits.
+/// Documents that end with a token are the same planned and eagerly, and something else than one text.
 #[test]
 fn documents_are_the_same_planned() {
     for attention in Algorithm::ALL {

@@ -299,3 +299,18 @@ fn losses_and_gradients_that_are_not_finite() {
     take(&mut undisturbed, 2);
     assert_eq!(trainer.step().unwrap(), undisturbed.step().unwrap());
 }
+
+/// A separator that no document can end with.
+#[test]
+fn a_separator_beyond_the_vocabulary() {
+    let config = TrainConfig {
+        separator: Some(VOCAB as u32),
+        ..settings()
+    };
+    let error = Trainer::new(model(), config, training(), validation()).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("separator") && text.contains("under the model's vocab_size"),
+        "{text}"
+    );
+}
