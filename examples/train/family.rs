@@ -69,10 +69,12 @@ impl FamilyFlags {
             return Ok(None);
         };
         let folder = hf::find(name)?;
+        let saved = hf::config(&folder)?;
         let config = TransformerConfig {
             attention: model.attention,
             checkpointing: model.activation_checkpointing,
-            ..hf::config(&folder)?
+            dropout: model.dropout_rates().unwrap_or(saved.dropout),
+            ..saved
         };
         config.validate()?;
         let weights = ["model.safetensors", "model.safetensors.index.json"];
@@ -142,6 +144,7 @@ impl Family {
         };
         let model = hf::load_with(&self.folder, &options, device)?;
         let model = model.with_attention(self.config.attention);
+        let model = model.with_dropout(self.config.dropout)?;
         Ok(model.with_checkpointing(self.config.checkpointing))
     }
 

@@ -11,7 +11,7 @@ use tallow::attention::Algorithm;
 use tallow::data::{TokenFormat, Tokens};
 use tallow::memory::{self, Kernels, Mode, Workload};
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
-use tallow::nn::{self, Checkpointing};
+use tallow::nn::{self, Checkpointing, DropoutRates};
 use tallow::optim::{AdamWConfig, Moments, Schedule};
 use tallow::precision::Precision;
 use tallow::train::TrainConfig;
@@ -95,6 +95,11 @@ pub struct ModelFlags {
     /// What computes attention, naive or flash
     #[arg(long, default_value_t = Algorithm::Naive)]
     pub attention: Algorithm,
+
+    /// Drop elements with this probability in training: of embeddings, of attention's probabilities (naive attention
+    /// only) and of what is added to the residual stream [default: 0; of a --family what its files say]
+    #[arg(long, value_name = "P", value_parser = values::from_0)]
+    pub dropout: Option<f64>,
 
     /// What the blocks leave for backward, which runs the rest again (nothing to do with files; the weights come out
     /// the same): none, block, every-N or sqrt
@@ -304,10 +309,16 @@ impl ModelFlags {
             num_heads: self.num_heads.unwrap_or(base.num_heads),
             attention: self.attention,
             checkpointing: self.activation_checkpointing,
+            dropout: self.dropout_rates().unwrap_or(base.dropout),
             ..base
         };
         config.validate()?;
         Ok(config)
+    }
+
+    /// What is dropped, if that is said.
+    pub fn dropout_rates(&self) -> Option<DropoutRates> {
+        self.dropout.map(DropoutRates::all)
     }
 }
 

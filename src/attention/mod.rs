@@ -42,6 +42,8 @@ pub use naive::{naive, naive_with_lse};
 pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
 
 use crate::graph::Attribute;
+use crate::ops::Dropout;
+use crate::{Error, Result};
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 pub(crate) use in_model::planned_flash_sizes;
@@ -55,12 +57,25 @@ pub struct AttentionConfig {
     pub scale: Option<f64>,
     /// The first key that each query sees, of those that the mask leaves; `None` is the first of all.
     pub first_keys: Option<FirstKeys>,
+    /// Which probabilities are dropped, in training: [`naive()`] alone does so. `None` drops none.
+    pub dropout: Option<Dropout>,
 }
 
 impl AttentionConfig {
     /// The scale for heads of `head_dim` elements.
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
+    }
+
+    /// An error where probabilities are dropped, of what has none in memory, or plans nothing of the kind.
+    pub(crate) fn refuse_dropout(&self, op: &'static str) -> Result<()> {
+        match &self.dropout {
+            None => Ok(()),
+            Some(dropout) => Err(Error::config(op, "dropout", dropout.probability).must_be(
+                "None: only attention::naive drops probabilities",
+                "choose Algorithm::Naive, or a model whose dropout.attention is 0",
+            )),
+        }
     }
 
     /// What ops read beside q, k and v.

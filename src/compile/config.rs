@@ -119,6 +119,9 @@ pub struct PlanConfig {
     /// The token that documents end with which are packed into a sequence: a step is then that of
     /// [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
     pub separator: Option<u32>,
+    /// The seed of dropout, of a model whose configuration has any: a step is then that of a
+    /// [key](crate::ops::DropoutKey) of this seed and the optimizer's steps so far. `None` drops nothing.
+    pub dropout_seed: Option<u64>,
 }
 
 /// Four sequences of 256 tokens, nothing else.
@@ -135,6 +138,7 @@ impl Default for PlanConfig {
             memory_budget_bytes: None,
             optimizer_in_backward: false,
             separator: None,
+            dropout_seed: None,
         }
     }
 }
@@ -172,6 +176,11 @@ impl PlanConfig {
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer_in_backward: self.optimizer_in_backward,
         }
+    }
+
+    /// The seed of dropout, if the model drops anything.
+    pub(super) fn dropout_seed_of(&self, model: &TransformerConfig) -> Option<u64> {
+        self.dropout_seed.filter(|_| model.dropout.is_any())
     }
 
     /// An error unless the configuration can work, with a sequence that the model's positions reach.

@@ -7,8 +7,8 @@ use super::planned::Planned;
 use super::traced::{Target, TracedFunction};
 use crate::attention::FirstKeys;
 use crate::model::{IGNORED, TransformerConfig, TransformerLM};
-use crate::nn::{Architecture, Checkpointing};
-use crate::ops::{KernelPolicy, with_kernel_policy};
+use crate::nn::{Architecture, Checkpointing, ForwardContext};
+use crate::ops::{DropoutKey, KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
 use crate::{Result, autocast, graph};
 use candle_core::{DType, Tensor};
@@ -89,13 +89,14 @@ impl<'a> Planner<'a> {
     ) -> Result<Planned> {
         let function = self.trace(checkpointing, |model, tokens| {
             let targets = graph::input("targets", tokens.shape(), DType::U32)?;
-            match self.config.separator {
-                None => model.loss(tokens, &targets),
-                Some(_) => {
-                    let first_keys = FirstKeys::input("first_keys", tokens.shape())?;
-                    model.loss_packed(tokens, &targets, Some(&first_keys), Some(IGNORED))
-                }
-            }
+            let packed = self.config.separator;
+            let first_keys = packed.map(|_| FirstKeys::input("first_keys", tokens.shape()));
+            let seed = self.config.dropout_seed_of(model.config());
+            let context = ForwardContext {
+                first_keys: first_keys.transpose()?,
+                dropout: seed.map(|_| DropoutKey::input("dropout")).transpose()?,
+            };
+            model.loss_with(tokens, &targets, &context, packed.map(|_| IGNORED))
         })?;
         Rc::new(function).step(&self.config.step(), recompute)
     }

@@ -11,6 +11,7 @@ use super::{least, parameters};
 use crate::Result;
 use crate::model::{Documents, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
+use crate::ops::DropoutKey;
 use crate::optim::{AdamW, GradScaler};
 use candle_core::{Device, Tensor};
 
@@ -30,6 +31,8 @@ pub struct TrainStep {
     step: LossStep,
     checkpointing: Checkpointing,
     separator: Option<u32>,
+    /// Of a model that drops anything.
+    dropout_seed: Option<u64>,
 }
 
 impl TrainStep {
@@ -51,6 +54,7 @@ impl TrainStep {
             step: LossStep::of(planned, parameters, device, &config.step(), "PlanConfig")?,
             checkpointing,
             separator: config.separator,
+            dropout_seed: config.dropout_seed_of(model.config()),
         })
     }
 
@@ -117,9 +121,8 @@ impl TrainStep {
     /// rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever
     /// the error, parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        let documents = self.documents(tokens, targets)?;
-        let inputs = inputs(tokens, targets, documents.as_ref());
-        self.step.run(optimizer, &inputs)
+        let given = self.given(tokens, targets, optimizer.steps())?;
+        self.step.run(optimizer, &given.inputs())
     }
 
     /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
@@ -166,26 +169,31 @@ impl TrainStep {
         tokens: &Tensor,
         targets: &Tensor,
     ) -> Result<ScaledStep> {
-        let documents = self.documents(tokens, targets)?;
-        let inputs = inputs(tokens, targets, documents.as_ref());
-        self.step.run_scaled(optimizer, scaler, &inputs)
+        let given = self.given(tokens, targets, optimizer.steps())?;
+        self.step.run_scaled(optimizer, scaler, &given.inputs())
     }
 
     /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
-    /// [`gradients`](Self::gradients); nothing is clipped.
+    /// [`gradients`](Self::gradients); nothing is clipped. Dropout is that of an optimizer's first step.
     ///
     /// # Errors
     /// As [`run`](Self::run); [`Error::Order`](crate::Error::Order) where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        let documents = self.documents(tokens, targets)?;
-        let inputs = inputs(tokens, targets, documents.as_ref());
-        self.step.forward_backward(&inputs)
+        let given = self.given(tokens, targets, 0)?;
+        self.step.forward_backward(&given.inputs())
     }
 
-    /// What a run is given beside tokens, if documents are packed.
-    fn documents(&self, tokens: &Tensor, targets: &Tensor) -> Result<Option<Documents>> {
+    /// What a run is given, after so many steps of the optimizer.
+    fn given(&self, tokens: &Tensor, targets: &Tensor, steps: usize) -> Result<Given> {
         let documents = |separator| Documents::of(tokens, targets, separator);
-        self.separator.map(documents).transpose()
+        let micro_batches = self.plan().micro_batches();
+        let keys = |seed| DropoutKey::of_step(seed, steps, micro_batches);
+        Ok(Given {
+            tokens: tokens.clone(),
+            targets: targets.clone(),
+            documents: self.separator.map(documents).transpose()?,
+            keys: self.dropout_seed.map(keys).transpose()?,
+        })
     }
 
     /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
@@ -257,17 +265,23 @@ impl TrainStep {
     }
 }
 
-fn inputs<'t>(
-    tokens: &'t Tensor,
-    targets: &'t Tensor,
-    documents: Option<&'t Documents>,
-) -> Vec<(&'static str, &'t Tensor)> {
-    match documents {
-        None => vec![("tokens", tokens), ("targets", targets)],
-        Some(documents) => vec![
-            ("tokens", tokens),
-            ("targets", &documents.targets),
-            ("first_keys", documents.first_keys.tensor()),
-        ],
+/// The tensors of a run.
+struct Given {
+    tokens: Tensor,
+    targets: Tensor,
+    documents: Option<Documents>,
+    /// Of dropout, (accumulation, 4).
+    keys: Option<Tensor>,
+}
+
+impl Given {
+    /// By the names that the trace has.
+    fn inputs(&self) -> Vec<(&'static str, &Tensor)> {
+        let documents = self.documents.as_ref();
+        let targets = documents.map_or(&self.targets, |documents| &documents.targets);
+        let first_keys = documents.map(|documents| ("first_keys", documents.first_keys.tensor()));
+        let keys = self.keys.as_ref().map(|keys| ("dropout", keys));
+        let inputs = [("tokens", &self.tokens), ("targets", targets)];
+        inputs.into_iter().chain(first_keys).chain(keys).collect()
     }
 }

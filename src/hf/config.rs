@@ -4,7 +4,7 @@ use super::gpt2;
 use super::settings::Settings;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
-use crate::nn::{Architecture, Checkpointing, RopeScaling};
+use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling};
 use crate::ops::RotaryPairs;
 use crate::{Error, Result};
 use serde_json::{Value, json};
@@ -70,6 +70,10 @@ fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerC
             Some("mistral") => window(s)?,
             _ => None,
         },
+        dropout: DropoutRates {
+            attention: s.number("attention_dropout")?.unwrap_or(0.0),
+            ..Default::default()
+        },
         architecture: Architecture::Llama,
     };
     if let Some(window) = s.size("sliding_window")?
@@ -91,7 +95,6 @@ fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerC
         ("attention_bias", json!(false)),
         ("mlp_bias", json!(false)),
         ("use_sliding_window", json!(false)),
-        ("attention_dropout", json!(0.0)),
         ("pretraining_tp", json!(1)),
         ("partial_rotary_factor", json!(1.0)),
         ("rope_interleaved", json!(false)),
@@ -190,6 +193,10 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
     if config.rope_pairs != RotaryPairs::Halves {
         return refuse("rope_pairs", format!("{:?}", config.rope_pairs), "Halves");
     }
+    let dropout = config.dropout;
+    if (dropout.embedding, dropout.residual) != (0.0, 0.0) {
+        return refuse("dropout", format!("{dropout:?}"), "that of attention alone");
+    }
     let window = config.sliding_window;
     let (kind, class) = match (config.qkv_bias, config.qk_norm, window) {
         (false, false, None) => ("llama", "LlamaForCausalLM"),
@@ -253,6 +260,7 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": false,
+        "attention_dropout": config.dropout.attention,
         "dtype": dtype,
     });
     if let Some(keys) = window {

@@ -4,20 +4,16 @@ use super::settings::Settings;
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
-use crate::nn::Architecture;
+use crate::nn::{Architecture, DropoutRates};
 use serde_json::{Value, json};
 
-/// What changes nothing that is computed here: heads of other tasks, and what older files have. Dropout does in the
-/// library; this crate has none, and trains without.
-const INERT: [&str; 14] = [
+/// What changes nothing that is computed here: heads of other tasks, and what older files have.
+const INERT: [&str; 11] = [
     "_num_labels",
-    "attn_pdrop",
-    "embd_pdrop",
     "gradient_checkpointing",
     "n_special",
     "output_past",
     "predict_special_tokens",
-    "resid_pdrop",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -30,6 +26,7 @@ const INERT: [&str; 14] = [
 pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     let n_positions = s.needed("n_positions", s.size("n_positions"))?;
     let n_embd = s.needed("n_embd", s.size("n_embd"))?;
+    let rate = |key| Result::Ok(s.number(key)?.unwrap_or(0.1)); // the library's own
     let config = TransformerConfig {
         vocab_size: s.needed("vocab_size", s.size("vocab_size"))?,
         context_length: n_positions,
@@ -40,6 +37,11 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         rms_norm_eps: s.number("layer_norm_epsilon")?.unwrap_or(1e-5),
         attention: Algorithm::Flash,
         tie_embeddings: s.flag("tie_word_embeddings", true)?,
+        dropout: DropoutRates {
+            embedding: rate("embd_pdrop")?,
+            attention: rate("attn_pdrop")?,
+            residual: rate("resid_pdrop")?,
+        },
         architecture: Architecture::Gpt2,
         ..TransformerConfig::tiny()
     };
@@ -57,7 +59,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     Ok(config)
 }
 
-/// The settings of a configuration. Rates of dropout are 0, as the model was trained.
+/// The settings of a configuration.
 pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
     json!({
         "model_type": "gpt2",
@@ -73,9 +75,9 @@ pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
         "scale_attn_weights": true,
         "scale_attn_by_inverse_layer_idx": false,
         "reorder_and_upcast_attn": false,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "attn_pdrop": config.dropout.attention,
+        "embd_pdrop": config.dropout.embedding,
+        "resid_pdrop": config.dropout.residual,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
     })

@@ -9,8 +9,10 @@ pub mod attention;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod dropout;
 pub(crate) mod limits;
 mod mask;
+pub(crate) mod philox;
 #[cfg(any(test, feature = "cuda"))]
 pub(crate) mod ptx_cache;
 pub(crate) mod stochastic;
@@ -19,5 +21,6 @@ mod update;
 pub(crate) mod workspace;
 
 pub use activation::Activation;
+pub use dropout::Dropout;
 pub use mask::Mask;
 pub use update::Update;

@@ -2,7 +2,9 @@
 
 use super::gpt2;
 use crate::attention::{Algorithm, flash};
-use crate::nn::{Architecture, Checkpointing, RopeScaling, SelfAttentionConfig, check_eps};
+use crate::nn::{
+    Architecture, Checkpointing, DropoutRates, RopeScaling, SelfAttentionConfig, check_eps,
+};
 use crate::ops::RotaryPairs;
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -71,6 +73,9 @@ pub struct TransformerConfig {
     /// How many tokens each attends to up to its own; `None` is all of them.
     #[cfg_attr(feature = "serde", serde(default))]
     pub sliding_window: Option<NonZeroUsize>,
+    /// What is dropped in training, by a forward that is [given a key](crate::nn::ForwardContext::dropout).
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub dropout: DropoutRates,
     /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, `qkv_bias` and
     /// `qk_norm` as the presets have them, and every head of q has its own k and v, of D / H elements.
     #[cfg_attr(feature = "serde", serde(default))]
@@ -110,6 +115,7 @@ impl TransformerConfig {
             rope_pairs: RotaryPairs::Adjacent,
             rope_scaling: RopeScaling::None,
             sliding_window: None,
+            dropout: DropoutRates::all(0.0),
             architecture: Architecture::Llama,
         }
     }
@@ -321,7 +327,7 @@ impl TransformerConfig {
     /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
     /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
     /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
-    /// flash attention, a setting that the architecture has no place for; each names its field.
+    /// flash attention, a dropout that is no probability, a setting that the architecture has no place for; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
@@ -405,6 +411,7 @@ impl TransformerConfig {
             );
         }
         self.rope_scaling.check()?;
+        self.dropout.check("TransformerConfig")?;
         if self.is_gpt2() {
             gpt2::check(self)?;
         }

@@ -3,6 +3,8 @@
 use super::TransformerLM;
 use crate::Result;
 use crate::attention::FirstKeys;
+use crate::nn::ForwardContext;
+use crate::ops::DropoutKey;
 use crate::ops::inside_storage;
 use candle_core::{DType, Tensor};
 
@@ -48,26 +50,26 @@ impl Documents {
 
 impl TransformerLM {
     /// As [`loss`](Self::loss), where several documents may be packed into a sequence, each ending with the token
-    /// `separator`: a document attends to itself alone, and nothing has to be predicted from a separator.
+    /// `separator`: a document attends to itself alone, and nothing has to be predicted from a separator. With a key it is a training step's, with dropout.
     ///
-    /// It is [`loss_packed`](Self::loss_packed) with [`FirstKeys::of_documents`]. A planned step does the same by
+    /// It is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. A planned step does the same by
     /// [`PlanConfig::separator`](crate::compile::PlanConfig::separator).
     ///
     /// # Errors
-    /// As [`loss_packed`](Self::loss_packed), also for tokens that are all separators; in a trace, which does not know
+    /// As [`loss_with`](Self::loss_with), also for tokens that are all separators; in a trace, which does not know
     /// where hollow tokens have separators.
     pub fn loss_of_documents(
         &self,
         tokens: &Tensor,
         targets: &Tensor,
         separator: u32,
+        dropout: Option<&DropoutKey>,
     ) -> Result<Tensor> {
         let documents = Documents::of(tokens, targets, separator)?;
-        self.loss_packed(
-            tokens,
-            &documents.targets,
-            Some(&documents.first_keys),
-            Some(IGNORED),
-        )
+        let context = ForwardContext {
+            first_keys: Some(documents.first_keys),
+            dropout: dropout.cloned(),
+        };
+        self.loss_with(tokens, &documents.targets, &context, Some(IGNORED))
     }
 }

@@ -20,7 +20,7 @@ pub(crate) const HISTORY_PREFIX: &str = "history.";
 const CONFIG_KEY: &str = "tallow.model";
 
 /// What the weights do not depend on: a file is read with any of these.
-const FREE_SETTINGS: [&str; 3] = ["attention", "checkpointing", "context_length"];
+const FREE_SETTINGS: [&str; 4] = ["attention", "checkpointing", "context_length", "dropout"];
 
 /// How [`TransformerLM::load_with`] reads a file.
 ///

@@ -1,10 +1,10 @@
 //! The transformer language model.
 
 use super::{TransformerConfig, depth};
-use crate::attention::{Algorithm, FirstKeys};
+use crate::attention::Algorithm;
 use crate::nn::{
-    self, Architecture, Checkpointing, Embedding, Layer, Linear, Norm, RotaryConfig,
-    RotaryEmbedding, TransformerBlock, join,
+    self, Architecture, Checkpointing, DropoutRates, Embedding, ForwardContext, Layer, Linear,
+    Norm, RotaryConfig, RotaryEmbedding, TransformerBlock, join,
 };
 use crate::probe::{self, in_module};
 use crate::{Error, Result, hardware, ops};
@@ -100,7 +100,8 @@ impl TransformerLM {
                 rotary.clone(),
                 vb.pp("layers").pp(i),
             );
-            Ok(block?.with_attention(config.attention))
+            let block = block?.with_attention(config.attention);
+            Ok(block.with_dropout(config.dropout))
         });
         let (vocab, width) = (config.vocab_size, config.d_model);
         let table = |rows: usize, name: &str| match architecture {
@@ -143,6 +144,21 @@ impl TransformerLM {
         }
     }
 
+    /// The same model, on the same parameters, which drops other elements in training.
+    ///
+    /// # Errors
+    /// A dropout that is no probability.
+    pub fn with_dropout(mut self, rates: DropoutRates) -> Result<Self> {
+        rates.check("TransformerConfig")?;
+        self.config.dropout = rates;
+        let layers = self.layers.into_iter();
+        let layers = layers.map(|layer| layer.with_dropout(rates));
+        Ok(Self {
+            layers: layers.collect(),
+            ..self
+        })
+    }
+
     /// The sizes, and what computes attention.
     pub fn config(&self) -> &TransformerConfig {
         &self.config
@@ -173,21 +189,18 @@ impl TransformerLM {
     /// stack takes in backward (8 KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is
     /// run, and planned.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        self.forward_packed(tokens, None)
+        self.forward_with(tokens, &ForwardContext::default())
     }
 
-    /// As [`forward`](Self::forward), of documents packed into the sequences, which attend each to itself alone: no
-    /// position sees one before its first key, if there are [first keys](FirstKeys), (B, T). Learned positions count on
-    /// from one document to the next.
+    /// As [`forward`](Self::forward), of documents packed into the sequences, which attend each to itself alone, or of
+    /// a training step, which drops what the configuration says. Learned positions count on from one document to the
+    /// next. Dropout is at the site of the context's key, embeddings, and at 4 i + 1 to 4 i + 3 further, in block i.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); first keys of another shape.
-    pub fn forward_packed(
-        &self,
-        tokens: &Tensor,
-        first_keys: Option<&FirstKeys>,
-    ) -> Result<Tensor> {
-        let hidden = self.hidden(tokens, first_keys)?; // (B, T, D)
+    /// As [`forward`](Self::forward); first keys of another shape; dropout of probabilities by an attention that drops
+    /// none.
+    pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let hidden = self.hidden(tokens, context)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
     }
 
@@ -199,13 +212,14 @@ impl TransformerLM {
     /// # Errors
     /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        self.loss_packed(tokens, targets, None, None)
+        self.loss_with(tokens, targets, &ForwardContext::default(), None)
     }
 
-    /// As [`loss`](Self::loss), of documents [packed](Self::forward_packed) into the sequences; targets that are
-    /// `ignore` do not count, as the first token of a document should not after the last of the one before.
+    /// As [`loss`](Self::loss), of documents packed into the sequences or of a training step with dropout
+    /// ([`forward_with`](Self::forward_with)); targets that are `ignore` do not count, as the first token of a document
+    /// should not after the last of the one before.
     ///
-    /// In a plan, of documents that each run has others of:
+    /// In a plan, of documents and a key that each run has others of:
     ///
     /// ```
     /// use candle_core::{DType, Tensor};
@@ -213,12 +227,15 @@ impl TransformerLM {
     /// use tallow::compile::{LossStep, StepConfig};
     /// use tallow::graph;
     /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::nn::{DropoutRates, ForwardContext};
+    /// use tallow::ops::DropoutKey;
     /// use tallow::optim::{AdamW, AdamWConfig};
     ///
     /// let device = tallow::device("cpu")?;
     /// let config = TransformerConfig {
     ///     vocab_size: 10, context_length: 8, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
     ///     attention: Algorithm::Flash,
+    ///     dropout: DropoutRates { residual: 0.1, ..Default::default() },
     ///     ..Default::default()
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?;
@@ -226,30 +243,37 @@ impl TransformerLM {
     /// let mut step = LossStep::new(&optimizer, &StepConfig::default(), || {
     ///     let tokens = graph::input("tokens", (2, 8), DType::U32)?;
     ///     let targets = graph::input("targets", (2, 8), DType::U32)?;
-    ///     let first_keys = FirstKeys::input("first_keys", (2, 8))?;
-    ///     model.loss_packed(&tokens, &targets, Some(&first_keys), Some(0))
+    ///     let context = ForwardContext {
+    ///         first_keys: Some(FirstKeys::input("first_keys", (2, 8))?),
+    ///         dropout: Some(DropoutKey::input("dropout")?),
+    ///     };
+    ///     model.loss_with(&tokens, &targets, &context, Some(0))
     /// })?;
     ///
     /// let text = Tensor::new(&[[7u32, 9, 3, 0, 8, 8, 5, 0, 6], [4, 4, 0, 1, 2, 3, 4, 5, 6]], &device)?;
     /// let (tokens, targets) = (text.narrow(1, 0, 8)?, text.narrow(1, 1, 8)?);
     /// let first_keys = FirstKeys::of_documents(&tokens, 0)?; // documents end with 0, which nothing has to predict
-    /// let inputs = [("tokens", &tokens), ("targets", &targets), ("first_keys", first_keys.tensor())];
+    /// let context = ForwardContext { first_keys: Some(first_keys), dropout: Some(DropoutKey::new(42, 0)?) };
+    /// let eager = model.loss_with(&tokens, &targets, &context, Some(0))?.to_scalar::<f32>()?;
+    /// let (first_keys, key) = (context.first_keys.unwrap(), context.dropout.unwrap());
+    /// let inputs = [
+    ///     ("tokens", &tokens), ("targets", &targets), ("first_keys", first_keys.tensor()), ("dropout", key.tensor()),
+    /// ];
     /// let loss = step.run(&mut optimizer, &inputs)?;
-    /// let eager = model.loss_packed(&tokens, &targets, Some(&first_keys), Some(0))?.to_scalar::<f32>()?;
-    /// assert!(loss > eager); // a step later
+    /// assert!((loss - eager).abs() < 1e-5);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
-    /// As [`loss`](Self::loss) and [`forward_packed`](Self::forward_packed); targets that are all ignored.
-    pub fn loss_packed(
+    /// As [`loss`](Self::loss) and [`forward_with`](Self::forward_with); targets that are all ignored.
+    pub fn loss_with(
         &self,
         tokens: &Tensor,
         targets: &Tensor,
-        first_keys: Option<&FirstKeys>,
+        context: &ForwardContext,
         ignore: Option<u32>,
     ) -> Result<Tensor> {
-        let hidden = self.hidden(tokens, first_keys)?; // (B, T, D)
+        let hidden = self.hidden(tokens, context)?; // (B, T, D)
         let head = self.lm_head.weight();
         in_module("lm_head", || match ignore {
             None => ops::linear_cross_entropy(&hidden, head, targets),
@@ -258,7 +282,7 @@ impl TransformerLM {
     }
 
     /// What the head reads: (B, T, D).
-    fn hidden(&self, tokens: &Tensor, first_keys: Option<&FirstKeys>) -> Result<Tensor> {
+    fn hidden(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let limit = self.config.context_length;
         match *tokens.dims() {
             [batch, length] if batch > 0 && (1..=limit).contains(&length) => {}
@@ -278,6 +302,7 @@ impl TransformerLM {
             let first = positions.weight().narrow(0, 0, tokens.dim(1)?)?; // (T, D)
             x = in_module("position_embeddings", || ops::add(&x, &first))?;
         }
+        let mut x = context.dropped(x, self.config.dropout.embedding)?;
         if x.track_op() {
             depth::check(self.layers.len())?;
         }
@@ -291,17 +316,17 @@ impl TransformerLM {
                 .iter()
                 .map(|(i, block)| (*i, (*block).clone()))
                 .collect(); // the same parameters
-            let first_keys = first_keys.cloned();
+            let context = context.clone();
             let forward = move |[x]: [&Tensor; 1]| {
                 let mut blocks = blocks.iter();
                 blocks.try_fold(x.clone(), |x, (i, block)| {
-                    numbered_forward(*i, block, &x, first_keys.as_ref())
+                    numbered_forward(*i, block, &x, &context)
                 })
             };
             x = nn::checkpoint(forward, [&x])?; // (B, T, D)
         }
         for (i, block) in rest {
-            x = numbered_forward(*i, block, &x, first_keys)?; // (B, T, D)
+            x = numbered_forward(*i, block, &x, context)?; // (B, T, D)
         }
         in_module("ln_final", || self.ln_final.forward(&x))
     }
@@ -312,10 +337,10 @@ fn numbered_forward(
     i: usize,
     block: &TransformerBlock,
     x: &Tensor,
-    first_keys: Option<&FirstKeys>,
+    context: &ForwardContext,
 ) -> Result<Tensor> {
     let _range = probe::module(|| format!("layers.{i}"));
-    block.forward_packed(x, first_keys)
+    block.forward_with(x, &context.at(4 * i + 1))
 }
 
 /// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it

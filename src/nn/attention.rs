@@ -1,7 +1,7 @@
 //! Multi-head self-attention.
 
-use super::{Layer, Linear, RmsNorm, RotaryEmbedding, join};
-use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
+use super::{ForwardContext, Layer, Linear, RmsNorm, RotaryEmbedding, join};
+use crate::attention::{Algorithm, AttentionConfig, Mask};
 use crate::probe::in_module;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
@@ -56,6 +56,8 @@ pub struct CausalSelfAttention {
     num_kv_heads: usize,
     mask: Mask,
     attention: Algorithm,
+    /// The probability with which a probability is dropped in training.
+    dropout: f64,
 }
 
 impl CausalSelfAttention {
@@ -142,6 +144,7 @@ impl CausalSelfAttention {
             num_kv_heads: kv_heads,
             mask: config.sliding_window.map_or(Mask::Causal, Mask::Window),
             attention: Algorithm::default(),
+            dropout: 0.0,
         })
     }
 
@@ -150,21 +153,27 @@ impl CausalSelfAttention {
         Self { attention, ..self }
     }
 
+    /// The same layer, which drops attention's probabilities with this probability where its
+    /// [context](ForwardContext) has a key.
+    pub fn with_dropout(self, dropout: f64) -> Self {
+        Self { dropout, ..self }
+    }
+
     /// x (B, T, D) to (B, T, D).
     ///
     /// # Errors
     /// Another rank or width, a T beyond the rotary tables, heads that the attention does not take
     /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_packed(x, None)
+        self.forward_with(x, &ForwardContext::default())
     }
 
-    /// As [`forward`](Self::forward), of documents packed into the sequences: no position sees one before its first
-    /// key, if there are [first keys](FirstKeys), (B, T).
+    /// As [`forward`](Self::forward), of documents packed into the sequences, or of a training step.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); first keys of another shape.
-    pub fn forward_packed(&self, x: &Tensor, first_keys: Option<&FirstKeys>) -> Result<Tensor> {
+    /// As [`forward`](Self::forward); first keys of another shape; a dropout that is no probability, or of an attention
+    /// that drops nothing.
+    pub fn forward_with(&self, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
         let [q_norm, k_norm] = match &self.norms {
             Some([q, k]) => [Some(q), Some(k)],
@@ -179,7 +188,8 @@ impl CausalSelfAttention {
         let config = AttentionConfig {
             mask: self.mask,
             scale: None,
-            first_keys: first_keys.cloned(),
+            first_keys: context.first_keys.clone(),
+            dropout: context.dropping(self.dropout),
         };
         let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, T, Dh)
         let merged = ops::merge_heads(&out)?;

@@ -1,8 +1,11 @@
 //! One layer of the transformer.
 
 use super::architecture::{Architecture, FeedForward, Norm};
-use super::{CausalSelfAttention, Layer, RotaryEmbedding, SelfAttentionConfig, join};
-use crate::attention::{Algorithm, FirstKeys};
+use super::{
+    CausalSelfAttention, DropoutRates, ForwardContext, Layer, RotaryEmbedding, SelfAttentionConfig,
+    join,
+};
+use crate::attention::Algorithm;
 use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::Tensor;
@@ -16,6 +19,8 @@ pub struct TransformerBlock {
     attn: CausalSelfAttention,
     ln2: Norm,
     ffn: FeedForward,
+    /// The probability with which elements of either summand are dropped in training.
+    dropout: f64,
 }
 
 impl TransformerBlock {
@@ -65,6 +70,7 @@ impl TransformerBlock {
             attn,
             ln2: Norm::new(architecture, d_model, eps, vb.pp("ln2"))?,
             ffn: FeedForward::new(architecture, d_model, d_ff, vb.pp("ffn"))?,
+            dropout: 0.0,
         })
     }
 
@@ -75,28 +81,38 @@ impl TransformerBlock {
         Self { attn, ..self }
     }
 
+    /// The same block, which drops what it is told where its [context](ForwardContext) has a key.
+    pub fn with_dropout(self, rates: DropoutRates) -> Self {
+        Self {
+            attn: self.attn.with_dropout(rates.attention),
+            dropout: rates.residual,
+            ..self
+        }
+    }
+
     /// x (B, T, D) to (B, T, D).
     ///
     /// # Errors
     /// As the parts'.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_packed(x, None)
+        self.forward_with(x, &ForwardContext::default())
     }
 
-    /// As [`forward`](Self::forward), of [documents packed](CausalSelfAttention::forward_packed) into the sequences.
+    /// As [`forward`](Self::forward), of documents packed into the sequences, or of a training step: attention drops
+    /// probabilities at the site of the key, and the summands are dropped at the next two.
     ///
     /// # Errors
     /// As the parts'.
-    pub fn forward_packed(&self, x: &Tensor, first_keys: Option<&FirstKeys>) -> Result<Tensor> {
+    pub fn forward_with(&self, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         // Under autocast the second summand is of a lower dtype: the sum is x's, and the residual stream stays f32.
         let x = {
             let normed = in_module("ln1", || self.ln1.forward(x))?;
-            let branch = in_module("attn", || self.attn.forward_packed(&normed, first_keys))?;
-            ops::add(x, &branch)?
+            let branch = in_module("attn", || self.attn.forward_with(&normed, context))?;
+            ops::add(x, &context.at(1).dropped(branch, self.dropout)?)?
         };
         let normed = in_module("ln2", || self.ln2.forward(&x))?;
         let branch = in_module("ffn", || self.ffn.forward(&normed))?;
-        ops::add(&x, &branch)
+        ops::add(&x, &context.at(2).dropped(branch, self.dropout)?)
     }
 }
 

@@ -28,6 +28,9 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     h = ops::cast(&h, dtype)?;
     h = ops::log(&ops::exp(&ops::rsqrt(&ops::pow(&h, 2.0)?)?)?)?;
     h = ops::relu(&ops::tanh(&ops::sigmoid(&ops::silu(&h)?)?)?)?;
+    let key = ops::DropoutKey::input("dropout")?;
+    let probability = 0.1;
+    h = ops::dropout(&h, &ops::Dropout { probability, key })?;
     h = ops::gelu(&ops::gelu(&h, ops::Gelu::Tanh)?, ops::Gelu::Erf)?;
     h = ops::rms_norm(&ops::layer_norm(&h, &weight, &bias, 1e-5)?, &weight, 1e-5)?;
     h = ops::linear(&ops::linear_bias(&h, &w1, &bias)?, &w3)?;

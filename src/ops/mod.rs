@@ -42,6 +42,7 @@ pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod dispatch;
+pub(crate) mod dropout;
 mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod gelu;
@@ -84,6 +85,8 @@ pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 pub(crate) use dispatch::choose_where;
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
 pub(crate) use dispatch::{Path, check_same, choose, current_kernel_policy};
+pub(crate) use dropout::check_probability;
+pub use dropout::{Dropout, DropoutKey, dropout};
 pub use elementwise::{exp, log, pow, rsqrt};
 pub use embedding::embedding;
 pub use gelu::{Gelu, gelu};

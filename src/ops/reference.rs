@@ -10,6 +10,7 @@
 //! ```
 
 pub use super::cross_entropy::reference as cross_entropy;
+pub use super::dropout::reference as dropout;
 pub use super::embedding::reference as embedding;
 pub use super::gelu::reference as gelu;
 pub use super::layer_norm::reference as layer_norm;

@@ -26,6 +26,7 @@ pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
         &super::rope::INFO,
         &super::embedding::INFO,
         &super::swiglu::INFO,
+        &super::dropout::INFO,
         &super::relu::INFO,
         &super::repeat_heads::INFO,
         &super::concat::INFO,

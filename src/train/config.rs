@@ -58,7 +58,7 @@ pub struct TrainConfig {
     /// text.
     #[serde(default)]
     pub separator: Option<u32>,
-    /// Chooses the batches. (The weights' first values have their seed in the model.)
+    /// Chooses the batches, and what dropout drops. (The weights' first values have their seed in the model.)
     pub seed: u64,
 }
 

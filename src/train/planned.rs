@@ -134,6 +134,7 @@ impl Trainer {
             accumulation: config.accumulation,
             checkpointing: self.model.config().checkpointing,
             separator: config.separator,
+            dropout_seed: Some(config.seed),
             ..Default::default()
         }
     }

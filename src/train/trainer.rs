@@ -6,6 +6,8 @@ use crate::compile::TrainStep;
 use crate::data::{RandomBatches, SequentialBatches, Tokens};
 use crate::files::PathLock;
 use crate::model::{Documents, TransformerLM};
+use crate::nn::ForwardContext;
+use crate::ops::DropoutKey;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
 use crate::{Result, backward, no_grad, probe};
@@ -37,6 +39,9 @@ pub struct StepReport {
 ///
 /// In f16 the loss is scaled ([`TrainConfig::loss_scaling`], [`GradScaler`]): a step whose gradients overflow is
 /// skipped, which is no error. It counts as a step, for the schedule and the data too, but not for the optimizer.
+///
+/// A model whose configuration has [dropout](crate::model::TransformerConfig::dropout) drops in training, by the run's
+/// seed, and not in evaluation.
 ///
 /// A run is a function of the model's first weights, the configuration and the data: the same ones give the same bits,
 /// with or without evaluations, and whether it is stopped and [resumed](Self::resume) or not (on one machine and
@@ -164,7 +169,7 @@ impl Trainer {
                 Some(separator) => Documents::of(&batch.inputs, &batch.targets, separator)?.counted,
             };
             if counted > 0 {
-                let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets))?;
+                let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets, None))?;
                 sum += value_of(&loss)? * counted as f64;
                 predicted += counted;
             }
@@ -232,7 +237,8 @@ impl Trainer {
             let batch = self.training.batch(index, self.model.device())?;
             let loss = {
                 let _range = probe::phase("forward");
-                self.loss(&batch.inputs, &batch.targets)?
+                let key = self.dropout_key(i as usize)?;
+                self.loss(&batch.inputs, &batch.targets, key)?
             };
             let value = value_of(&loss)?;
             let loss = match &self.scaler {
@@ -252,10 +258,32 @@ impl Trainer {
         Ok((sum / batches as f64, accumulator.mean()?))
     }
 
-    fn loss(&self, inputs: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    /// What a step's micro-batch drops, if the model drops anything.
+    fn dropout_key(&self, micro_batch: usize) -> Result<Option<DropoutKey>> {
+        if !self.model.config().dropout.is_any() {
+            return Ok(None);
+        }
+        let (seed, steps) = (self.config.seed, self.optimizer.steps());
+        let key = DropoutKey::of_micro_batch(seed, steps, micro_batch)?;
+        Ok(Some(key.to_device(self.model.device())?))
+    }
+
+    fn loss(
+        &self,
+        inputs: &Tensor,
+        targets: &Tensor,
+        dropout: Option<DropoutKey>,
+    ) -> Result<Tensor> {
+        let model = &self.model;
         let forward = || match self.config.separator {
-            None => self.model.loss(inputs, targets),
-            Some(separator) => self.model.loss_of_documents(inputs, targets, separator),
+            None => {
+                let context = ForwardContext {
+                    dropout,
+                    ..Default::default()
+                };
+                model.loss_with(inputs, targets, &context, None)
+            }
+            Some(id) => model.loss_of_documents(inputs, targets, id, dropout.as_ref()),
         };
         self.config.precision.run(forward)
     }

@@ -4,6 +4,7 @@ mod attention;
 #[cfg(feature = "cuda")]
 mod attention_gpu;
 mod attention_judged;
+mod dropout;
 mod eager;
 mod gpt2;
 #[cfg(feature = "cuda")]

@@ -14,7 +14,9 @@ use tallow::compile::{PlanConfig, TrainStep};
 use tallow::hf;
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
-use tallow::nn::{Architecture, CausalSelfAttention, SelfAttentionConfig, seeded};
+use tallow::nn::{
+    Architecture, CausalSelfAttention, DropoutRates, ForwardContext, SelfAttentionConfig, seeded,
+};
 use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tempfile::{TempDir, tempdir};
@@ -114,7 +116,8 @@ fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DTyp
     let [logits_bound, loss_bound, gradient_bound] = bounds(dtype);
     close("logits", &logits, golden.get("logits"), logits_bound);
     let first_keys = FirstKeys::of_lengths(&DOCUMENTS.map(Vec::from)).unwrap();
-    let packed = model.forward_packed(&tokens, Some(&first_keys)).unwrap();
+    let context = ForwardContext::packed(first_keys);
+    let packed = model.forward_with(&tokens, &context).unwrap();
     let wanted = golden.get("logits.packed");
     close("logits.packed", &packed, wanted, logits_bound);
     close("loss", &loss, golden.get("loss"), loss_bound);
@@ -437,15 +440,12 @@ fn refused(family: &str, key: &str, value: Value, named: &str) {
     assert!(error.to_string().contains(named), "{error}");
 }
 
-/// Dropout, heads of other tasks, and what the published files have; and what those leave out.
+/// Heads of other tasks, and what the published files have; and what those leave out.
 #[test]
 fn settings_of_gpt2_that_change_nothing() {
     let golden = Golden::read("gpt2");
     let wanted = hf::config(golden.folder.path()).unwrap();
     for (key, value) in [
-        ("attn_pdrop", json!(0.1)),
-        ("resid_pdrop", json!(0.1)),
-        ("embd_pdrop", json!(0.1)),
         ("n_ctx", json!(96)),
         ("n_special", json!(0)),
         ("predict_special_tokens", json!(true)),
@@ -460,6 +460,41 @@ fn settings_of_gpt2_that_change_nothing() {
         golden.set(key, value);
     }
     assert_eq!(hf::config(golden.folder.path()).unwrap(), wanted);
+}
+
+/// As `transformers` drops in training: GPT-2 as its files say, else 0.1; the others of attention's probabilities.
+#[test]
+fn rates_of_dropout() {
+    let golden = Golden::read("gpt2");
+    let dropout = || hf::config(golden.folder.path()).unwrap().dropout;
+    assert!(!dropout().is_any());
+    golden.set("attn_pdrop", json!(0.3));
+    golden.set("resid_pdrop", json!(0.2));
+    golden.set("embd_pdrop", json!(null));
+    let wanted = DropoutRates {
+        embedding: 0.1,
+        attention: 0.3,
+        residual: 0.2,
+    };
+    assert_eq!(dropout(), wanted);
+    let (model, saved) = (
+        hf::load(golden.folder.path(), &Device::Cpu),
+        tempfile::tempdir(),
+    );
+    let (model, saved) = (model.unwrap(), saved.unwrap());
+    hf::save(&model, saved.path()).unwrap();
+    assert_eq!(hf::config(saved.path()).unwrap().dropout, wanted);
+    refused("gpt2", "attn_pdrop", json!(1.0), "dropout.attention");
+
+    let golden = Golden::read("llama");
+    golden.set("attention_dropout", json!(0.25));
+    let model = hf::load(golden.folder.path(), &Device::Cpu).unwrap();
+    assert_eq!(model.config().dropout.attention, 0.25);
+    hf::save(&model, saved.path()).unwrap();
+    assert_eq!(hf::config(saved.path()).unwrap(), *model.config());
+    let everywhere = model.with_dropout(DropoutRates::all(0.1)).unwrap();
+    let error = hf::save(&everywhere, saved.path()).unwrap_err();
+    assert!(error.to_string().contains("dropout"), "{error}");
 }
 
 /// Files of GPT-2 with other weights in them.

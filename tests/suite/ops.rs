@@ -9,6 +9,7 @@ mod confident_logits;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod determinism;
+mod dropout;
 mod edges;
 mod every;
 mod finite_differences;

@@ -81,7 +81,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 ///
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0 or over the limit, mixed
-/// dtypes or devices; first keys of another shape.
+/// dtypes or devices; first keys of another shape; dropout of probabilities, which are never in memory.
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
@@ -170,6 +170,7 @@ fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
 /// Checks what [`flash()`] takes.
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Shapes> {
     let shapes = Shapes::of(NAME, q, k, v, config)?;
+    config.refuse_dropout(NAME)?;
     if shapes.head_dim > MAX_HEAD_DIM || shapes.head_dim != shapes.value_dim {
         return Err(Error::Shape {
             op: NAME,

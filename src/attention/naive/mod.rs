@@ -55,6 +55,9 @@ pub(super) const INFO: OpInfo = cost::info(
 /// hold in f32, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are left out there,
 /// unless heads share keys.
 ///
+/// With [dropout](AttentionConfig::dropout) of the probabilities it is three ops and a fourth, in f32 also for half
+/// precision ([`reference()`]): slower, and with the scores in memory beside the probabilities.
+///
 /// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
 /// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized
@@ -138,6 +141,7 @@ fn keeping(
         return Ok(out);
     }
     match choose(&INFO, q)? {
+        _ if config.dropout.is_some() => reference(q, k, v, config),
         Path::Kernel => {
             let (sizes, reads) = (shapes.sizes(config), config.reads());
             by_kernels(&INFO, Naive { sizes, reads, lse }, [q, k, v])
@@ -147,7 +151,7 @@ fn keeping(
 }
 
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
-/// `matmul`. Half precision is widened to f32 before the first and rounded once after the last, in backward too.
+/// `matmul`; with [`dropout`](ops::dropout()) of the probabilities before the last, where there is any. Half precision is widened to f32 before the first and rounded once after the last, in backward too.
 ///
 /// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
 /// the same keys and values, and their gradients sum over all rows.
@@ -184,6 +188,10 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
             HostSeen::new(config, &shapes)?.tensor(q.device())
         })?,
     }; // (B H, Tq, Tk)
+    let p = match &config.dropout {
+        None => p,
+        Some(dropout) => ops::dropout(&p, dropout)?,
+    };
     let _range = probe::range("values");
     let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
     let out = out.reshape(with_last_dim(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)

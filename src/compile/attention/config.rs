@@ -55,6 +55,7 @@ impl AttentionPlanConfig {
 
     /// An error unless plans take the dtype and the sizes. Whether the shapes fit each other, the trace finds out.
     pub(super) fn check(&self) -> Result<()> {
+        self.attention.refuse_dropout(OP)?;
         if !matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) {
             return Err(Error::DType {
                 op: OP,

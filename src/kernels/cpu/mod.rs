@@ -11,6 +11,7 @@ pub mod adamw;
 pub mod arithmetic;
 pub mod attention;
 pub mod cast;
+pub mod dropout;
 mod elementwise;
 pub mod gemm;
 pub mod heads;

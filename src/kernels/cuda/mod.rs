@@ -20,6 +20,7 @@ pub(crate) mod bias;
 pub(crate) mod cast;
 pub(crate) mod cross_entropy;
 pub(crate) mod cublas;
+pub(crate) mod dropout;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod flash_attention;

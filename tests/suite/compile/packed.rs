@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use tallow::compile::{Attention, AttentionPlanConfig, LossStep, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::Checkpointing;
+use tallow::nn::{Checkpointing, ForwardContext};
 use tallow::ops::RotaryPairs;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
@@ -58,7 +58,8 @@ impl Case {
             .policy()
             .unwrap_or_else(tallow::precision::Autocast::disabled);
         autocast(policy, || {
-            model.loss_packed(tokens, targets, Some(first_keys), Some(IGNORE))
+            let context = ForwardContext::packed(first_keys.clone());
+            model.loss_with(tokens, targets, &context, Some(IGNORE))
         })
     }
 

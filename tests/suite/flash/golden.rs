@@ -52,7 +52,7 @@ impl Golden {
             config: AttentionConfig {
                 mask,
                 scale: if is_default { None } else { Some(scale) },
-                first_keys: None,
+                ..Default::default()
             },
             first_keys: Vec::new(),
             q: self.numbers(case, "q"),

@@ -158,7 +158,7 @@ impl Problem {
             config: AttentionConfig {
                 mask,
                 scale,
-                first_keys: None,
+                ..Default::default()
             },
             first_keys: Vec::new(),
             q: normal(sizes.q_shape()),

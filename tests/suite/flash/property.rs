@@ -145,7 +145,7 @@ impl Case {
         let config = AttentionConfig {
             mask: self.mask,
             scale: self.scale,
-            first_keys: None,
+            ..Default::default()
         };
         let scale = config.scale_for(self.head_dim).abs();
         let mut random = ChaCha8Rng::seed_from_u64(self.seed);

@@ -45,6 +45,7 @@ fn presets_are_the_published_ones() {
             rope_pairs: Default::default(),
             rope_scaling: Default::default(),
             sliding_window: None,
+            dropout: Default::default(),
             architecture: Default::default(),
         };
         assert_eq!(config, wanted, "{name}");

@@ -66,7 +66,7 @@ fn as_one_by_one(
         tensor(&rows).to_dtype(dtype).unwrap()
     };
     let loss = model
-        .loss_of_documents(&cut(0), &cut(1), SEPARATOR)
+        .loss_of_documents(&cut(0), &cut(1), SEPARATOR, None)
         .unwrap();
     let (found, wanted) = (loss.to_scalar::<f64>().unwrap(), sum / count as f64);
     assert!(
@@ -87,21 +87,21 @@ fn what_is_refused() {
     let model = model(Algorithm::Flash, Checkpointing::None);
     let all = tensor(&[&[SEPARATOR; 4]]);
     let error = model
-        .loss_of_documents(&all, &all, SEPARATOR)
+        .loss_of_documents(&all, &all, SEPARATOR, None)
         .unwrap_err()
         .to_string();
     assert!(error.contains("ignore"), "{error}");
     let beyond = tensor(&[&[1, 2, 11, 4]]);
     let error = model
-        .loss_of_documents(&beyond, &beyond, SEPARATOR)
+        .loss_of_documents(&beyond, &beyond, SEPARATOR, None)
         .unwrap_err()
         .to_string();
     assert!(error.contains("11"), "{error}");
     let longer = tensor(&[&[1, 2, 5, 4, 4]]);
     model
-        .loss_of_documents(&longer, &all, SEPARATOR)
+        .loss_of_documents(&longer, &all, SEPARATOR, None)
         .unwrap_err();
     model
-        .loss_of_documents(&all, &longer, SEPARATOR)
+        .loss_of_documents(&all, &longer, SEPARATOR, None)
         .unwrap_err();
 }

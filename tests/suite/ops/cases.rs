@@ -6,7 +6,7 @@ use candle_core::{D, DType, Device, Tensor};
 use std::num::NonZeroUsize;
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Gelu, RotaryPairs};
+use tallow::ops::{self, Dropout, DropoutKey, Gelu, RotaryPairs};
 
 pub const MASKS: [Mask; 4] = [
     Mask::Full,
@@ -44,6 +44,15 @@ pub fn relu(dims: &[usize], seed: u64) -> Case {
     let x = (&x + (x.sign().unwrap() * 0.125).unwrap()).unwrap();
     let x = cast(&cast(&x, DType::F32), DType::F64);
     Case::new("relu", vec![Input::new("x", x)], |x| ops::relu(&x[0]))
+}
+
+pub fn dropout(dims: &[usize], probability: f64, seed: u64) -> Case {
+    let key = DropoutKey::new(seed, 7).unwrap().at(3);
+    let inputs = vec![Input::new("x", normal(dims, seed))];
+    Case::new("dropout", inputs, move |x| {
+        let key = key.clone();
+        ops::dropout(&x[0], &Dropout { probability, key })
+    })
 }
 
 pub fn swiglu(dims: &[usize], seed: u64) -> Case {

@@ -13,6 +13,7 @@ use tallow::{Result, autocast};
 /// What has kernels, on rows that do and do not begin at 16 bytes, of one element and of many blocks.
 fn with_kernels() -> Vec<Case> {
     let mut cases = vec![
+        cases::dropout(&[3, 1031], 0.3, 1),
         cases::swiglu(&[1], 2),
         cases::swiglu(&[3, 1031], 2),
         cases::swiglu(&[257, 4096], 2),

@@ -7,6 +7,7 @@ use super::cases::{self, MASKS};
 pub fn small() -> Vec<Case> {
     let mut cases = vec![
         cases::relu(&[2, 3, 5], 100),
+        cases::dropout(&[2, 3, 5], 0.3, 105),
         cases::swiglu(&[2, 3, 5], 110),
         cases::swiglu_linear(&[2, 3], 5, 4, 115),
         cases::rms_norm(&[2, 3], 7, 120),
@@ -53,6 +54,7 @@ pub fn small() -> Vec<Case> {
 pub fn large() -> Vec<Case> {
     let mut cases = vec![
         cases::relu(&[257, 323], 1),
+        cases::dropout(&[257, 323], 0.3, 10),
         cases::swiglu(&[257, 323], 2),
         cases::rms_norm(&[3, 123], 323, 3),
         cases::layer_norm(&[3, 123], 323, 4),

@@ -2,7 +2,7 @@
 
 use super::*;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::Gelu;
+use tallow::ops::{Dropout, DropoutKey, Gelu};
 use tallow::{Result, autocast, ops};
 
 /// What comes out.
@@ -118,6 +118,11 @@ fn all() -> Vec<Op> {
             ops::rms_norm(x, &w[0], 1e-5)
         }),
         ("relu", vec![3, 6], vec![], Follow, |x, _| ops::relu(x)),
+        ("dropout", vec![3, 6], vec![], Follow, |x, _| {
+            let key = DropoutKey::new(1, 2)?;
+            let probability = 0.2;
+            ops::dropout(x, &Dropout { probability, key })
+        }),
         ("tanh", vec![3, 6], vec![], Follow, |x, _| ops::tanh(x)),
         ("sigmoid", vec![3, 6], vec![], Follow, |x, _| {
             ops::sigmoid(x)

@@ -5,6 +5,7 @@ use super::*;
 use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Algorithm;
+use tallow::nn::DropoutRates;
 use tallow::optim::GradScalerConfig;
 use tallow::precision::{Precision, Regime};
 
@@ -45,6 +46,51 @@ fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm
     approx::assert_relative_eq!(got, wanted, max_relative = 1e-5);
     assert_eq!(planned.history().losses.len(), 12);
     assert_eq!(planned.optimizer().steps(), 12);
+}
+
+/// What is dropped is the seed's and the step's: the same planned, stopped and resumed; evaluations drop nothing.
+#[rstest]
+#[case(1, None)]
+#[case(2, Some(10))]
+fn a_model_with_dropout(#[case] accumulation: usize, #[case] separator: Option<u32>) {
+    let config = TrainConfig {
+        accumulation,
+        separator,
+        ..settings()
+    };
+    let begin = |rate| {
+        let sizes = TransformerConfig {
+            dropout: DropoutRates::all(rate),
+            ..sizes()
+        };
+        let model = TransformerLM::new(&sizes, 5, &candle_core::Device::Cpu).unwrap();
+        Trainer::new(model, config.clone(), training(), validation()).unwrap()
+    };
+    let (mut eager, mut planned, mut without) = (begin(0.2), begin(0.2), begin(0.0));
+    planned.compile().unwrap();
+    assert_eq!(eager.evaluate().unwrap(), without.evaluate().unwrap());
+    let wanted = take(&mut eager, 6);
+    for (got, wanted) in take(&mut planned, 6).iter().zip(&wanted) {
+        approx::assert_relative_eq!(got.loss, wanted.loss, max_relative = 1e-5);
+    }
+    assert_ne!(take(&mut without, 1)[0].loss, wanted[0].loss);
+
+    let mut whole = begin(0.2);
+    let expected = take(&mut whole, usize::MAX);
+    let (_folder, path) = checkpoint();
+    eager.save(&path).unwrap();
+    let (sizes, device) = (eager.model().config(), candle_core::Device::Cpu);
+    let resumed = Trainer::resume(
+        &path,
+        sizes,
+        config.clone(),
+        training(),
+        validation(),
+        &device,
+    );
+    let mut resumed = resumed.unwrap();
+    assert_eq!(take(&mut resumed, usize::MAX), expected[6..]);
+    assert_eq!(bits(&resumed), bits(&whole));
 }
 
 /// With the optimizer in backward the weights are, to the bit, those of a step that keeps its gradients, in less

@@ -9,7 +9,7 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use tallow::nn;
-use tallow::ops::{Gelu, KernelPolicy};
+use tallow::ops::{Dropout, DropoutKey, Gelu, KernelPolicy};
 use tallow::precision::Autocast;
 
 /// Sizes of dimensions: none, one, odd, a few.
@@ -154,6 +154,15 @@ impl Draw {
             mask: self.mask(),
             scale: self.one_in(3).then_some(scale),
             first_keys: self.one_in(4).then(|| self.first_keys()),
+            dropout: self.one_in(6).then(|| self.dropout()),
+        }
+    }
+
+    pub fn dropout(&mut self) -> Dropout {
+        let key = DropoutKey::new(self.under(9) as u64, self.under(9)).unwrap();
+        Dropout {
+            probability: self.number(),
+            key: key.at(self.under(9)),
         }
     }
 

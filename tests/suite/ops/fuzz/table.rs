@@ -52,6 +52,8 @@ pub const OPS: &[Op] = &[
     op("softmax::reference", &["."], ".", |x, d| ops::reference::softmax(&x[0], d.number(), d.mask())),
     op("relu", &["."], ".", |x, _| ops::relu(&x[0])),
     op("relu::reference", &["."], ".", |x, _| ops::reference::relu(&x[0])),
+    op("dropout", &["."], ".", |x, d| ops::dropout(&x[0], &d.dropout())),
+    op("dropout::reference", &["."], ".", |x, d| ops::reference::dropout(&x[0], &d.dropout())),
     op("gelu", &["."], ".", |x, d| ops::gelu(&x[0], d.gelu())),
     op("gelu::reference", &["."], ".", |x, d| ops::reference::gelu(&x[0], d.gelu())),
     op("tanh", &["."], ".", |x, _| ops::tanh(&x[0])),

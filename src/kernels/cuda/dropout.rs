@@ -1,0 +1,41 @@
+//! Elements dropped at random; see `dropout.cu`.
+
+use super::source::{PRELUDE, Source};
+use super::{View, check_alike, in_vector, launch_config, suffix};
+use crate::kernels::Dropout;
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+
+const SOURCE: Source = Source {
+    name: "dropout",
+    parts: &[PRELUDE, include_str!("dropout.cu")],
+};
+
+/// Packs of a thread, as in the source.
+const UNROLL: usize = 2;
+
+/// `y = x / (1 - p)` where an element stays, else 0: x and y (n), key (4) u32. y may be the buffer of x.
+pub(crate) fn dropout(
+    gpu: &CudaDevice,
+    x: View,
+    key: View,
+    dropout: Dropout,
+    y: View,
+) -> Result<()> {
+    check_alike("dropout", x, y)?;
+    if x.len == 0 {
+        return Ok(());
+    }
+    let kernel = SOURCE.kernel(gpu, "dropout", suffix(x.dtype))?;
+    let (n, threshold, scale) = (x.len as i64, dropout.threshold(), dropout.scale() as f32);
+    let mut launch = kernel.builder();
+    launch.arg(&x.pointer).arg(&key.pointer).arg(&y.pointer);
+    launch.arg(&n).arg(&dropout.site);
+    launch.arg(&threshold).arg(&scale);
+    let packs = x.len.div_ceil(in_vector(x.dtype));
+    let config = launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1));
+    // SAFETY: the arguments are those of the kernel, buffers of n elements and a key of 4.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}

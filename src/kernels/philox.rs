@@ -1,0 +1,110 @@
+//! Random bits that are a function of a key and a counter alone: Philox4x32-10.
+//!
+//! The same on every device, for any number of threads, and again in backward, which keeps nothing. Streams of
+//! different counters do not overlap.
+//!
+//! Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3.
+
+const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
+const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
+const ROUNDS: usize = 10;
+
+/// Words of one counter.
+const BLOCK: usize = 4;
+/// Counters computed side by side: a vector of 512 bits of each word.
+const LANES: usize = 16;
+/// Words of one call.
+pub(crate) const WORDS: usize = BLOCK * LANES;
+
+/// A stream of words: one for each element of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stream {
+    key: [u32; 2],
+    /// The upper three words of the counter, whose lowest counts blocks. (The second counts them beyond 2^32, too.)
+    counter: [u32; 3],
+}
+
+impl Stream {
+    /// Of a step's `words` ([seed, seed >> 32, step, micro-batch]) and a site under 2^24. Of at most 2^42 elements.
+    pub fn new(words: [u32; 4], site: u32) -> Self {
+        let [seed, seed_high, step, micro_batch] = words;
+        Self {
+            key: [seed, seed_high],
+            counter: [site << 8, step, micro_batch],
+        }
+    }
+
+    /// The words of the elements from `first` on, a multiple of 4.
+    #[inline(always)]
+    pub fn words(&self, first: usize) -> [u32; WORDS] {
+        let mut c = [[0; LANES]; BLOCK];
+        for lane in 0..LANES {
+            let block = (first / BLOCK + lane) as u64;
+            c[0][lane] = block as u32;
+            c[1][lane] = self.counter[0] | (block >> 32) as u32;
+            c[2][lane] = self.counter[1];
+            c[3][lane] = self.counter[2];
+        }
+        let mut key = self.key;
+        for _ in 0..ROUNDS {
+            for lane in 0..LANES {
+                let a = u64::from(c[0][lane]) * u64::from(MULTIPLIERS[0]);
+                let b = u64::from(c[2][lane]) * u64::from(MULTIPLIERS[1]);
+                c[0][lane] = (b >> 32) as u32 ^ c[1][lane] ^ key[0];
+                c[1][lane] = b as u32;
+                c[2][lane] = (a >> 32) as u32 ^ c[3][lane] ^ key[1];
+                c[3][lane] = a as u32;
+            }
+            key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+        }
+        let mut words = [0; WORDS];
+        for lane in 0..LANES {
+            for (i, word) in c.iter().enumerate() {
+                words[BLOCK * lane + i] = word[lane];
+            }
+        }
+        words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The generator's known answers (Random123's kat_vectors).
+    #[test]
+    fn known_answers() {
+        let answer = |counter: [u32; 4], key: [u32; 2]| {
+            let stream = Stream {
+                key,
+                counter: [counter[1], counter[2], counter[3]],
+            };
+            let words = stream.words(BLOCK * counter[0] as usize);
+            [words[0], words[1], words[2], words[3]]
+        };
+        assert_eq!(
+            answer([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
+        assert_eq!(
+            answer([u32::MAX; 4], [u32::MAX; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
+        assert_eq!(
+            answer(pi, [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
+    }
+
+    #[test]
+    fn words_are_their_elements_wherever_a_call_begins() {
+        let stream = Stream::new([1, 2, 3, 4], 5);
+        let all: Vec<u32> = (0..4).flat_map(|i| stream.words(i * WORDS)).collect();
+        for first in [4, 8, 60, 64, 100] {
+            assert_eq!(stream.words(first), all[first..first + WORDS]);
+        }
+        let beyond = 1 << 34; // the first block whose number has more than 32 bits
+        assert_ne!(stream.words(beyond), stream.words(0));
+    }
+}

@@ -1,0 +1,260 @@
+//! Elements dropped at random in training.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use tallow::ops::{self, Dropout, DropoutKey};
+//!
+//! let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
+//! let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.1, key: DropoutKey::new(42, step)? });
+//! let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
+//! assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.9));
+//! let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
+//! let other = ops::dropout(&x, &dropout(1)?)?.flatten_all()?.to_vec1::<f32>()?;
+//! assert!(y == again && y != other);
+//! # Ok::<(), tallow::Error>(())
+//! ```
+
+use super::cast::cast_for;
+use super::info::OpInfo;
+use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::operand::check_size;
+use super::record::{Spec, like_first, run, wide_input};
+use crate::graph::{self, Attribute};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::dropout as cuda_kernel;
+use crate::kernels::{self, cpu::dropout as kernel, philox::WORDS};
+use crate::probe::Operand;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Shape, Tensor};
+
+const OP: &str = "dropout";
+
+/// What is dropped: elements with this probability, chosen by a key.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dropout {
+    /// p: from 0, which drops nothing, to under 1.
+    pub probability: f64,
+    /// What chooses the elements.
+    pub key: DropoutKey,
+}
+
+/// What chooses the elements that a step drops: a seed, the step's number, and the site in the model.
+///
+/// An element's random word is a function of these and of its number in the tensor (Philox4x32-10), so that masks are
+/// the same on every device, eager and planned, for any number of threads, and again where a checkpointed block is
+/// recomputed; backward keeps no mask. Two calls drop the same elements if they have the same key: give each its
+/// [site](Self::at).
+///
+/// In a plan a key is an [input](Self::input), so that each run has its own.
+#[derive(Clone, Debug)]
+pub struct DropoutKey {
+    /// u32 (1, 4): seed, seed >> 32, step, micro-batch.
+    words: Tensor,
+    site: u32,
+}
+
+/// The same tensor, not one with the same elements: those may be a GPU's.
+impl PartialEq for DropoutKey {
+    fn eq(&self, other: &Self) -> bool {
+        (self.words.id(), self.site) == (other.words.id(), other.site)
+    }
+}
+
+impl DropoutKey {
+    /// Sites of a key.
+    const SITES: u32 = 1 << 24;
+
+    /// Of step number `step` (of its last 32 bits).
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn new(seed: u64, step: usize) -> Result<Self> {
+        Self::of_micro_batch(seed, step, 0)
+    }
+
+    /// As [`new`](Self::new), of one of the step's micro-batches, whose gradients are accumulated.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn of_micro_batch(seed: u64, step: usize, micro_batch: usize) -> Result<Self> {
+        let words = [
+            seed as u32,
+            (seed >> 32) as u32,
+            step as u32,
+            micro_batch as u32,
+        ];
+        Ok(Self {
+            words: Tensor::from_slice(&words, (1, 4), &Device::Cpu)?,
+            site: 0,
+        })
+    }
+
+    /// An input of a plan by this name, u32 (1, 4). A run is given the keys of all its micro-batches:
+    /// [`of_step`](Self::of_step).
+    ///
+    /// # Errors
+    /// As [`graph::input`](crate::graph::input()).
+    pub fn input(name: &str) -> Result<Self> {
+        Ok(Self {
+            words: graph::input(name, (1, 4), DType::U32)?,
+            site: 0,
+        })
+    }
+
+    /// What a run of a plan is given for its [input](Self::input), u32 (micro-batches, 4).
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn of_step(seed: u64, step: usize, micro_batches: usize) -> Result<Tensor> {
+        let keys = (0..micro_batches).map(|i| Ok(Self::of_micro_batch(seed, step, i)?.words));
+        Ok(Tensor::cat(&keys.collect::<Result<Vec<_>>>()?, 0)?)
+    }
+
+    /// The same on another device: best where it is used, which else copies it each time.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        Ok(Self {
+            words: self.words.to_device(device)?,
+            site: self.site,
+        })
+    }
+
+    /// The same at another site, so many further: there are 2^24, and the first comes after the last.
+    pub fn at(&self, sites_further: usize) -> Self {
+        let sites_further = (sites_further % Self::SITES as usize) as u32;
+        Self {
+            words: self.words.clone(),
+            site: (self.site + sites_further) % Self::SITES,
+        }
+    }
+
+    /// u32 (1, 4).
+    pub fn tensor(&self) -> &Tensor {
+        &self.words
+    }
+}
+
+/// `y = x / (1 - p)` where an element stays, which it does with probability 1 - p, else 0.
+///
+/// x itself, where p is 0. Backward: dx from dy as y from x. Kept for backward: nothing, the mask is drawn again. The
+/// product is rounded once. Autocast: follows x.
+///
+/// Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014, section 10
+/// (scaled in training).
+///
+/// # Errors
+/// A probability that is not from 0 to under 1; a dtype that is not a float.
+pub fn dropout(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
+    check_probability("ops::Dropout", "probability", dropout.probability)?;
+    let [x] = &cast_for(OP, [x])?;
+    run(&INFO, dropout.clone(), [x], || reference(x, dropout))
+}
+
+/// [`dropout()`] in plain candle ops, its mask drawn on the CPU.
+///
+/// # Errors
+/// As [`dropout()`].
+pub fn reference(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
+    check_probability("ops::Dropout", "probability", dropout.probability)?;
+    check_size(OP, x.dims(), x.dtype(), x.device())?;
+    let wide = wide_input(OP, x)?;
+    let kernel = dropout.kernel();
+    let stream = kernel.stream(&dropout.key.words.flatten_all()?.to_vec1()?);
+    let words = (0..x.elem_count()).step_by(WORDS);
+    let words = words.flat_map(|first| stream.words(first));
+    let factors = words
+        .take(x.elem_count())
+        .map(|word| match word >= kernel.threshold() {
+            true => kernel.scale(),
+            false => 0.0,
+        });
+    let factors = Tensor::from_iter(factors, &Device::Cpu)?.reshape(x.shape())?;
+    let factors = factors.to_dtype(wide.dtype())?.to_device(x.device())?;
+    let dropped = factors.zeros_like()?;
+    let kept = (&wide * &factors)?;
+    Ok(factors
+        .ne(&dropped)?
+        .where_cond(&kept, &dropped)?
+        .to_dtype(x.dtype())?)
+}
+
+/// An error unless elements can be dropped with this probability.
+pub(crate) fn check_probability(
+    config: &'static str,
+    field: &'static str,
+    probability: f64,
+) -> Result<()> {
+    match (0.0..1.0).contains(&probability) {
+        true => Ok(()),
+        false => Err(Error::config(config, field, probability)
+            .must_be("from 0 to under 1", "0 drops nothing, 0.1 is usual")),
+    }
+}
+
+pub(super) const INFO: OpInfo = OpInfo::new(OP)
+    .on_gpu_up_to(usize::MAX)
+    .costing(
+        "1 an element, backward 1",
+        "x, y; backward dy, dx",
+        |o| o.elementwise(1.0),
+        Some(|o| o.moved_back(1.0)),
+    )
+    .planned(LOWERING);
+
+const LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let reads = [("x", Slot::Input(0)), ("key", Slot::Read(0))];
+        let kernel = map("dropout").with_all(signature.attributes);
+        Calls::default().call(kernel, reads, [("y", Slot::Output)])
+    },
+    backward: |signature| {
+        let reads = [("x", Slot::OutputGradient), ("key", Slot::Read(0))];
+        let kernel = map("dropout_backward").with_all(signature.attributes);
+        Calls::default().call(kernel, reads, [("y", Slot::Gradient(0))])
+    },
+};
+
+/// y from x, or dx from dy.
+fn map(name: &'static str) -> Kernel {
+    let kernel = kernel!(name, |T, k, s| {
+        kernel::dropout(s.x::<T>("x")?, s.x("key")?, of_call(k)?, s.y("y")?);
+    });
+    on_gpu!(kernel, |k, l| {
+        cuda_kernel::dropout(l.gpu, l.x("x")?, l.x("key")?, of_call(k)?, l.y("y")?)
+    })
+}
+
+fn of_call(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
+    Ok(kernels::Dropout {
+        probability: k.number("probability")?,
+        site: k.count("site")? as u32,
+    })
+}
+
+impl Dropout {
+    fn kernel(&self) -> kernels::Dropout {
+        kernels::Dropout {
+            probability: self.probability,
+            site: self.key.site,
+        }
+    }
+}
+
+impl Spec for Dropout {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        like_first(inputs)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![
+            ("probability", Attribute::Number(self.probability)),
+            ("site", Attribute::Count(self.key.site as usize)),
+        ]
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        vec![self.key.words.clone()]
+    }
+}

@@ -1,0 +1,180 @@
+//! Planned steps drop what eager ones drop: the same elements, others in each step and micro-batch.
+
+use super::{batch, distance};
+use candle_core::{Device, Tensor};
+use rstest::rstest;
+use std::collections::HashMap;
+use std::num::NonZeroUsize;
+use tallow::attention::{Algorithm, AttentionConfig};
+use tallow::compile::{Attention, AttentionPlanConfig, PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::{Architecture, Checkpointing, DropoutRates, ForwardContext};
+use tallow::ops::{Dropout, DropoutKey};
+use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
+use tallow::precision::Precision;
+
+const SEED: u64 = 11;
+
+fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig {
+    TransformerConfig {
+        architecture,
+        dropout: DropoutRates {
+            embedding: 0.2,
+            attention: if attention == Algorithm::Naive {
+                0.1
+            } else {
+                0.0
+            },
+            residual: 0.3,
+        },
+        ..super::config(2, 4, 16, 96, attention)
+    }
+}
+
+/// Two steps, each against the loss and the gradients of an eager one with its key.
+fn as_eager(model: &TransformerConfig, plan: &PlanConfig, device: &Device) {
+    let model = TransformerLM::new(model, 5, device).unwrap();
+    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut step = TrainStep::new(&model, &optimizer, plan).unwrap();
+    let what = format!("{:?} {plan:?}", model.config());
+    let bound = if plan.precision == Precision::F32 {
+        2e-5
+    } else {
+        2e-2
+    };
+    let mut losses = Vec::new();
+    for i in 0..2 {
+        let sequences = plan.accumulation * plan.batch_size;
+        let (tokens, targets) = batch(97, sequences, plan.sequence_length, 0);
+        let here = |x: &Tensor| x.to_device(device).unwrap();
+        let (tokens, targets) = (here(&tokens), here(&targets));
+
+        let mut sum = GradientAccumulator::new(model.parameters());
+        let mut wanted = 0.0;
+        for part in 0..plan.accumulation {
+            let rows = |x: &Tensor| {
+                x.narrow(0, part * plan.batch_size, plan.batch_size)
+                    .unwrap()
+            };
+            let key = DropoutKey::of_micro_batch(SEED, i, part).unwrap();
+            let context = ForwardContext::training(key);
+            let (tokens, targets) = (rows(&tokens), rows(&targets));
+            let loss = || model.loss_with(&tokens, &targets, &context, None);
+            let loss = plan.precision.run(loss).unwrap();
+            wanted += loss.to_scalar::<f32>().unwrap() / plan.accumulation as f32;
+            sum.add(tallow::backward(loss).unwrap()).unwrap();
+        }
+        let eager = sum.mean().unwrap();
+
+        let found = step.run(&mut optimizer, &tokens, &targets).unwrap();
+        assert!(
+            (found - wanted).abs() <= bound as f32,
+            "{what}, step {i}: {found} {wanted}"
+        );
+        let planned: HashMap<String, Tensor> = step.gradients().unwrap().into_iter().collect();
+        for (name, parameter) in model.parameters() {
+            // What all keys have beside moves a query's scores alike: rounding on either side.
+            if !(name.ends_with("k_proj.bias")) {
+                let error = distance(&planned[&name], eager.get(&parameter).unwrap());
+                assert!(
+                    error <= bound,
+                    "{what}, step {i}: {name} is {error:.1e} off"
+                );
+            }
+        }
+        losses.push(found);
+    }
+    assert_ne!(losses[0], losses[1]);
+}
+
+fn every_case_is_as_eager(attention: Algorithm, architecture: Architecture, device: &Device) {
+    for (precision, accumulation, checkpointing) in [
+        (Precision::F32, 1, Checkpointing::None),
+        (Precision::F32, 3, Checkpointing::Every(NonZeroUsize::MIN)),
+        (Precision::BF16, 2, Checkpointing::None),
+    ] {
+        let plan = PlanConfig {
+            batch_size: 2,
+            sequence_length: 33,
+            dropout_seed: Some(SEED),
+            precision,
+            accumulation,
+            checkpointing,
+            ..Default::default()
+        };
+        as_eager(&config(architecture, attention), &plan, device);
+    }
+}
+
+#[rstest]
+fn planned_is_as_eager(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
+) {
+    every_case_is_as_eager(attention, architecture, &Device::Cpu);
+}
+
+#[cfg(feature = "cuda")]
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn planned_is_as_eager_on_a_gpu(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
+) {
+    every_case_is_as_eager(attention, architecture, &crate::gpu());
+}
+
+/// Without a seed, and of a model without rates, a plan is as it was.
+#[test]
+fn nothing_is_dropped_unless_it_is_asked_for() {
+    let rates = config(Architecture::Llama, Algorithm::Naive);
+    let none = TransformerConfig {
+        dropout: DropoutRates::default(),
+        ..rates.clone()
+    };
+    let plan = |model: &TransformerConfig, dropout_seed| {
+        let config = PlanConfig {
+            dropout_seed,
+            sequence_length: 33,
+            ..Default::default()
+        };
+        TrainStep::plan_for(model, &config).unwrap().0.explain()
+    };
+    let bare = plan(&none, None);
+    assert!(!bare.contains("dropout"));
+    assert_eq!(plan(&rates, None), bare);
+    assert_eq!(plan(&none, Some(1)), bare);
+    let calls = plan(&rates, Some(1));
+    assert!(calls.contains("dropout_backward"), "{calls}");
+}
+
+#[test]
+fn flash_attention_refuses() {
+    let dropped = TransformerConfig {
+        dropout: DropoutRates::all(0.1),
+        ..config(Architecture::Llama, Algorithm::Flash)
+    };
+    let plan = PlanConfig {
+        dropout_seed: Some(1),
+        sequence_length: 33,
+        ..Default::default()
+    };
+    let error = TrainStep::plan_for(&dropped, &plan)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("dropout.attention"), "{error}");
+    let alone = AttentionPlanConfig {
+        attention: AttentionConfig {
+            dropout: Some(Dropout {
+                probability: 0.1,
+                key: DropoutKey::new(1, 1).unwrap(),
+            }),
+            ..Default::default()
+        },
+        ..AttentionPlanConfig::new((2, 8, 16), candle_core::DType::F32)
+    };
+    let error = Attention::new(&Device::Cpu, &alone)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("dropout"), "{error}");
+}

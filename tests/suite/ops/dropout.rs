@@ -1,0 +1,247 @@
+//! What dropout drops: as many as it should, others for each key, the same in backward.
+
+use super::case::normal;
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::ops::{self, Dropout, DropoutKey};
+
+const CPU: Device = Device::Cpu;
+
+fn dropout(probability: f64, key: DropoutKey) -> Dropout {
+    Dropout { probability, key }
+}
+
+/// Which of so many elements stay.
+fn stay(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
+    let x = Tensor::ones(elements, DType::F32, &CPU).unwrap();
+    let y = ops::dropout(&x, &dropout(probability, key.clone())).unwrap();
+    let y = y.to_vec1::<f32>().unwrap();
+    let scale = (1.0 / (1.0 - probability)) as f32;
+    assert!(y.iter().all(|y| *y == 0.0 || *y == scale));
+    y.into_iter().map(|y| y != 0.0).collect()
+}
+
+/// Counts within five standard deviations: of all elements, of every fourth (a word of the generator), of neighbours
+/// alike.
+#[rstest]
+fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
+    let elements = 1_000_003;
+    let stay = stay(p, &DropoutKey::new(3, 0).unwrap(), elements);
+    let near = |count: usize, of: usize, expected: f64| {
+        let (mean, deviation) = (
+            of as f64 * expected,
+            (of as f64 * expected * (1.0 - expected)).sqrt(),
+        );
+        assert!(
+            (count as f64 - mean).abs() <= 5.0 * deviation,
+            "{count} of {of}, {mean} expected"
+        );
+    };
+    near(
+        stay.iter().filter(|stays| **stays).count(),
+        elements,
+        1.0 - p,
+    );
+    for word in 0..4 {
+        let words: Vec<bool> = stay.iter().skip(word).step_by(4).copied().collect();
+        near(
+            words.iter().filter(|stays| **stays).count(),
+            words.len(),
+            1.0 - p,
+        );
+    }
+    let both = |apart: usize| {
+        stay.iter()
+            .zip(&stay[apart..])
+            .filter(|(a, b)| **a && **b)
+            .count()
+    };
+    for apart in [1, 4, 64, 512, 16_384] {
+        near(both(apart), elements - apart, (1.0 - p).powi(2));
+    }
+}
+
+/// Of any two keys half of the elements fall together.
+#[test]
+fn every_key_has_its_own() {
+    let key =
+        |seed, step, micro_batch| DropoutKey::of_micro_batch(seed, step, micro_batch).unwrap();
+    let first = key(3, 5, 0);
+    let others = [
+        key(4, 5, 0),
+        key(3 + (1 << 32), 5, 0),
+        key(3, 6, 0),
+        key(3, 5, 1),
+        first.at(1),
+        first.at(1 << 8),
+        first.at((1 << 24) - 1),
+    ];
+    let elements = 100_000;
+    let of = |key: &DropoutKey| stay(0.5, key, elements);
+    assert_eq!(of(&first), of(&key(3, 5, 0).at(0)));
+    assert_eq!(of(&first.at(7)), of(&first.at(3).at(4)));
+    assert_eq!(of(&first), of(&first.at(1 << 24)));
+    for (i, other) in others.iter().enumerate() {
+        let alike = of(&first)
+            .iter()
+            .zip(of(other))
+            .filter(|(a, b)| **a == *b)
+            .count();
+        assert!((49_000..51_000).contains(&alike), "{i}: {alike} alike");
+    }
+    let all = DropoutKey::of_step(3, 5, 2).unwrap();
+    let rows = [0, 1].map(|micro_batch| key(3, 5, micro_batch).tensor().clone());
+    let rows = Tensor::cat(&rows, 0).unwrap();
+    assert_eq!(
+        all.to_vec2::<u32>().unwrap(),
+        rows.to_vec2::<u32>().unwrap()
+    );
+}
+
+#[test]
+fn backward_drops_the_same() {
+    let key = DropoutKey::new(9, 2).unwrap();
+    let x = Var::from_tensor(&normal(&[7, 301], 1)).unwrap();
+    let y = ops::dropout(&x, &dropout(0.4, key.clone())).unwrap();
+    let dy = normal(&[7, 301], 2);
+    let loss = (&y * &dy).unwrap().sum_all().unwrap();
+    let dx = tallow::backward(loss).unwrap().remove(&x).unwrap();
+    let wanted = ops::dropout(&dy, &dropout(0.4, key)).unwrap();
+    let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    assert_eq!(flat(&dx), flat(&wanted));
+}
+
+/// Nothing dropped is x itself; what is dropped is 0, whatever it was.
+#[test]
+fn edges() {
+    let key = || DropoutKey::new(1, 1).unwrap();
+    let x = Tensor::new(&[f32::NAN, f32::INFINITY, -0.0, 1e-45, 3.0], &CPU).unwrap();
+    let bits = |x: &Tensor| {
+        x.to_vec1::<f32>()
+            .unwrap()
+            .into_iter()
+            .map(f32::to_bits)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        bits(&ops::dropout(&x, &dropout(0.0, key())).unwrap()),
+        bits(&x)
+    );
+    let all = Tensor::full(f32::NAN, 64, &CPU).unwrap();
+    let nearly_all = ops::dropout(&all, &dropout(1.0 - 1e-16, key())).unwrap();
+    assert_eq!(nearly_all.to_vec1::<f32>().unwrap(), [0.0; 64]);
+    for p in [1.0, -0.1, 1.5, f64::NAN, f64::INFINITY] {
+        for error in [
+            ops::dropout(&x, &dropout(p, key())).unwrap_err(),
+            ops::reference::dropout(&x, &dropout(p, key())).unwrap_err(),
+        ] {
+            let error = error.to_string();
+            assert!(
+                error.contains("probability") && error.contains("from 0 to under 1"),
+                "{error}"
+            );
+        }
+    }
+}
+
+/// Attention's probabilities are dropped after their softmax; flash attention has none to drop.
+#[rstest]
+fn of_attention(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
+    let draw = |heads: usize, seed| {
+        let x = normal(&[2, heads, 9, 8], seed).to_dtype(dtype).unwrap();
+        Var::from_tensor(&x).unwrap()
+    };
+    let [q, k, v] = [draw(4, 1), draw(2, 2), draw(2, 3)];
+    let dropped = dropout(0.3, DropoutKey::new(1, 2).unwrap().at(5));
+    let config = AttentionConfig {
+        mask: Mask::Causal,
+        dropout: Some(dropped.clone()),
+        ..Default::default()
+    };
+    let out = attention::naive(&q, &k, &v, &config).unwrap();
+    assert_eq!(out.dtype(), dtype);
+
+    let wide = if dtype == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    };
+    let of_heads = |x: &Var| ops::repeat_heads(&x.to_dtype(wide).unwrap(), 2).unwrap();
+    let (k_wide, v_wide) = (of_heads(&k), of_heads(&v));
+    let scores = ops::matmul_transposed(&q.to_dtype(wide).unwrap(), &k_wide).unwrap();
+    let p = ops::softmax(&scores, 1.0 / 8f64.sqrt(), Mask::Causal).unwrap();
+    let flat = p.reshape((8, 9, 9)).unwrap();
+    let p = ops::dropout(&flat, &dropped)
+        .unwrap()
+        .reshape(p.shape())
+        .unwrap();
+    let wanted = ops::matmul(&p, &v_wide).unwrap().to_dtype(dtype).unwrap();
+    let same = |a: &Tensor, b: &Tensor, what: &str| {
+        let apart = (a.to_dtype(DType::F64).unwrap() - b.to_dtype(DType::F64).unwrap()).unwrap();
+        let apart = apart
+            .abs()
+            .unwrap()
+            .max_all()
+            .unwrap()
+            .to_scalar::<f64>()
+            .unwrap();
+        let bound = if dtype == DType::BF16 { 2e-2 } else { 1e-5 };
+        assert!(apart <= bound, "{what} is {apart:.1e} off");
+    };
+    same(&out, &wanted, "out");
+    let gradients = [out, wanted].map(|out| tallow::backward(ops::sum(&out).unwrap()).unwrap());
+    for (name, x) in [("dq", &q), ("dk", &k), ("dv", &v)] {
+        same(
+            gradients[0].get(x).unwrap(),
+            gradients[1].get(x).unwrap(),
+            name,
+        );
+    }
+    for error in [
+        attention::flash(&q, &k, &v, &config).unwrap_err(),
+        attention::reference::flash(&q, &k, &v, &config).unwrap_err(),
+    ] {
+        let error = error.to_string();
+        assert!(
+            error.contains("attention::flash") && error.contains("Naive"),
+            "{error}"
+        );
+    }
+}
+
+/// The bits of the CPU, whatever the length and wherever the elements begin.
+#[cfg(feature = "cuda")]
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn on_a_gpu(#[values(DType::F32, DType::F16, DType::BF16)] dtype: DType) {
+    let gpu = crate::gpu();
+    for elements in [1, 3, 64, 4096, 4099, 1_000_003] {
+        for (p, micro_batch, site, skipped) in [(0.1, 0, 0, 0), (0.5, 3, 70_000, 1), (0.0, 1, 5, 3)]
+        {
+            let x = normal(&[elements + skipped], 4).to_dtype(dtype).unwrap();
+            let key = DropoutKey::of_micro_batch(1 << 40 | 77, 123_456, micro_batch).unwrap();
+            let dropped = dropout(p, key.at(site));
+            let at = |device: &Device| {
+                let x = x
+                    .to_device(device)
+                    .unwrap()
+                    .narrow(0, skipped, elements)
+                    .unwrap();
+                let x = Var::from_tensor(&x).unwrap();
+                let y = ops::dropout(&x, &dropped).unwrap();
+                let loss = (&y * &y).unwrap().sum_all().unwrap();
+                let dx = tallow::backward(loss).unwrap().remove(&x).unwrap();
+                [y.detach(), dx].map(|x| {
+                    let x = x.to_device(&CPU).unwrap().to_dtype(DType::F32).unwrap();
+                    let x = x.to_vec1::<f32>().unwrap().into_iter();
+                    x.map(f32::to_bits).collect::<Vec<_>>()
+                })
+            };
+            assert!(
+                at(&CPU) == at(&gpu),
+                "{elements} elements in {dtype:?}, p {p}"
+            );
+        }
+    }
+}
