@@ -78,6 +78,16 @@ impl Seen<'_> {
         }
     }
 
+    /// Of them, what lies not before these first keys, (Tq).
+    pub fn from_first_keys<'b>(&self, first_keys: &'b [u32]) -> Seen<'b> {
+        Seen {
+            mask: self.mask,
+            queries: self.queries,
+            keys: self.keys,
+            first_keys,
+        }
+    }
+
     /// The keys that row `row` of matrices (.., Tq, Tk) sees, one below the other.
     #[inline(always)]
     pub fn by_row(&self, row: usize) -> Range<usize> {

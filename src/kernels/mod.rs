@@ -12,6 +12,7 @@ pub(crate) mod cuda;
 mod dropout;
 pub(crate) mod limits;
 mod mask;
+pub(crate) mod normal;
 pub(crate) mod philox;
 #[cfg(any(test, feature = "cuda"))]
 pub(crate) mod ptx_cache;

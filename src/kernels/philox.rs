@@ -18,7 +18,7 @@ pub(crate) const WORDS: usize = BLOCK * LANES;
 
 /// A stream of words: one for each element of a tensor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stream {
+pub struct Stream {
     key: [u32; 2],
     /// The upper three words of the counter, whose lowest counts blocks. (The second counts them beyond 2^32, too.)
     counter: [u32; 3],
@@ -32,6 +32,21 @@ impl Stream {
             key: [seed, seed_high],
             counter: [site << 8, step, micro_batch],
         }
+    }
+
+    /// Of a seed and a name's hash.
+    pub fn named(seed: u64, hash: u64) -> Self {
+        Self {
+            key: [seed as u32, (seed >> 32) as u32],
+            counter: [0, hash as u32, (hash >> 32) as u32],
+        }
+    }
+
+    /// As kernels on a GPU take them.
+    #[cfg(feature = "cuda")]
+    pub fn key_and_counter(&self) -> [u32; 5] {
+        let ([k0, k1], [c0, c1, c2]) = (self.key, self.counter);
+        [k0, k1, c0, c1, c2]
     }
 
     /// The words of the elements from `first` on, a multiple of 4.

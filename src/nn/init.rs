@@ -1,29 +1,23 @@
 //! Initial values from a seed.
 
-use crate::kernels::cpu::parallel::filled;
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, WithDType};
+use crate::kernels::cpu::{self, Stored, parallel::filled};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda;
+use crate::kernels::normal::stream;
+#[cfg(feature = "cuda")]
+use crate::ops::cuda as on_gpu;
+use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use half::{bf16, f16};
-use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
-use rand_distr::{Distribution, StandardNormal};
-use rayon::prelude::*;
 use std::collections::TryReserveError;
 
-/// Normal values are drawn again until they fall within this many standard deviations.
-const CUT: f64 = 3.0;
-
-/// Values drawn from one position of the random stream: fixed, so that threads do not matter.
-const CHUNK: usize = 1 << 14;
-
-/// Where chunk `i` starts in the stream, in words: far more than a chunk can use.
-const CHUNK_WORDS: u128 = 1 << 32;
-
-/// A builder whose tensors are drawn from `seed`: the same seed, name and shape give the same bits, in whatever order
-/// they are asked for and on any number of threads.
+/// A builder whose tensors are drawn from `seed`: the same seed and name give the same bits, in whatever order they are
+/// asked for, on any number of threads and on any device. An NVIDIA GPU draws its own.
 ///
-/// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Values are
-/// drawn in f64 and rounded to `dtype`, so models of different dtypes start from the same point.
+/// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Element i is
+/// `mean + stdev F^-1(u)`, F being the distribution cut so, and u the i-th uniform number of a counter-based generator
+/// (Philox4x32-10), of 32 bits. Values are computed in f64 and rounded to f32, or kept, and from f32 to half precision,
+/// so models of different dtypes start from the same point.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -82,51 +76,38 @@ impl SimpleBackend for Seeded {
 }
 
 impl Seeded {
-    /// Rounds each value as it is drawn: on the host, since f64 exists on no Metal device.
-    fn draw<T: WithDType>(
+    /// Where the tensor will be, if that is a GPU with a kernel for it; else on the host.
+    fn draw<T: Stored>(
         &self,
         name: &str,
-        (mean, std): (f64, f64),
+        normal: (f64, f64),
         shape: Shape,
         device: &Device,
     ) -> Result<Tensor> {
-        let values = truncated_normal::<T>(self.seed, name, mean, std, shape.elem_count());
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(gpu) = device
+            && T::DTYPE != DType::F64
+            && cuda::source::runs_on(gpu)
+        {
+            let (stream, (mean, std)) = (stream(self.seed, name), normal);
+            let storage = on_gpu::alloc_uninit(gpu, T::DTYPE, shape.elem_count())?;
+            cuda::normal::normal(gpu, stream, mean, std, on_gpu::whole(&storage)?)?;
+            return Ok(on_gpu::tensor(storage, shape));
+        }
+        let values = truncated_normal::<T>(self.seed, name, normal, shape.elem_count());
         Tensor::from_vec(values.map_err(Error::wrap)?, shape, device)
     }
 }
 
-/// `n` normal values cut at [`CUT`], a function of seed and name alone, rounded to `T`.
-fn truncated_normal<T: WithDType>(
+/// `n` normal values cut at 3 standard deviations, a function of seed and name alone.
+fn truncated_normal<T: Stored>(
     seed: u64,
     name: &str,
-    mean: f64,
-    std: f64,
+    (mean, std): (f64, f64),
     n: usize,
 ) -> std::result::Result<Vec<T>, TryReserveError> {
-    filled(n, |values| {
-        values
-            .par_chunks_mut(CHUNK)
-            .enumerate()
-            .for_each(|(chunk, values)| {
-                let mut rng = ChaCha8Rng::seed_from_u64(seed);
-                rng.set_stream(fnv1a(name));
-                rng.set_word_pos(chunk as u128 * CHUNK_WORDS);
-                for value in values {
-                    let mut z: f64 = StandardNormal.sample(&mut rng);
-                    while z.abs() > CUT {
-                        z = StandardNormal.sample(&mut rng);
-                    }
-                    *value = T::from_f64(mean + std * z);
-                }
-            });
-    })
-}
-
-/// The 64-bit FNV-1a hash: stable across versions and platforms, which std's is not.
-fn fnv1a(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+    let stream = stream(seed, name);
+    filled(n, |values| cpu::normal::normal(stream, mean, std, values))
 }
 
 #[cfg(test)]
@@ -135,7 +116,7 @@ mod tests {
 
     #[test]
     fn moments_and_cut_are_those_of_a_truncated_normal() {
-        let values: Vec<f64> = truncated_normal(1, "w", 0.5, 2.0, 200_000).unwrap();
+        let values: Vec<f64> = truncated_normal(1, "w", (0.5, 2.0), 200_000).unwrap();
         let n = values.len() as f64;
         let mean = values.iter().sum::<f64>() / n;
         let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
@@ -147,11 +128,13 @@ mod tests {
 
     #[test]
     fn threads_do_not_matter_and_names_do() {
-        let n = 3 * CHUNK + 5;
+        let n = 50_005; // several tasks, and a part of one
         let draw = |threads: usize, name: &str| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-            pool.map(|pool| pool.install(|| truncated_normal::<f64>(3, name, 0.0, 1.0, n).unwrap()))
-                .unwrap()
+            pool.map(|pool| {
+                pool.install(|| truncated_normal::<f64>(3, name, (0.0, 1.0), n).unwrap())
+            })
+            .unwrap()
         };
         assert_eq!(draw(1, "a"), draw(3, "a"));
         assert_ne!(draw(1, "a"), draw(1, "b"));

@@ -15,7 +15,9 @@ use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::{for_real, for_stored};
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slices, Slot, on_gpu};
+#[cfg(feature = "cuda")]
+use super::lowering::Operands;
+use super::lowering::{Calls, Check, Kernel, Lowering, Named, Signature, Slices, Slot, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, composed, like_first, run, wide_input};
 use crate::graph::Attribute;
@@ -49,9 +51,34 @@ use candle_core::{D, DType, Device, Shape, Tensor};
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
     check(x, mask)?;
-    run(&INFO, Softmax { scale, mask }, [x], || {
-        reference(x, scale, mask)
-    })
+    let op = Softmax {
+        scale,
+        mask,
+        first_keys: None,
+    };
+    run(&INFO, op, [x], || reference(x, scale, mask))
+}
+
+/// As [`softmax()`], of the heads of sequences that have first keys too, (B, Tq) u32: x and p (B H, Tq, Tk). `seen`
+/// makes what the reference takes ([`softmax_over`]).
+///
+/// # Errors
+/// As [`softmax()`].
+pub(crate) fn softmax_of_heads(
+    x: &Tensor,
+    scale: f64,
+    mask: Mask,
+    first_keys: &Tensor,
+    seen: impl FnOnce() -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
+    let [x] = &cast_for("softmax", [x])?;
+    check(x, mask)?;
+    let op = Softmax {
+        scale,
+        mask,
+        first_keys: Some(first_keys.clone()),
+    };
+    run(&INFO, op, [x], || softmax_over(x, scale, seen))
 }
 
 /// [`softmax()`] in plain candle ops.
@@ -98,7 +125,7 @@ fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
 }
 
 /// [`reference`] over the keys where `seen` makes a 1, u8, which broadcasts to the shape of x.
-pub(crate) fn softmax_over(
+fn softmax_over(
     x: &Tensor,
     scale: f64,
     seen: impl FnOnce() -> candle_core::Result<Tensor>,
@@ -174,17 +201,24 @@ pub(super) const INFOS: &[OpInfo] = &[INFO, SCALE, MASK];
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = planned("softmax", signature, |k, s| {
-            let (queries, keys) = (k.count("queries")?, k.count("keys")?);
-            let seen = Seen::by_mask(k.mask()?, queries, keys);
+            let (sequences, scale) = (Sequences::of(k, s)?, k.number("scale")?);
             for_stored!(s.dtype()?, T => {
-                kernel::forward(s.x::<T>("x")?, seen, k.number("scale")?, s.y("p")?);
+                sequences.each([s.x::<T>("x")?], s.y("p")?, |[x], seen, p| {
+                    kernel::forward(x, seen, scale, p);
+                });
                 Ok(())
             })
         });
         let kernel = on_gpu!(kernel, |k, l| {
-            cuda_kernel::forward(l.gpu, scores(k)?, l.x("x")?, l.y("p")?)
+            cuda_kernel::forward(l.gpu, scores(k, l)?, l.x("x")?, l.y("p")?)
         });
-        Calls::default().call(kernel, [("x", Slot::Input(0))], [("p", Slot::Output)])
+        let reads = Named::from([("x", Slot::Input(0))]);
+        let reads = reads.with_some("first_keys", first_keys(signature));
+        let calls = match first_keys(signature) {
+            Some(_) => Calls::default().checked(0, Check::FirstKeys),
+            None => Calls::default(),
+        };
+        calls.call(kernel, reads, [("p", Slot::Output)])
     },
     backward: |signature| {
         // As in eager: half precision computes p once more from x, without its rounding.
@@ -193,17 +227,20 @@ const LOWERING: Lowering = Lowering {
             _ => ("p", Slot::Output),
         };
         let kernel = planned("softmax_backward", signature, |k, s| {
-            let (queries, keys) = (k.count("queries")?, k.count("keys")?);
-            let (scale, seen) = (k.number("scale")?, Seen::by_mask(k.mask()?, queries, keys));
+            let (sequences, scale) = (Sequences::of(k, s)?, k.number("scale")?);
             match s.dtype()? {
                 dtype @ (DType::F16 | DType::BF16) => for_stored!(dtype, T => {
-                    let (dp, x, dx) = (s.x::<T>("dp")?, s.x("x")?, s.y("dx")?);
-                    kernel::backward_from_scores(dp, x, seen, scale, dx);
+                    let inputs = [s.x::<T>("dp")?, s.x("x")?];
+                    sequences.each(inputs, s.y("dx")?, |[dp, x], seen, dx| {
+                        kernel::backward_from_scores(dp, x, seen, scale, dx);
+                    });
                     Ok(())
                 }),
                 dtype => for_real!(dtype, T => {
-                    let (dp, p, dx) = (s.x::<T>("dp")?, s.x("p")?, s.y("dx")?);
-                    kernel::backward(dp, p, seen, scale, dx);
+                    let inputs = [s.x::<T>("dp")?, s.x("p")?];
+                    sequences.each(inputs, s.y("dx")?, |[dp, p], seen, dx| {
+                        kernel::backward(dp, p, seen, scale, dx);
+                    });
                     Ok(())
                 }),
             }
@@ -213,15 +250,56 @@ const LOWERING: Lowering = Lowering {
                 Some(p) => *p,
                 None => l.x("x")?,
             };
-            cuda_kernel::backward(l.gpu, scores(k)?, [l.x("dp")?, source], l.y("dx")?)
+            cuda_kernel::backward(l.gpu, scores(k, l)?, [l.x("dp")?, source], l.y("dx")?)
         });
-        Calls::default().call(
-            kernel,
-            [("dp", Slot::OutputGradient), source],
-            [("dx", Slot::Gradient(0))],
-        )
+        let reads = Named::from([("dp", Slot::OutputGradient), source]);
+        let reads = reads.with_some("first_keys", first_keys(signature));
+        Calls::default().call(kernel, reads, [("dx", Slot::Gradient(0))])
     },
 };
+
+fn first_keys(signature: &Signature<'_>) -> Option<Slot> {
+    (!signature.reads.is_empty()).then_some(Slot::Read(0))
+}
+
+/// The rows of a call: all alike, or those of each sequence.
+struct Sequences<'a> {
+    mask: Mask,
+    queries: usize,
+    keys: usize,
+    /// (B, Tq), or nothing.
+    first_keys: &'a [u32],
+}
+
+impl<'a> Sequences<'a> {
+    fn of(k: &Kernel, s: &Slices<'a>) -> candle_core::Result<Self> {
+        Ok(Self {
+            mask: k.mask()?,
+            queries: k.count("queries")?,
+            keys: k.count("keys")?,
+            first_keys: s.some_x("first_keys")?.unwrap_or_default(),
+        })
+    }
+
+    /// Calls `f` with the elements of each sequence, and what its queries see.
+    fn each<T, const N: usize>(
+        &self,
+        inputs: [&[T]; N],
+        y: &mut [T],
+        f: impl Fn([&[T]; N], Seen<'_>, &mut [T]),
+    ) {
+        let seen = Seen::by_mask(self.mask, self.queries, self.keys);
+        if self.first_keys.is_empty() {
+            return f(inputs, seen, y);
+        }
+        let sequences = self.first_keys.chunks(self.queries);
+        let elements = y.len() / sequences.len();
+        for (i, (first_keys, y)) in sequences.zip(y.chunks_mut(elements)).enumerate() {
+            let inputs = inputs.map(|x| &x[i * elements..][..elements]);
+            f(inputs, seen.from_first_keys(first_keys), y);
+        }
+    }
+}
 
 /// With the sizes of the rows.
 fn planned(
@@ -235,18 +313,25 @@ fn planned(
         [] => (1, 1),
     };
     let kernel = Kernel::new(name, run).with_all(signature.attributes);
-    kernel.sized([("queries", queries), ("keys", keys)])
+    let kernel = kernel.sized([("queries", queries), ("keys", keys)]);
+    match signature.reads.first() {
+        None => kernel,
+        Some(first_keys) => {
+            let matrices = signature.output.rows() / queries.max(1);
+            kernel.sized([("heads", matrices / first_keys.rows().max(1))])
+        }
+    }
 }
 
 #[cfg(feature = "cuda")]
-fn scores(k: &Kernel) -> candle_core::Result<cuda_kernel::Scores<'static>> {
+fn scores<'a>(k: &Kernel, l: &Operands<'a>) -> candle_core::Result<cuda_kernel::Scores<'a>> {
     Ok(cuda_kernel::Scores {
         scale: k.number("scale")?,
         mask: k.mask()?,
         queries: k.count("queries")?,
         keys: k.count("keys")?,
-        first_keys: None,
-        heads: 1,
+        first_keys: l.some_x("first_keys"),
+        heads: k.some_count("heads").unwrap_or(1),
         first_head: 0,
     })
 }
@@ -254,6 +339,8 @@ fn scores(k: &Kernel) -> candle_core::Result<cuda_kernel::Scores<'static>> {
 struct Softmax {
     scale: f64,
     mask: Mask,
+    /// (B, Tq).
+    first_keys: Option<Tensor>,
 }
 
 impl Spec for Softmax {
@@ -266,5 +353,9 @@ impl Spec for Softmax {
             ("scale", Attribute::Number(self.scale)),
             ("mask", Attribute::Mask(self.mask)),
         ]
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.first_keys.iter().cloned().collect()
     }
 }

@@ -13,7 +13,7 @@ use super::shapes::Shapes;
 use crate::attention::cost;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
-use crate::ops::softmax::softmax_over;
+use crate::ops::softmax::softmax_of_heads;
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
 use crate::{Result, graph, probe};
@@ -184,9 +184,10 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let scale = config.scale_for(shapes.head_dim);
     let p = match &config.first_keys {
         None => ops::softmax(&scores, scale, config.mask)?,
-        Some(_) => softmax_over(&scores, scale, || {
-            HostSeen::new(config, &shapes)?.tensor(q.device())
-        })?,
+        Some(first_keys) => {
+            let seen = || HostSeen::new(config, &shapes)?.tensor(q.device());
+            softmax_of_heads(&scores, scale, config.mask, first_keys.tensor(), seen)?
+        }
     }; // (B H, Tq, Tk)
     let p = match &config.dropout {
         None => p,

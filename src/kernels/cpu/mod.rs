@@ -15,6 +15,7 @@ pub mod dropout;
 mod elementwise;
 pub mod gemm;
 pub mod heads;
+pub mod normal;
 pub mod parallel;
 pub mod reduce;
 pub mod relu;

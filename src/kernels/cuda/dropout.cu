@@ -1,5 +1,5 @@
 // Elements dropped at random: y = scale x where an element's word is at least the threshold, else 0. dx from dy is the
-// same. The words are Philox4x32-10 of the key and the element's number, as kernels/philox.rs has them.
+// same. The words are those of the key and the element's number, as kernels/philox.rs has them. Behind philox.cuh.
 //
 // key: u32 (4): seed, seed >> 32, step, micro-batch. x and y (n); y may be the buffer of x.
 //
@@ -7,17 +7,6 @@
 // only for speed. Bytes: 2 n elements; 20 multiplications of 32 bits for 4 elements.
 
 const int UNROLL = 2; // packs of a thread, loaded before the first is used
-
-__device__ __forceinline__ uint4 philox(uint4 c, unsigned key, unsigned key_high) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        unsigned a = c.x * 0xd2511f53u, a_high = __umulhi(c.x, 0xd2511f53u);
-        unsigned b = c.z * 0xcd9e8d57u, b_high = __umulhi(c.z, 0xcd9e8d57u);
-        c = make_uint4(b_high ^ c.y ^ key, b, a_high ^ c.w ^ key_high, a);
-        key += 0x9e3779b9u, key_high += 0xbb67ae85u;
-    }
-    return c;
-}
 
 template <class T>
 __device__ __forceinline__ void dropout(const T* x, const unsigned* key, T* y, long long n, unsigned site,

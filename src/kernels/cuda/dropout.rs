@@ -1,7 +1,7 @@
 //! Elements dropped at random; see `dropout.cu`.
 
 use super::source::{PRELUDE, Source};
-use super::{View, check_alike, in_vector, launch_config, suffix};
+use super::{PHILOX, View, check_alike, in_vector, launch_config, suffix};
 use crate::kernels::Dropout;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
@@ -9,7 +9,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
     name: "dropout",
-    parts: &[PRELUDE, include_str!("dropout.cu")],
+    parts: &[PRELUDE, PHILOX, include_str!("dropout.cu")],
 };
 
 /// Packs of a thread, as in the source.

@@ -31,6 +31,7 @@ pub(crate) mod log_softmax;
 pub(crate) mod matmul;
 pub(crate) mod naive_attention;
 mod norm_rows;
+pub(crate) mod normal;
 pub(crate) mod reduce;
 pub(crate) mod repeat;
 pub(crate) mod rms_norm;
@@ -47,6 +48,9 @@ pub(crate) use view::{View, copy, set_to_zero};
 
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{DType, Result, bail};
+
+/// The generator of random words, in front of the kernels that draw.
+const PHILOX: &str = include_str!("philox.cuh");
 
 /// What the kernels' names call a dtype.
 fn suffix(dtype: DType) -> &'static str {

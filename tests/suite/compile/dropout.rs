@@ -57,9 +57,14 @@ fn as_eager(model: &TransformerConfig, plan: &PlanConfig, device: &Device) {
                     .unwrap()
             };
             let key = DropoutKey::of_micro_batch(SEED, i, part).unwrap();
-            let context = ForwardContext::training(key);
             let (tokens, targets) = (rows(&tokens), rows(&targets));
-            let loss = || model.loss_with(&tokens, &targets, &context, None);
+            let loss = || match plan.separator {
+                Some(id) => model.loss_of_documents(&tokens, &targets, id, Some(&key)),
+                None => {
+                    let context = ForwardContext::training(key.clone());
+                    model.loss_with(&tokens, &targets, &context, None)
+                }
+            };
             let loss = plan.precision.run(loss).unwrap();
             wanted += loss.to_scalar::<f32>().unwrap() / plan.accumulation as f32;
             sum.add(tallow::backward(loss).unwrap()).unwrap();
@@ -88,10 +93,13 @@ fn as_eager(model: &TransformerConfig, plan: &PlanConfig, device: &Device) {
 }
 
 fn every_case_is_as_eager(attention: Algorithm, architecture: Architecture, device: &Device) {
-    for (precision, accumulation, checkpointing) in [
-        (Precision::F32, 1, Checkpointing::None),
-        (Precision::F32, 3, Checkpointing::Every(NonZeroUsize::MIN)),
-        (Precision::BF16, 2, Checkpointing::None),
+    let recomputed = Checkpointing::Every(NonZeroUsize::MIN);
+    for (precision, accumulation, checkpointing, separator) in [
+        (Precision::F32, 1, Checkpointing::None, None),
+        (Precision::F32, 1, recomputed, Some(3)),
+        (Precision::F32, 3, recomputed, None),
+        (Precision::BF16, 2, Checkpointing::None, None),
+        (Precision::BF16, 1, Checkpointing::None, Some(3)),
     ] {
         let plan = PlanConfig {
             batch_size: 2,
@@ -100,6 +108,7 @@ fn every_case_is_as_eager(attention: Algorithm, architecture: Architecture, devi
             precision,
             accumulation,
             checkpointing,
+            separator,
             ..Default::default()
         };
         as_eager(&config(architecture, attention), &plan, device);

@@ -105,9 +105,39 @@ fn dtypes_start_from_the_same_point() {
         let narrow = model_of(&mini(), 7, dtype);
         for ((name, wide), (_, narrow)) in wide.parameters().iter().zip(narrow.parameters()) {
             assert_eq!(narrow.dtype(), dtype, "{name}");
-            let rounded = wide.to_dtype(dtype).unwrap();
+            let rounded = wide.to_dtype(DType::F32).unwrap();
+            let rounded = rounded.to_dtype(dtype).unwrap();
             assert_eq!(bits(&rounded), bits(&narrow), "{name} {dtype:?}");
         }
+    }
+}
+
+/// A GPU draws the CPU's bits, whatever the length and the dtype.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_gpu_draws_the_same() {
+    let gpu = crate::gpu();
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+        for elements in [1, 3, 8, 1000, 1_234_567] {
+            let draw = |device| {
+                let vb = nn::seeded(7 << 33 | 5, dtype, device);
+                let normal = Init::Randn {
+                    mean: 0.3,
+                    stdev: 0.7,
+                };
+                vb.get_with_hints(elements, "weight", normal).unwrap()
+            };
+            let (wanted, got) = (draw(&CPU), draw(&gpu));
+            assert!(got.device().is_cuda() && got.dtype() == dtype);
+            let got = got.to_device(&CPU).unwrap();
+            assert!(bits(&got) == bits(&wanted), "{elements} in {dtype:?}");
+        }
+    }
+    let config = mini();
+    let model = TransformerLM::new(&config, 7, &gpu).unwrap();
+    for ((name, wanted), (_, got)) in mini_model(7).parameters().iter().zip(model.parameters()) {
+        assert_eq!(bits(&got.to_device(&CPU).unwrap()), bits(wanted), "{name}");
     }
 }
 

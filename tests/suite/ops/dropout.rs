@@ -3,8 +3,8 @@
 use super::case::normal;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Dropout, DropoutKey};
+use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
+use tallow::ops::{self, Dropout, DropoutKey, KernelPolicy, with_kernel_policy};
 
 const CPU: Device = Device::Cpu;
 
@@ -207,6 +207,43 @@ fn of_attention(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
             error.contains("attention::flash") && error.contains("Naive"),
             "{error}"
         );
+    }
+}
+
+/// Documents packed into a sequence, and a window, are hidden before probabilities are dropped: by the kernel as by the
+/// reference.
+#[rstest]
+fn of_packed_attention(#[values(DType::F32, DType::BF16)] dtype: DType) {
+    let draw = |heads: usize, seed| {
+        let x = normal(&[2, heads, 9, 8], seed).to_dtype(dtype).unwrap();
+        Var::from_tensor(&x).unwrap()
+    };
+    let [q, k, v] = [draw(4, 1), draw(2, 2), draw(2, 3)];
+    for mask in [Mask::Causal, Mask::Window(3.try_into().unwrap())] {
+        let config = AttentionConfig {
+            mask,
+            first_keys: Some(FirstKeys::of_lengths(&[vec![4, 5], vec![1, 1, 7]]).unwrap()),
+            dropout: Some(dropout(0.3, DropoutKey::new(1, 2).unwrap())),
+            ..Default::default()
+        };
+        let run = |policy| {
+            let out = with_kernel_policy(policy, || attention::naive(&q, &k, &v, &config));
+            let out = out.unwrap();
+            let dout = normal(&[2, 4, 9, 8], 4).to_dtype(dtype).unwrap();
+            let loss = (&out * dout).unwrap().sum_all().unwrap();
+            let mut gradients = tallow::backward(loss).unwrap();
+            let gradients = [&q, &k, &v].map(|x| gradients.remove(x).unwrap());
+            gradients.into_iter().chain([out.detach()])
+        };
+        let bound = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
+        for (got, wanted) in run(KernelPolicy::Strict).zip(run(KernelPolicy::Reference)) {
+            let apart = (got - wanted).unwrap().to_dtype(DType::F64).unwrap();
+            let apart = apart.abs().unwrap().max_all().unwrap();
+            assert!(
+                apart.to_scalar::<f64>().unwrap() <= bound,
+                "{mask}: {apart}"
+            );
+        }
     }
 }
 

@@ -51,7 +51,7 @@ fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm
 /// What is dropped is the seed's and the step's: the same planned, stopped and resumed; evaluations drop nothing.
 #[rstest]
 #[case(1, None)]
-#[case(2, Some(10))]
+#[case(2, Some(3))]
 fn a_model_with_dropout(#[case] accumulation: usize, #[case] separator: Option<u32>) {
     let config = TrainConfig {
         accumulation,

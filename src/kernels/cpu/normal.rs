@@ -1,0 +1,31 @@
+//! Normal numbers.
+
+use super::{Blocks, Real, Stored, parallel, simd};
+use crate::kernels::normal::quantile;
+use crate::kernels::philox::{Stream, WORDS};
+
+/// `y = mean + std z`, z the [`quantile`]s of the stream's words, in f64 and rounded to what half precision is computed
+/// in, then to T.
+pub fn normal<T: Stored>(stream: Stream, mean: f64, std: f64, y: &mut [T]) {
+    // Tasks and blocks begin at multiples of WORDS.
+    parallel::for_rows(y, 1, |first, y| {
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                Blocks::<T, 0, 1>::new().each(
+                    [],
+                    [y],
+                    #[inline(always)]
+                    |start, [], [y]| {
+                        for (i, y) in y.chunks_mut(WORDS).enumerate() {
+                            let words = stream.words(first + start + i * WORDS);
+                            for (y, word) in y.iter_mut().zip(words) {
+                                *y = T::Wide::real(quantile(word).mul_add(std, mean));
+                            }
+                        }
+                    },
+                );
+            },
+        );
+    });
+}
