@@ -123,20 +123,20 @@ template <class Op, class T> __device__ __forceinline__ void backward(const T* d
     }
 }
 
-#define ACTIVATION(STEM, OP, NAME)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) STEM##_forward_##NAME(const NAME* x, NAME* y, long long n) {       \
-        forward<OP, NAME>(x, y, n);                                                                                      \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        STEM##_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long n) {                                   \
-        backward<OP, NAME>(dy, x, dx, n);                                                                                \
+#define ACTIVATION(STEM, OP, NAME)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256) STEM##_forward_##NAME(const NAME* x, NAME* y, long long n) {     \
+        forward<OP, NAME>(x, y, n);                                                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        STEM##_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long n) {                                 \
+        backward<OP, NAME>(dy, x, dx, n);                                                                              \
     }
 
-#define ACTIVATIONS(NAME)                                                                                                \
-    ACTIVATION(tanh, Tanh, NAME)                                                                                         \
-    ACTIVATION(sigmoid, Sigmoid, NAME)                                                                                   \
-    ACTIVATION(silu, Silu, NAME)                                                                                         \
-    ACTIVATION(gelu, Gelu, NAME)                                                                                         \
+#define ACTIVATIONS(NAME)                                                                                              \
+    ACTIVATION(tanh, Tanh, NAME)                                                                                       \
+    ACTIVATION(sigmoid, Sigmoid, NAME)                                                                                 \
+    ACTIVATION(silu, Silu, NAME)                                                                                       \
+    ACTIVATION(gelu, Gelu, NAME)                                                                                       \
     ACTIVATION(gelu_tanh, GeluTanh, NAME)
 
 ACTIVATIONS(f32)

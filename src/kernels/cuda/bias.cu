@@ -4,8 +4,7 @@
 // sums: out (parts, width) f32 = the sums of x's rows (rows, width) in parts, part p from row p `rows_per_part`. Grid
 // (ceil(width / 32), parts), block (32, 8). Called twice: for partial sums, then for their sum. The order is fixed.
 
-template <class B, class Y>
-__device__ __forceinline__ void fill(const B* bias, Y* y, long long rows, int width) {
+template <class B, class Y> __device__ __forceinline__ void fill(const B* bias, Y* y, long long rows, int width) {
     int column = blockIdx.x * 256 + threadIdx.x;
     if (column >= width) return;
     Y value = narrow<Y>(widen(bias[column]));
@@ -30,16 +29,15 @@ __device__ __forceinline__ void sums(const T* x, float* out, long long rows, int
     }
 }
 
-#define FILL(NAME, B, Y)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        fill_##NAME(const B* bias, Y* y, long long rows, int width) {                                                    \
-        fill<B, Y>(bias, y, rows, width);                                                                                \
+#define FILL(NAME, B, Y)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) fill_##NAME(const B* bias, Y* y, long long rows, int width) {    \
+        fill<B, Y>(bias, y, rows, width);                                                                              \
     }
 
-#define SUMS(NAME)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        sums_##NAME(const NAME* x, float* out, long long rows, int width, int rows_per_part) {                           \
-        sums<NAME>(x, out, rows, width, rows_per_part);                                                                  \
+#define SUMS(NAME)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        sums_##NAME(const NAME* x, float* out, long long rows, int width, int rows_per_part) {                         \
+        sums<NAME>(x, out, rows, width, rows_per_part);                                                                \
     }
 
 FILL(f32, f32, f32)

@@ -23,9 +23,9 @@ template <class T, class Y> __device__ __forceinline__ void cast(const T* x, Y* 
     }
 }
 
-#define CAST(T, Y)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) cast_##T##_##Y(const T* x, Y* y, long long n) {                    \
-        cast<T, Y>(x, y, n);                                                                                             \
+#define CAST(T, Y)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256) cast_##T##_##Y(const T* x, Y* y, long long n) {                  \
+        cast<T, Y>(x, y, n);                                                                                           \
     }
 
 CAST(f32, f16)

@@ -89,10 +89,10 @@ __device__ __forceinline__ void forward(const T* logits, const unsigned* targets
 }
 
 // dloss (1) is the gradient of the mean over `counted` targets.
-template <class T, bool WHOLE>
-__device__ __forceinline__ void backward(const T* logits, const unsigned* targets, long long ignore,
-                                         const Statistics* statistics, const float* dloss, long long counted,
-                                         T* dlogits, long long rows, int classes) {
+template <class T, bool WHOLE> __device__ __forceinline__ void backward(const T* logits, const unsigned* targets,
+                                                                        long long ignore, const Statistics* statistics,
+                                                                        const float* dloss, long long counted,
+                                                                        T* dlogits, long long rows, int classes) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
@@ -127,10 +127,10 @@ __device__ __forceinline__ void backward(const T* logits, const unsigned* target
 }
 
 // Logits become their gradient; rows are `row_stride` elements apart.
-template <class T, bool WHOLE>
-__device__ __forceinline__ void in_place(T* logits, const unsigned* targets, long long ignore, const float* dloss,
-                                         long long counted, float* losses, long long rows, int classes,
-                                         int row_stride) {
+template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logits, const unsigned* targets,
+                                                                        long long ignore, const float* dloss,
+                                                                        long long counted, float* losses,
+                                                                        long long rows, int classes, int row_stride) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
@@ -201,10 +201,9 @@ __device__ __forceinline__ void in_place(T* logits, const unsigned* targets, lon
             forward<NAME, false>(logits, targets, ignore, losses, statistics, rows, classes);                          \
         }                                                                                                              \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        cross_entropy_backward_##NAME(const NAME* logits, const unsigned* targets, long long ignore,                   \
-                                      const Statistics* statistics, const float* dloss, long long counted,             \
-                                      NAME* dlogits, long long rows, int classes) {                                    \
+    extern "C" __global__ void __launch_bounds__(256) cross_entropy_backward_##NAME(                                   \
+        const NAME* logits, const unsigned* targets, long long ignore, const Statistics* statistics,                   \
+        const float* dloss, long long counted, NAME* dlogits, long long rows, int classes) {                           \
         if (whole_packs<InVector<NAME>::COUNT>(classes, logits, dlogits, nullptr)) {                                   \
             backward<NAME, true>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);         \
         } else {                                                                                                       \
@@ -213,8 +212,7 @@ __device__ __forceinline__ void in_place(T* logits, const unsigned* targets, lon
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_in_place_##NAME(NAME* logits, const unsigned* targets, long long ignore, const float* dloss,     \
-                                      long long counted, float* losses, long long rows, int classes,                   \
-                                      int row_stride) {                                                                \
+                                      long long counted, float* losses, long long rows, int classes, int row_stride) { \
         if (whole_packs<InVector<NAME>::COUNT>(classes | row_stride, logits, nullptr, nullptr)) {                      \
             in_place<NAME, true>(logits, targets, ignore, dloss, counted, losses, rows, classes, row_stride);          \
         } else {                                                                                                       \

@@ -8,9 +8,8 @@
 
 const int UNROLL = 2; // packs of a thread, loaded before the first is used
 
-template <class T>
-__device__ __forceinline__ void dropout(const T* x, const unsigned* key, T* y, long long n, unsigned site,
-                                        unsigned threshold, float scale) {
+template <class T> __device__ __forceinline__ void dropout(const T* x, const unsigned* key, T* y, long long n,
+                                                           unsigned site, unsigned threshold, float scale) {
     const int N = InVector<T>::COUNT, ELEMENTS = 256 * UNROLL * N;
     long long start = (long long)blockIdx.x * ELEMENTS, left = n - start;
     int count = left < ELEMENTS ? (int)left : ELEMENTS;
@@ -42,11 +41,10 @@ __device__ __forceinline__ void dropout(const T* x, const unsigned* key, T* y, l
     }
 }
 
-#define DROPOUT(NAME)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256)                                                                   \
-        dropout_##NAME(const NAME* x, const unsigned* key, NAME* y, long long n, unsigned site, unsigned threshold,     \
-                       float scale) {                                                                                   \
-        dropout(x, key, y, n, site, threshold, scale);                                                                  \
+#define DROPOUT(NAME)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) dropout_##NAME(                                                  \
+        const NAME* x, const unsigned* key, NAME* y, long long n, unsigned site, unsigned threshold, float scale) {    \
+        dropout(x, key, y, n, site, threshold, scale);                                                                 \
     }
 
 DROPOUT(f32)

@@ -29,10 +29,10 @@ __device__ __forceinline__ void forward(const T* table, const unsigned* ids, Y* 
     }
 }
 
-#define FORWARD(NAME, T, Y)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        embedding_forward_##NAME(const T* table, const unsigned* ids, Y* y, long long count, int width) {                \
-        forward<T, Y>(table, ids, y, count, width);                                                                      \
+#define FORWARD(NAME, T, Y)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        embedding_forward_##NAME(const T* table, const unsigned* ids, Y* y, long long count, int width) {              \
+        forward<T, Y>(table, ids, y, count, width);                                                                    \
     }
 
 FORWARD(f32, f32, f32)
@@ -184,9 +184,9 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // Adds elements first.. of rows dy[positions[0..n]] to `sum`; of `turns` threads that share them this one is `turn`.
-template <class G, int N>
-__device__ __forceinline__ void add_rows(const G* dy, const unsigned* positions, int n, int turn, int turns, int first,
-                                         int width, float (&sum)[N]) {
+template <class G, int N> __device__ __forceinline__ void add_rows(const G* dy, const unsigned* positions, int n,
+                                                                   int turn, int turns, int first, int width,
+                                                                   float (&sum)[N]) {
     const int AHEAD = 8; // rows loaded before the first is added
     for (int k = turn; k < n; k += AHEAD * turns) {
         Pack<G, N> rows[AHEAD];
@@ -245,18 +245,16 @@ __device__ __forceinline__ void backward_many(const G* dy, int count, const unsi
     }
 }
 
-#define BACKWARD(NAME, G, T)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        embedding_backward_few_##NAME(const G* dy, const unsigned* ids, int count, unsigned* found, int vocab,           \
-                                      const unsigned* buckets, int capacity, unsigned* many, T* dtable, int width,       \
-                                      int accumulate) {                                                                  \
-        backward_few<G, T>(dy, ids, count, found, vocab, buckets, capacity, many, dtable, width, accumulate);            \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        embedding_backward_many_##NAME(const G* dy, int count, const unsigned* found, int vocab,                         \
-                                       const unsigned* buckets, int capacity, const unsigned* many,                      \
-                                       const unsigned* ordered, T* dtable, int width, int accumulate) {                  \
-        backward_many<G, T>(dy, count, found, vocab, buckets, capacity, many, ordered, dtable, width, accumulate);       \
+#define BACKWARD(NAME, G, T)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(256) embedding_backward_few_##NAME(                                   \
+        const G* dy, const unsigned* ids, int count, unsigned* found, int vocab, const unsigned* buckets,              \
+        int capacity, unsigned* many, T* dtable, int width, int accumulate) {                                          \
+        backward_few<G, T>(dy, ids, count, found, vocab, buckets, capacity, many, dtable, width, accumulate);          \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512) embedding_backward_many_##NAME(                                  \
+        const G* dy, int count, const unsigned* found, int vocab, const unsigned* buckets, int capacity,               \
+        const unsigned* many, const unsigned* ordered, T* dtable, int width, int accumulate) {                         \
+        backward_many<G, T>(dy, count, found, vocab, buckets, capacity, many, ordered, dtable, width, accumulate);     \
     }
 
 BACKWARD(f32, f32, f32)

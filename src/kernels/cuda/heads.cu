@@ -14,10 +14,10 @@ __device__ __forceinline__ void swap(const W* x, W* y, unsigned rows, unsigned m
     for (int k = threadIdx.x; k < width; k += blockDim.x) to[k] = from[k];
 }
 
-#define SWAP(BYTES, W)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        swap_##BYTES(const W* x, W* y, unsigned rows, unsigned m, unsigned n, int width) {                               \
-        swap(x, y, rows, m, n, width);                                                                                   \
+#define SWAP(BYTES, W)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        swap_##BYTES(const W* x, W* y, unsigned rows, unsigned m, unsigned n, int width) {                             \
+        swap(x, y, rows, m, n, width);                                                                                 \
     }
 
 SWAP(2, unsigned short)

@@ -55,9 +55,9 @@ __device__ __forceinline__ void forward(const X* x, const float* weight, const f
     }
 }
 
-template <class X, class Y>
-__device__ __forceinline__ void forward(const X* x, const float* weight, const float* bias, float eps, Y* y,
-                                        float* statistics, long long rows, int width) {
+template <class X, class Y> __device__ __forceinline__ void forward(const X* x, const float* weight, const float* bias,
+                                                                    float eps, Y* y, float* statistics, long long rows,
+                                                                    int width) {
     if (whole_packs<InVector<Y>::COUNT>(width, x, y, weight) && at_vector(bias)) {
         forward<X, Y, true>(x, weight, bias, eps, y, statistics, rows, width);
     } else {
@@ -193,9 +193,9 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* w
     }
 }
 
-template <class X, class Y>
-__device__ __forceinline__ void backward(const Y* dy, const X* x, const float* weight, const float* statistics, X* dx,
-                                         float* partials, long long rows, int width, int add_dx) {
+template <class X, class Y> __device__ __forceinline__ void backward(const Y* dy, const X* x, const float* weight,
+                                                                     const float* statistics, X* dx, float* partials,
+                                                                     long long rows, int width, int add_dx) {
     __shared__ float total[2 * TOTAL];
     if (whole_packs<InVector<Y>::COUNT>(width, x, dy, weight) && whole_packs<1>(width, dx, partials, nullptr)) {
         backward<X, Y, true>(dy, x, weight, statistics, dx, partials, rows, width, add_dx, total);

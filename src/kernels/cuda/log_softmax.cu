@@ -42,8 +42,7 @@ template <class T> __device__ __forceinline__ void forward(const T* x, T* y, lon
     }
 }
 
-template <class T>
-__device__ __forceinline__ void backward(const T* dy, const T* x, T* dx, long long rows, int width) {
+template <class T> __device__ __forceinline__ void backward(const T* dy, const T* x, T* dx, long long rows, int width) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;

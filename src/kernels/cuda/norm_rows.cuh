@@ -5,8 +5,8 @@
 
 // What rows of threads have of the first `columns` elements of a row, `first` being a pack's first column.
 #define EACH_PACK(k, first, columns)                                                                                   \
-    _Pragma("unroll") for (int k = 0, first = threadIdx.x * N - skew; k < PACKS; k++, first += blockDim.x * N)         \
-        if (first < columns)
+    _Pragma("unroll") for (int k = 0, first = threadIdx.x * N - skew; k < PACKS;                                       \
+                           k++, first += blockDim.x * N) if (first < columns)
 
 // Columns stay with their threads only if every row begins alike; else they are counted from the row's begin. So they
 // are where no thread is left for the pack more that a skew makes: slower, as no pack lies at a vector then.

@@ -1,8 +1,8 @@
 // Normal numbers, cut at 3 standard deviations: y = mean + std z, z the quantiles of random words. Behind philox.cuh.
 // kernels/normal.rs has the formula and its coefficients; every operation here is the CPU's, in its order: its bits.
 //
-// words: key and the upper three words of the counter (philox.rs). y (n). Grid ceil(n / N / 256), block 256, with N = 16
-// / size of T. n of any size. Bytes: n elements; some 20 multiply-adds in f64 an element.
+// words: key and the upper three words of the counter (philox.rs). y (n), of any size. Grid ceil(n / N / 256), block
+// 256, with N = 16 / size of T. Bytes: n elements; some 20 multiply-adds in f64 an element.
 
 __constant__ double P[8] = {4.916153204249713e-8, 4.671128001711748e-5, 0.007041928464515937, 0.2642860993878242,
                             2.7991373176348473,   8.201792099468802,    5.484918260902054,    0.39618923030298564};
@@ -21,8 +21,7 @@ struct Words {
     unsigned key, key_high, counter[3];
 };
 
-template <class T>
-__device__ __forceinline__ void normal(T* y, long long n, Words words, double mean, double std) {
+template <class T> __device__ __forceinline__ void normal(T* y, long long n, Words words, double mean, double std) {
     const int N = InVector<T>::COUNT;
     long long start = ((long long)blockIdx.x * 256 + threadIdx.x) * N;
     if (start >= n) return;
@@ -42,10 +41,10 @@ __device__ __forceinline__ void normal(T* y, long long n, Words words, double me
     store(y + start, 0, left < N ? (int)left : N, values);
 }
 
-#define NORMAL(NAME)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                   \
-        normal_##NAME(NAME* y, long long n, Words words, double mean, double std) {                                     \
-        normal(y, n, words, mean, std);                                                                                 \
+#define NORMAL(NAME)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        normal_##NAME(NAME* y, long long n, Words words, double mean, double std) {                                    \
+        normal(y, n, words, mean, std);                                                                                \
     }
 
 NORMAL(f32)

@@ -134,7 +134,8 @@ template <class T> __device__ __forceinline__ int skew_of(const T* row) {
 
 // Whether rows of `width` are whole packs of N, at vectors, in every buffer given: kernels have a path for that without
 // the checks, which otherwise are a good part of a row's instructions.
-template <int N> __device__ __forceinline__ bool whole_packs(long long width, const void* a, const void* b, const void* c) {
+template <int N>
+__device__ __forceinline__ bool whole_packs(long long width, const void* a, const void* b, const void* c) {
     unsigned long long bits = (unsigned long long)a | (unsigned long long)b | (unsigned long long)c;
     return width % N == 0 && (bits & 15) == 0;
 }

@@ -5,16 +5,14 @@
 //
 // Grid ceil(n / 256) with n the words of y, or the elements of dx; block 256. Pointers at a multiple of the word.
 
-template <class W>
-__device__ __forceinline__ void repeat(const W* x, W* y, long long n, long long width, int times) {
+template <class W> __device__ __forceinline__ void repeat(const W* x, W* y, long long n, long long width, int times) {
     long long i = (long long)blockIdx.x * 256 + threadIdx.x;
     if (i >= n) return;
     long long row = i / width;
     y[i] = x[row / times * width + (i - row * width)];
 }
 
-template <class T>
-__device__ __forceinline__ void fold(const T* dy, T* dx, long long n, long long width, int times) {
+template <class T> __device__ __forceinline__ void fold(const T* dy, T* dx, long long n, long long width, int times) {
     long long i = (long long)blockIdx.x * 256 + threadIdx.x;
     if (i >= n) return;
     long long row = i / width;
@@ -24,16 +22,16 @@ __device__ __forceinline__ void fold(const T* dy, T* dx, long long n, long long 
     dx[i] = narrow<T>(sum);
 }
 
-#define REPEAT(BYTES, W)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        repeat_##BYTES(const W* x, W* y, long long n, long long width, int times) {                                      \
-        repeat(x, y, n, width, times);                                                                                   \
+#define REPEAT(BYTES, W)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        repeat_##BYTES(const W* x, W* y, long long n, long long width, int times) {                                    \
+        repeat(x, y, n, width, times);                                                                                 \
     }
 
-#define FOLD(NAME)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        fold_##NAME(const NAME* dy, NAME* dx, long long n, long long width, int times) {                                 \
-        fold<NAME>(dy, dx, n, width, times);                                                                             \
+#define FOLD(NAME)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        fold_##NAME(const NAME* dy, NAME* dx, long long n, long long width, int times) {                               \
+        fold<NAME>(dy, dx, n, width, times);                                                                           \
     }
 
 REPEAT(2, unsigned short)

@@ -73,16 +73,15 @@ __device__ __forceinline__ void forward(const X* x, const Y* branch, const float
     }
 }
 
-#define FORWARD(NAME, X, Y)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        rms_norm_forward_##NAME(const X* x, const float* weight, float eps, Y* y, float* rstd, long long rows,           \
-                                int width) {                                                                             \
-        forward<X, Y, false>(x, nullptr, weight, eps, nullptr, y, rstd, rows, width);                                    \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        add_rms_norm_forward_##NAME(const X* x, const Y* branch, const float* weight, float eps, X* sum, Y* y,           \
-                                    float* rstd, long long rows, int width) {                                            \
-        forward<X, Y, true>(x, branch, weight, eps, sum, y, rstd, rows, width);                                          \
+#define FORWARD(NAME, X, Y)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_##NAME(                                         \
+        const X* x, const float* weight, float eps, Y* y, float* rstd, long long rows, int width) {                    \
+        forward<X, Y, false>(x, nullptr, weight, eps, nullptr, y, rstd, rows, width);                                  \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512)                                                                  \
+        add_rms_norm_forward_##NAME(const X* x, const Y* branch, const float* weight, float eps, X* sum, Y* y,         \
+                                    float* rstd, long long rows, int width) {                                          \
+        forward<X, Y, true>(x, branch, weight, eps, sum, y, rstd, rows, width);                                        \
     }
 
 FORWARD(f32, f32, f32)
@@ -202,10 +201,10 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
     }
 }
 
-template <class X, class Y, bool ADD>
-__device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branch, const float* weight,
-                                         const float* rstd, X* dx, Y* copy, Y* y, float* partials, long long rows,
-                                         int width, int add_dx) {
+template <class X, class Y, bool ADD> __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branch,
+                                                                               const float* weight, const float* rstd,
+                                                                               X* dx, Y* copy, Y* y, float* partials,
+                                                                               long long rows, int width, int add_dx) {
     __shared__ float total[16 * 128]; // dw of the block, where it has several rows at a time
     if (whole_packs<InVector<Y>::COUNT>(width, x, dy, weight) && whole_packs<1>(width, dx, copy, partials) &&
         whole_packs<1>(width, y, branch, nullptr)) {
@@ -215,11 +214,11 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
     }
 }
 
-#define BACKWARD(NAME, X, Y)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        rms_norm_backward_##NAME(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx, Y* copy, Y* y,  \
-                                 float* partials, long long rows, int width, int add_dx) {                               \
-        backward<X, Y, false>(dy, x, nullptr, weight, rstd, dx, copy, y, partials, rows, width, add_dx);                 \
+#define BACKWARD(NAME, X, Y)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(512)                                                                  \
+        rms_norm_backward_##NAME(const Y* dy, const X* x, const float* weight, const float* rstd, X* dx, Y* copy,      \
+                                 Y* y, float* partials, long long rows, int width, int add_dx) {                       \
+        backward<X, Y, false>(dy, x, nullptr, weight, rstd, dx, copy, y, partials, rows, width, add_dx);               \
     }
 
 BACKWARD(f32, f32, f32)
@@ -228,11 +227,11 @@ BACKWARD(bf16, bf16, bf16)
 BACKWARD(f32_f16, f32, f16)
 BACKWARD(f32_bf16, f32, bf16)
 
-#define ADD_BACKWARD(NAME, X, Y)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(512)                                                                    \
-        add_rms_norm_backward_##NAME(const Y* dy, const X* x, const Y* branch, const float* weight, const float* rstd,   \
-                                     X* dx, Y* copy, Y* y, float* partials, long long rows, int width, int add_dx) {     \
-        backward<X, Y, true>(dy, x, branch, weight, rstd, dx, copy, y, partials, rows, width, add_dx);                   \
+#define ADD_BACKWARD(NAME, X, Y)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(512)                                                                  \
+        add_rms_norm_backward_##NAME(const Y* dy, const X* x, const Y* branch, const float* weight, const float* rstd, \
+                                     X* dx, Y* copy, Y* y, float* partials, long long rows, int width, int add_dx) {   \
+        backward<X, Y, true>(dy, x, branch, weight, rstd, dx, copy, y, partials, rows, width, add_dx);                 \
     }
 
 ADD_BACKWARD(f32_f16, f32, f16)

@@ -8,15 +8,16 @@
 // one by one, as on the CPU.
 //
 // Grid ceil(length * lanes / 256) * ceil(outer * heads / 4), block 256, with lanes = ceil(width / N), N = 16 / size of
-// T; by halves lanes = ceil(width / 2N). Width even. Vectors where width and strides are multiples of N and pointers of 16 bytes; else element by element.
-// A thread has one place of a head and reads its angles once for 4 heads. Bytes: x in, y out.
+// T; by halves lanes = ceil(width / 2N). Width even. Vectors where width and strides are multiples of N and pointers of
+// 16 bytes; else element by element. A thread has one place of a head and reads its angles once for 4 heads. Bytes: x
+// in, y out.
 
 const int ITEMS = 4; // heads of a thread
 
-template <class T>
-__device__ __forceinline__ void rotate(const T* x, T* y, const float* cos, const float* sin, const unsigned* positions,
-                                       float sign, int outer, int length, int heads, int width, long long x_stride,
-                                       long long y_stride) {
+template <class T> __device__ __forceinline__ void rotate(const T* x, T* y, const float* cos, const float* sin,
+                                                          const unsigned* positions, float sign, int outer, int length,
+                                                          int heads, int width, long long x_stride,
+                                                          long long y_stride) {
     const int N = InVector<T>::COUNT;
     int lanes = (width + N - 1) / N;
     unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all places
@@ -59,10 +60,10 @@ __device__ __forceinline__ void rotate(const T* x, T* y, const float* cos, const
 }
 
 // A thread has one place of both halves of a head.
-template <class T>
-__device__ __forceinline__ void rotate_halves(const T* x, T* y, const float* cos, const float* sin,
-                                              const unsigned* positions, float sign, int outer, int length, int heads,
-                                              int width, long long x_stride, long long y_stride) {
+template <class T> __device__ __forceinline__ void rotate_halves(const T* x, T* y, const float* cos, const float* sin,
+                                                                 const unsigned* positions, float sign, int outer,
+                                                                 int length, int heads, int width, long long x_stride,
+                                                                 long long y_stride) {
     const int N = InVector<T>::COUNT;
     int half = width / 2, lanes = (half + N - 1) / N;
     unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all places
@@ -107,17 +108,16 @@ __device__ __forceinline__ void rotate_halves(const T* x, T* y, const float* cos
     }
 }
 
-#define ROPE(NAME)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        rope_##NAME(const NAME* x, NAME* y, const float* cos, const float* sin, const unsigned* positions, float sign,   \
-                    int outer, int length, int heads, int width, long long x_stride, long long y_stride) {               \
-        rotate<NAME>(x, y, cos, sin, positions, sign, outer, length, heads, width, x_stride, y_stride);                  \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        rope_halves_##NAME(const NAME* x, NAME* y, const float* cos, const float* sin, const unsigned* positions,        \
-                           float sign, int outer, int length, int heads, int width, long long x_stride,                  \
-                           long long y_stride) {                                                                         \
-        rotate_halves<NAME>(x, y, cos, sin, positions, sign, outer, length, heads, width, x_stride, y_stride);           \
+#define ROPE(NAME)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        rope_##NAME(const NAME* x, NAME* y, const float* cos, const float* sin, const unsigned* positions, float sign, \
+                    int outer, int length, int heads, int width, long long x_stride, long long y_stride) {             \
+        rotate<NAME>(x, y, cos, sin, positions, sign, outer, length, heads, width, x_stride, y_stride);                \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) rope_halves_##NAME(                                              \
+        const NAME* x, NAME* y, const float* cos, const float* sin, const unsigned* positions, float sign, int outer,  \
+        int length, int heads, int width, long long x_stride, long long y_stride) {                                    \
+        rotate_halves<NAME>(x, y, cos, sin, positions, sign, outer, length, heads, width, x_stride, y_stride);         \
     }
 
 ROPE(f32)

@@ -59,9 +59,8 @@ struct FirstKeys {
 #define SOME_BEFORE(first) (FIRST_KEYS && (first) < begin)
 
 // Scores of elements first.. first + N in units of ln 2, minus infinity outside of the visible ones.
-template <class T, int N>
-__device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin, int visible, float scale2,
-                                       float (&t)[N]) {
+template <class T, int N> __device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin,
+                                                                 int visible, float scale2, float (&t)[N]) {
     unpack(pack, t);
 #pragma unroll
     for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale is right too
@@ -134,8 +133,8 @@ __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin
 
 // What the thread keeps in registers of row `row`, whose p begins `skew` elements after a place for a vector.
 template <bool WHOLE, class S, int N, int PACKS>
-__device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, long long shift, int queries, int keys,
-                                          const FirstKeys& first_keys, Pack<S, N> (&kept)[PACKS]) {
+__device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, long long shift, int queries,
+                                          int keys, const FirstKeys& first_keys, Pack<S, N> (&kept)[PACKS]) {
     const S* x = rows + row * keys;
     int visible = visible_keys(row, queries, keys, shift), mine = threadIdx.x * N - skew;
     int begin = first_keys.of(row, queries, keys);
@@ -411,29 +410,28 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 }
 
 // Kernels: x and dp in S, p and dx in T.
-#define FORWARD(NAME, S, T, PERSISTENT, THREADS) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) \
-        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys, \
-                               const unsigned* first_keys, int heads, int first_head, int window) { \
-        const FirstKeys first = {first_keys, heads, first_head, window}; \
-        if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) { \
-            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first); \
-        } else { \
-            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first); \
-        } \
+#define FORWARD(NAME, S, T, PERSISTENT, THREADS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys,  \
+                               const unsigned* first_keys, int heads, int first_head, int window) {                    \
+        const FirstKeys first = {first_keys, heads, first_head, window};                                               \
+        if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) {                                                    \
+            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                           \
+        } else {                                                                                                       \
+            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                          \
+        }                                                                                                              \
     }
 
-#define BACKWARD(NAME, S, T, FROM_SCORES, THREADS) \
-    extern "C" __global__ void __launch_bounds__(THREADS) \
-        softmax_backward_##NAME(const S* dp, const T* source, T* dx, float scale, long long shift, long long rows, \
-                                int queries, int keys, const unsigned* first_keys, int heads, int first_head, \
-                                int window) { \
-        const FirstKeys first = {first_keys, heads, first_head, window}; \
-        if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) { \
-            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys, first); \
-        } else { \
-            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys, first); \
-        } \
+#define BACKWARD(NAME, S, T, FROM_SCORES, THREADS)                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS) softmax_backward_##NAME(                                     \
+        const S* dp, const T* source, T* dx, float scale, long long shift, long long rows, int queries, int keys,      \
+        const unsigned* first_keys, int heads, int first_head, int window) {                                           \
+        const FirstKeys first = {first_keys, heads, first_head, window};                                               \
+        if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) {                                                   \
+            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys, first);               \
+        } else {                                                                                                       \
+            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys, first);              \
+        }                                                                                                              \
     }
 
 FORWARD(f32, f32, f32, false, 1024)

@@ -38,9 +38,8 @@ template <class W> __device__ __forceinline__ void copy(const W* x, W* y, unsign
 }
 
 // The sum over every `step`th repeat from `first` on.
-template <class T>
-__device__ __forceinline__ float sum_of(const T* dy, const Dims& repeats, unsigned count, unsigned first,
-                                        unsigned step) {
+template <class T> __device__ __forceinline__ float sum_of(const T* dy, const Dims& repeats, unsigned count,
+                                                           unsigned first, unsigned step) {
     float sum = 0.f;
 #pragma unroll 4
     for (unsigned r = first; r < count; r += step) {
@@ -51,9 +50,8 @@ __device__ __forceinline__ float sum_of(const T* dy, const Dims& repeats, unsign
     return sum;
 }
 
-template <class T>
-__device__ __forceinline__ void sums_of_columns(const T* dy, float* dx, unsigned n, const Dims& dims, unsigned count,
-                                                const Dims& repeats) {
+template <class T> __device__ __forceinline__ void sums_of_columns(const T* dy, float* dx, unsigned n, const Dims& dims,
+                                                                   unsigned count, const Dims& repeats) {
     __shared__ float of_rows[1024];
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     long long from, to;
@@ -66,9 +64,8 @@ __device__ __forceinline__ void sums_of_columns(const T* dy, float* dx, unsigned
     dx[to] = sum;
 }
 
-template <class T>
-__device__ __forceinline__ void sums_of_rows(const T* dy, float* dx, unsigned n, const Dims& dims, unsigned count,
-                                             const Dims& repeats) {
+template <class T> __device__ __forceinline__ void sums_of_rows(const T* dy, float* dx, unsigned n, const Dims& dims,
+                                                                unsigned count, const Dims& repeats) {
     unsigned i = blockIdx.x * blockDim.y + threadIdx.y;
     if (i >= n) return;
     long long from, to;

@@ -152,23 +152,22 @@ __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, in
     }
 }
 
-#define SWIGLU(NAME)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        swiglu_forward_##NAME(const NAME* gate, const NAME* up, NAME* y, long long n) {                                  \
-        forward<NAME>(gate, up, y, n);                                                                                   \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        swiglu_backward_##NAME(const NAME* dy, const NAME* gate, const NAME* up, NAME* dgate, NAME* dup, NAME* y,        \
-                               long long n) {                                                                            \
-        backward<NAME>(dy, gate, up, dgate, dup, y, n);                                                                  \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        swiglu_packed_forward_##NAME(const NAME* gate_up, NAME* y, long long rows, int width) {                          \
-        packed<NAME, false>(gate_up, y, rows, width);                                                                    \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        swiglu_packed_backward_##NAME(NAME* gate_up, NAME* dy, long long rows, int width) {                              \
-        packed<NAME, true>(gate_up, dy, rows, width);                                                                    \
+#define SWIGLU(NAME)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        swiglu_forward_##NAME(const NAME* gate, const NAME* up, NAME* y, long long n) {                                \
+        forward<NAME>(gate, up, y, n);                                                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) swiglu_backward_##NAME(                                          \
+        const NAME* dy, const NAME* gate, const NAME* up, NAME* dgate, NAME* dup, NAME* y, long long n) {              \
+        backward<NAME>(dy, gate, up, dgate, dup, y, n);                                                                \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        swiglu_packed_forward_##NAME(const NAME* gate_up, NAME* y, long long rows, int width) {                        \
+        packed<NAME, false>(gate_up, y, rows, width);                                                                  \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        swiglu_packed_backward_##NAME(NAME* gate_up, NAME* dy, long long rows, int width) {                            \
+        packed<NAME, true>(gate_up, dy, rows, width);                                                                  \
     }
 
 SWIGLU(f32)

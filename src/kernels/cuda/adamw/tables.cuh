@@ -8,14 +8,14 @@
 const int CHUNK = 8192; // elements of a block
 
 struct Tensor {
-    float* parameter;     // (n); of a parameter in half precision its exact value
-    void* gradient;       // (n)
-    void* first;          // (n), exp_avg
-    void* second;         // (n), exp_avg_sq
-    void* copy;           // (n), the parameter rounded to half precision, or null
+    float* parameter; // (n); of a parameter in half precision its exact value
+    void* gradient;   // (n)
+    void* first;      // (n), exp_avg
+    void* second;     // (n), exp_avg_sq
+    void* copy;       // (n), the parameter rounded to half precision, or null
     long long n;
-    int group;            // which Update
-    int first_chunk;      // of the table
+    int group;       // which Update
+    int first_chunk; // of the table
 };
 
 struct Chunk {

@@ -84,20 +84,20 @@ __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks
     }
 }
 
-#define ADAMW(NAME, G, C, MASTER)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        adamw_##NAME(const Tensor* tensors, const Chunk* chunks, const Update* updates, const Clip* clip) {              \
-        adamw<G, f32, C, MASTER>(tensors, chunks, updates, clip);                                                        \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                    \
-        adamw_##NAME##_moments(const Tensor* tensors, const Chunk* chunks, const Update* updates, const Clip* clip) {    \
-        adamw<G, bf16, C, MASTER>(tensors, chunks, updates, clip);                                                       \
+#define ADAMW(NAME, G, C, MASTER)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        adamw_##NAME(const Tensor* tensors, const Chunk* chunks, const Update* updates, const Clip* clip) {            \
+        adamw<G, f32, C, MASTER>(tensors, chunks, updates, clip);                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        adamw_##NAME##_moments(const Tensor* tensors, const Chunk* chunks, const Update* updates, const Clip* clip) {  \
+        adamw<G, bf16, C, MASTER>(tensors, chunks, updates, clip);                                                     \
     }
 
 ADAMW(f32, f32, bf16, false) // gradients f32; a copy in bf16 where there is one
 ADAMW(f32_f16, f32, f16, false)
 ADAMW(f32_of_bf16, bf16, bf16, false) // gradients and copies in bf16
-ADAMW(bf16, bf16, bf16, true) // parameters and gradients in bf16
+ADAMW(bf16, bf16, bf16, true)         // parameters and gradients in bf16
 ADAMW(f16, f16, f16, true)
 ADAMW(bf16_f32, f32, bf16, true) // parameters in bf16, gradients in f32
 ADAMW(f16_f32, f32, f16, true)

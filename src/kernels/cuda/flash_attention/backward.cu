@@ -35,45 +35,47 @@
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef AT_ONCE  // queries whose S and dP are in registers at a time
+#ifndef AT_ONCE // queries whose S and dP are in registers at a time
 #define AT_ONCE (HEAD_DIM == 256 ? 16 : 32)
 #endif
 #ifndef WARPS
 #define WARPS (HEAD_DIM <= 64 ? 4 : 8)
 #endif
-#ifndef SHARE  // warps that have the same keys, and share the queries of a tile and the columns of dK and dV
+#ifndef SHARE // warps that have the same keys, and share the queries of a tile and the columns of dK and dV
 #define SHARE (HEAD_DIM >= 128 ? 2 : 1)
 #endif
-#ifndef DQ_ROW_WARPS  // of the warps, laid over the rows of dQ; the others over its columns
+#ifndef DQ_ROW_WARPS // of the warps, laid over the rows of dQ; the others over its columns
 #define DQ_ROW_WARPS (HEAD_DIM == 16 || HEAD_DIM == 96 ? 4 : 2)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
 #endif
-constexpr int THREADS = 32 * WARPS;  // that compute
-constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16;  // blocks of 16 keys that a warp has
-constexpr int DIMS = HEAD_DIM / SHARE;               // columns of dK and dV that a warp has
-constexpr int OWN_QUERIES = QUERIES / SHARE;         // queries of a tile whose S and dP a warp computes
+constexpr int THREADS = 32 * WARPS;                 // that compute
+constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16; // blocks of 16 keys that a warp has
+constexpr int DIMS = HEAD_DIM / SHARE;              // columns of dK and dV that a warp has
+constexpr int OWN_QUERIES = QUERIES / SHARE;        // queries of a tile whose S and dP a warp computes
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int DQ_ROW_BLOCKS = QUERIES / 16 / DQ_ROW_WARPS;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
-constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS;  // of a warp
+constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS; // of a warp
 constexpr int DQ_TILE = QUERIES * HEAD_DIM;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
-constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES;  // dS^T (KEYS, QUERIES)
+constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES; // dS^T (KEYS, QUERIES)
 constexpr int STATISTICS_BYTES = QUERIES * 8;
-constexpr int BACKWARD_SHARED = 2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
-static_assert(KEYS * SHARE % (16 * WARPS) == 0 && OWN_QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0, "tiles of whole blocks");
+constexpr int BACKWARD_SHARED =
+    2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
+static_assert(KEYS * SHARE % (16 * WARPS) == 0 && OWN_QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0,
+              "tiles of whole blocks");
 static_assert(SHARE == 1 || (SHARE == 2 && AT_ONCE == OWN_QUERIES), "two warps exchange all that they made of a tile");
 static_assert(QUERIES % (16 * DQ_ROW_WARPS) == 0 && HEAD_DIM % (16 * DQ_COLUMN_WARPS) == 0, "dQ in whole blocks");
 static_assert(DIMS % 16 == 0 && (SHARE == 1 || DIMS % 64 == 0), "shares of whole blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
     const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
     const int group = sizes.heads / sizes.kv_heads;
@@ -107,8 +109,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     // Turns. A tile's sum is added to a step after its S, in the next step, and passed on after the barrier that
     // follows.
     int* const turns = arguments.turns;
-    int sums_now = 0, sums_1 = 0, sums_2 = 0;  // the numbers of this step's tile, the one before, the one before that
-    int turn = 0;                              // of sums_1, as read a step ago
+    int sums_now = 0, sums_1 = 0, sums_2 = 0; // the numbers of this step's tile, the one before, the one before that
+    int turn = 0;                             // of sums_1, as read a step ago
     auto await_turn = [&](int step) {
         if (step == 0 || turn >= key_tile) return;
         do turn = read_turn(turns + sums_1);
@@ -117,7 +119,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     };
     auto pass_turn = [&](int step) {
         if (step < steps) turn = read_turn(turns + sums_now);
-        fence();  // for what is read above as for what is written below
+        fence(); // for what is read above as for what is written below
         if (step > 1) write_turn(turns + sums_2, key_tile + 1);
     };
 
@@ -141,10 +143,12 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     if (steps > 0) copy_queries(0);
 
     // This warp's keys, its columns of dK and dV, and the queries of a tile whose S and dP it computes.
-    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS, warp_query = warp % SHARE * OWN_QUERIES;
+    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS,
+              warp_query = warp % SHARE * OWN_QUERIES;
     const Blocks<ROW_BYTES, BY_ROWS> k_left(k_tile, warp_key, lane), v_left(v_tile, warp_key, lane);
     const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, warp_query, lane), d_out_right(d_out_tiles, warp_query, lane);
-    const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane), d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
+    const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane),
+        d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
     // The queries of the warp that has the same keys, and what it wrote of them.
     const int other_query = SHARE == 1 ? 0 : OWN_QUERIES - warp_query;
     const Blocks<DS_ROW_BYTES, BY_ROWS> of_other =
@@ -214,7 +218,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 #pragma unroll
         for (int i = 0; i < AT_ONCE / 16; i++)
 #pragma unroll
-            for (int m = 0; m < K_BLOCKS; m++) load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
+            for (int m = 0; m < K_BLOCKS; m++)
+                load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
     };
     // Until the warp with the same keys is here too.
     auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SHARE), "n"(32 * SHARE) : "memory"); };
@@ -259,7 +264,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         next.advance(first_tile, end_tile);
         wait_groups<0>();
         if (threadIdx.x == 0) await_turn(step);
-        __syncthreads();  // Q and dO of this step have arrived, dS of the one before is written, dQ two before is added
+        __syncthreads(); // Q and dO of this step have arrived, dS of the one before is written, dQ two before is added
         if (threadIdx.x == 0) pass_turn(step);
         if (step + 1 < steps) copy_queries(stage ^ 1);
         if (step > 0) multiply_dq(sums_1, (stage ^ 1) * DS_TILE_BYTES);
@@ -271,7 +276,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 #pragma unroll
         for (int part = 0; part < OWN_QUERIES; part += AT_ONCE) {
             const u32 q_stage = stage * QUERY_TILE_BYTES;
-            float s[K_BLOCKS][AT_ONCE / 8][4] = {}, dp[K_BLOCKS][AT_ONCE / 8][4] = {};  // S^T, dP^T: keys, queries
+            float s[K_BLOCKS][AT_ONCE / 8][4] = {}, dp[K_BLOCKS][AT_ONCE / 8][4] = {}; // S^T, dP^T: keys, queries
             multiply_by_dims(s, k_left, q_right, part, q_stage);
             multiply_by_dims(dp, v_left, d_out_right, part, q_stage);
 
@@ -307,8 +312,9 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             Factor p, ds;
 #pragma unroll
             for (int n = 0; n < AT_ONCE / 8; n++) {
-                const float4 row = read_shared_floats(statistics_tiles + stage * STATISTICS_BYTES +
-                                                      (warp_query + part + n * 8 + quad_column) * 8);  // lse, delta, lse, delta
+                const float4 row =
+                    read_shared_floats(statistics_tiles + stage * STATISTICS_BYTES +
+                                       (warp_query + part + n * 8 + quad_column) * 8); // lse, delta, lse, delta
 #pragma unroll
                 for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
@@ -317,7 +323,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
                         const float p1 = power_of_2(fmaf(s[m][n][half * 2 + 1], to_log2, -row.z));
                         const int word = n % 2 * 2 + half;
                         p[n / 2][m][word] = E::pack(p0, p1);
-                        ds[n / 2][m][word] = E::pack(p0 * (dp[m][n][half * 2] - row.y), p1 * (dp[m][n][half * 2 + 1] - row.w));
+                        ds[n / 2][m][word] =
+                            E::pack(p0 * (dp[m][n][half * 2] - row.y), p1 * (dp[m][n][half * 2 + 1] - row.w));
                     }
             }
 
@@ -351,7 +358,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     __syncthreads();
     if (threadIdx.x == 0 && steps > 0) pass_turn(steps);
     if (steps > 0) multiply_dq(sums_1, (steps - 1) % 2 * DS_TILE_BYTES);
-    __syncthreads();  // K and V are not read any more
+    __syncthreads(); // K and V are not read any more
     if (steps > 0 && threadIdx.x == 0) fence(), write_turn(turns + sums_1, key_tile + 1);
 
     // dK and dV, by way of the tiles of K and V.
@@ -361,8 +368,10 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         for (int n = 0; n < DIMS / 8; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const u32 at = Swizzle<ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8, warp_dim / 8 + n) + quad_column * 2;
-                store_shared(k_tile + at, E::pack(dk[m][n][half * 2] * sizes.scale, dk[m][n][half * 2 + 1] * sizes.scale));
+                const u32 at =
+                    Swizzle<ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8, warp_dim / 8 + n) + quad_column * 2;
+                store_shared(k_tile + at,
+                             E::pack(dk[m][n][half * 2] * sizes.scale, dk[m][n][half * 2 + 1] * sizes.scale));
                 store_shared(v_tile + at, E::pack(dv[m][n][half * 2], dv[m][n][half * 2 + 1]));
             }
     __syncthreads();
@@ -375,7 +384,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -397,11 +406,15 @@ JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments 
             if (seen) x = sums[(m * (DQ_COLUMNS / 8) + n) * 32];
             const int row = (m * DQ_ROW_WARPS + warp / DQ_COLUMN_WARPS) * 16 + quad_row;
             const int chunk = (n / 2 * DQ_COLUMN_WARPS + warp % DQ_COLUMN_WARPS) * 2 + n % 2;
-            store_shared(tile + Swizzle<ROW_BYTES>::at(row, chunk) + quad_column * 2, E::pack(x.x * sizes.scale, x.y * sizes.scale));
-            store_shared(tile + Swizzle<ROW_BYTES>::at(row + 8, chunk) + quad_column * 2, E::pack(x.z * sizes.scale, x.w * sizes.scale));
+            store_shared(tile + Swizzle<ROW_BYTES>::at(row, chunk) + quad_column * 2,
+                         E::pack(x.x * sizes.scale, x.y * sizes.scale));
+            store_shared(tile + Swizzle<ROW_BYTES>::at(row + 8, chunk) + quad_column * 2,
+                         E::pack(x.z * sizes.scale, x.w * sizes.scale));
         }
     __syncthreads();
     const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
-    E* dq = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head + first * arguments.dq_strides.row;
-    write_tile<QUERIES, THREADS>(dq, arguments.dq_strides.row, tile, 0, min(QUERIES, sizes.queries - first), sizes.head_dim, threadIdx.x);
+    E* dq = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head +
+            first * arguments.dq_strides.row;
+    write_tile<QUERIES, THREADS>(dq, arguments.dq_strides.row, tile, 0, min(QUERIES, sizes.queries - first),
+                                 sizes.head_dim, threadIdx.x);
 }

@@ -27,7 +27,7 @@ struct BackwardArguments {
     int* turns;
     Strides q_strides, k_strides, v_strides, out_strides, d_out_strides, dq_strides, dk_strides, dv_strides;
     Sizes sizes;
-    const u32* first_keys;  // (B, Tq), null without FIRST_KEYS
+    const u32* first_keys; // (B, Tq), null without FIRST_KEYS
 };
 
 // ---- which tiles of keys and of queries meet
@@ -56,7 +56,7 @@ __device__ __forceinline__ int first_to_meet(const FirstKeys& first_keys, const 
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
     const Sizes& sizes = arguments.sizes;
     const long long thread = blockIdx.x * 256ll + threadIdx.x;
     const int tiles = CEIL_DIV(sizes.queries, QUERIES);
@@ -113,7 +113,8 @@ JOIN(flash_backward_prepare_, ELEMENT)(const __grid_constant__ BackwardArguments
         }
         if (!met) {
             const Strides& of_dq = arguments.dq_strides;
-            reinterpret_cast<uint4*>(arguments.dq + batch * of_dq.batch + head * of_dq.head + query * of_dq.row)[i] = make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(arguments.dq + batch * of_dq.batch + head * of_dq.head + query * of_dq.row)[i] =
+                make_uint4(0, 0, 0, 0);
         }
 #endif
     }
@@ -161,8 +162,9 @@ __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: 
 
 __device__ __forceinline__ void add_to(float* target, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};"
-                 ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(target), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++)

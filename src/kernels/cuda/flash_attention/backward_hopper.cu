@@ -21,7 +21,8 @@
 // two warps have the copy engine add it to dq_sums, each when it is its turn. One warp copies tiles in.
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const __grid_constant__ BackwardArguments arguments) {
+    JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps,
+                                          const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32;
@@ -31,7 +32,7 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     if (threadIdx.x == 0) at.make_barriers();
     __syncthreads();
 
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // the compiler is to see that warps do not part
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // the compiler is to see that warps do not part
     if (warpgroup < 0) {
         give_registers<24>();
         const int warp = threadIdx.x / 32;
@@ -49,8 +50,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     const Described known_left(at.ds_tiles + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
     const Described known_right(at.k_tiles + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
     float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
-    float s[QUERIES / 2], dp[QUERIES / 2];  // S^T, dP^T: 64 keys, QUERIES queries
-    float dq[32];                           // 64 queries, 64 columns
+    float s[QUERIES / 2], dp[QUERIES / 2]; // S^T, dP^T: 64 keys, QUERIES queries
+    float dq[32];                          // 64 queries, 64 columns
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = dv[i] = 0;
 
@@ -61,16 +62,19 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
         const Described a = known_k.moved(keys_stage * KEY_TILE_BYTES).anew(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
-            multiply_tiles<0, 0>(s, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
+            multiply_tiles<0, 0>(s, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
+                                 i > 0);
     };
     auto issue_dp = [&](int stage) {
         const Described a = known_v.anew(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
-            multiply_tiles<0, 0>(dp, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32), i > 0);
+            multiply_tiles<0, 0>(dp, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
+                                 i > 0);
     };
     auto issue_dq = [&](int stage, int keys_stage) {
-        const Described a = known_left.moved(stage * DS_TILE_BYTES).anew(), b = known_right.moved(keys_stage * KEY_TILE_BYTES).anew();
+        const Described a = known_left.moved(stage * DS_TILE_BYTES).anew(),
+                        b = known_right.moved(keys_stage * KEY_TILE_BYTES).anew();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) multiply_tiles<1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
     };
@@ -88,9 +92,12 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
         }
         const float scaled[2] = {sizes.scale, sizes.scale};
         const Strides& of_dq = arguments.dq_strides;
-        const int head = index / query_tiles, query = index % query_tiles * QUERIES + (HEAD_DIM == 64 ? warpgroup * 64 : 0) + warp_row + quad_row;
-        write_rows<64>(dq, scaled, arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
-                       of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? warpgroup * 64 : 0, sizes.head_dim, lane);
+        const int head = index / query_tiles,
+                  query = index % query_tiles * QUERIES + (HEAD_DIM == 64 ? warpgroup * 64 : 0) + warp_row + quad_row;
+        write_rows<64>(
+            dq, scaled,
+            arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
+            of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? warpgroup * 64 : 0, sizes.head_dim, lane);
     };
     // dQ of any other tile goes by way of shared memory.
     int added = 0;
@@ -98,7 +105,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
         barrier_wait(at.dq_empty + warpgroup * 8, added - 1);
         const u32 tile = at.dq_tile + warpgroup * DQ_TILE * 2 + thread * 16;
 #pragma unroll
-        for (int n = 0; n < 8; n++) write_shared(tile + n * 2048, dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
+        for (int n = 0; n < 8; n++)
+            write_shared(tile + n * 2048, dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
         added++;
     };
     auto send_dq = [&] {
@@ -110,7 +118,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     auto read_statistics = [&](float (&of_queries)[16], int stage, int first) {
 #pragma unroll
         for (int n = 0; n < 16; n += 4) {
-            const float4 x = read_shared_floats(at.statistics_tiles + stage * STATISTICS_BYTES + (first + quad_column * 2) * 4 + n * 16);
+            const float4 x = read_shared_floats(at.statistics_tiles + stage * STATISTICS_BYTES +
+                                                (first + quad_column * 2) * 4 + n * 16);
             of_queries[n] = x.x, of_queries[n + 1] = x.y, of_queries[n + 2] = x.z, of_queries[n + 3] = x.w;
         }
     };
@@ -137,7 +146,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             for (int i = 0; i < 4; i++) {
                 const int key = first_key + warp_row + quad_row + i / 2 * 8;
                 // The first query, counted from this thread's first, that sees the key.
-                const int visible = (key < sizes.keys ? key - sizes.offset : sizes.queries + QUERIES) - tile * QUERIES - quad_column - i % 2;
+                const int visible = (key < sizes.keys ? key - sizes.offset : sizes.queries + QUERIES) - tile * QUERIES -
+                                    quad_column - i % 2;
 #pragma unroll
                 for (int n = 0; n < QUERIES / 8; n++) s[n * 4 + i] = n * 8 >= visible ? s[n * 4 + i] : -INFINITE;
             }
@@ -184,8 +194,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
     products_wait<0>();
     if (work.steps == 1) free(at.v_empty);
 
-    int step = 0;          // of all works
-    int due = -1;          // of the step before: the tile whose dq is to be finished, or -1
+    int step = 0; // of all works
+    int due = -1; // of the step before: the tile whose dq is to be finished, or -1
     bool due_alone = false;
     bool more = true;
     int turn = 0;
@@ -195,7 +205,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
 #pragma unroll 1
         for (int i = 0; i < steps; i++, step++) {
             const int stage = step % 2, next_stage = stage ^ 1, next_round = (step + 1) / 2;
-            const Described q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128), d_out(at.d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
+            const Described q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128),
+                d_out(at.d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
                 u32 p[4][4], ds[4][4];
@@ -205,7 +216,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
                 for (int k = 0; k < 16; k++) p[k / 4][k % 4] = E::pack(s[half * 32 + k * 2], s[half * 32 + k * 2 + 1]);
                 products_fence();
 #pragma unroll
-                for (int k = 0; k < 4; k++) multiply_registers<1>(dv, p[k], d_out.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
+                for (int k = 0; k < 4; k++)
+                    multiply_registers<1>(dv, p[k], d_out.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
                 products_commit();
 
 #pragma unroll
@@ -213,13 +225,16 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
 #pragma unroll
                     for (int k = 0; k < 4; k += 2) {
                         const int at = half * 32 + n * 4 + k;
-                        ds[n / 2][n % 2 * 2 + k / 2] = E::pack(s[at] * (dp[at] - delta[n * 2]), s[at + 1] * (dp[at + 1] - delta[n * 2 + 1]));
+                        ds[n / 2][n % 2 * 2 + k / 2] =
+                            E::pack(s[at] * (dp[at] - delta[n * 2]), s[at + 1] * (dp[at + 1] - delta[n * 2 + 1]));
                     }
 #pragma unroll
-                for (int k = 0; k < 4; k++) store_matrices(ds_blocks.at(half * KEYS, k * 16, stage * DS_TILE_BYTES), ds[k]);
+                for (int k = 0; k < 4; k++)
+                    store_matrices(ds_blocks.at(half * KEYS, k * 16, stage * DS_TILE_BYTES), ds[k]);
                 products_fence();
 #pragma unroll
-                for (int k = 0; k < 4; k++) multiply_registers<1>(dk, ds[k], q.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
+                for (int k = 0; k < 4; k++)
+                    multiply_registers<1>(dk, ds[k], q.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
                 products_commit();
             }
             stores_fence();
@@ -233,7 +248,7 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
             issue_dq(next_stage, keys_stage ^ (i == 0));
             products_commit();
             products_wait<1>();
-            __syncwarp();  // all lanes have read the statistics
+            __syncwarp(); // all lanes have read the statistics
             free(at.queries_empty + stage * 8);
             products_wait<0>();
             if (step > 0) free(at.ds_empty + next_stage * 8);
@@ -265,10 +280,12 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
                 const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
                 const int my_key = work.key_tile * KEYS + warpgroup * 64 + warp_row + quad_row;
                 const int batch = head / sizes.heads, kv_head = head % sizes.heads / (sizes.heads / sizes.kv_heads);
-                write_rows<HEAD_DIM>(dk, scaled, arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + my_key * of_dk.row, of_dk.row,
-                                     sizes.keys - my_key, 0, sizes.head_dim, lane);
-                write_rows<HEAD_DIM>(dv, as_it_is, arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row, of_dv.row,
-                                     sizes.keys - my_key, 0, sizes.head_dim, lane);
+                write_rows<HEAD_DIM>(dk, scaled,
+                                     arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + my_key * of_dk.row,
+                                     of_dk.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
+                write_rows<HEAD_DIM>(dv, as_it_is,
+                                     arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row,
+                                     of_dv.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
                 if (more) barrier_wait(at.v_full, turn + 1);
             }
             products_fence();
@@ -286,7 +303,8 @@ JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps, const _
                 tile = END_TILE(work) - 1, head++;
             }
             exponentiate(next_stage);
-            barrier_wait(at.ds_empty + next_stage * 8, next_round - 1);  // here, since the compiler moves no exponential across it
+            barrier_wait(at.ds_empty + next_stage * 8,
+                         next_round - 1); // here, since the compiler moves no exponential across it
             products_wait<0>();
             if (last ? more && work.steps == 1 : i + 2 == steps) free(at.v_empty);
         }

@@ -1,7 +1,7 @@
 // What backward_hopper.cu consists of besides the products: works, a block's shared memory, the warp that copies tiles
 // into it, the warps that add dQ to what earlier keys have summed. Between backward.cuh and backward_hopper.cu.
 
-constexpr int HALVES = QUERIES / 64;  // of a tile of queries: P and dS of one are made at a time
+constexpr int HALVES = QUERIES / 64; // of a tile of queries: P and dS of one are made at a time
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
 constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
@@ -19,7 +19,7 @@ enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
 // each of the heads first_head .. first_head + group.
 struct Work {
     int key_tile, first_tile, first_head, steps;
-    int own_tiles;  // so many of the first tiles have no later keys: this work finishes their dq
+    int own_tiles; // so many of the first tiles have no later keys: this work finishes their dq
     __device__ __forceinline__ Work(const Sizes& sizes, int number, int tiles, int key_tiles) {
         // The first keys first: with a causal mask most queries see them.
         int kv_head;
@@ -29,7 +29,8 @@ struct Work {
         // Keys that nobody sees go with the last tile, and find that.
         first_tile = min(max(0, key_tile * KEYS - sizes.offset) / QUERIES, tiles - 1);
         steps = (tiles - first_tile) * group;
-        own_tiles = key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
+        own_tiles =
+            key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
     }
     // What end_of_queries says of the keys: all tiles of queries without first keys. (KEYS >= QUERIES, so a work that
     // is cut here still finishes the dq of those of its own tiles that are left.)
@@ -58,8 +59,8 @@ __device__ __forceinline__ void await_turn(const int* turn, int mine) {
 struct Shared {
     u32 k_tiles, v_tile, q_tiles, d_out_tiles, ds_tiles, dq_tile, statistics_tiles;
     u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
-    int* numbers;  // of the works whose keys are there
-    int* ends;     // and of their tiles of queries
+    int* numbers; // of the works whose keys are there
+    int* ends;    // and of their tiles of queries
     __device__ __forceinline__ Shared(unsigned char* shared) {
         const u32 start = (u32)__cvta_generic_to_shared(shared);
         k_tiles = (start + 1023) & ~1023u, v_tile = k_tiles + 2 * KEY_TILE_BYTES;
@@ -88,7 +89,8 @@ struct Shared {
 
 // One thread: takes works by ticket until there are none, and copies what they read: keys a work ahead, queries a step
 // ahead.
-__device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments, int query_tiles, int key_tiles) {
+__device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments,
+                                           int query_tiles, int key_tiles) {
     const Sizes& sizes = arguments.sizes;
     const int works = key_tiles * sizes.batch * sizes.kv_heads, group = sizes.heads / sizes.kv_heads;
     int step = 0;
@@ -109,7 +111,8 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
             work.end_at(at.ends[turn % 2], group);
         }
         barrier_expect(full, KEY_TILE_BYTES);
-        copy_boxes<KEYS>(at.k_tiles + turn % 2 * KEY_TILE_BYTES, maps.k, full, work.key_tile * KEYS, first_head / group, batch);
+        copy_boxes<KEYS>(at.k_tiles + turn % 2 * KEY_TILE_BYTES, maps.k, full, work.key_tile * KEYS, first_head / group,
+                         batch);
         for (int head = first_head; head < first_head + group; head++)
 #pragma unroll 1
             for (int tile = END_TILE(work) - 1; tile >= work.first_tile; tile--, step++) {
@@ -117,10 +120,13 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
                 const u32 queries = at.queries_full + stage * 8;
                 barrier_wait(at.queries_empty + stage * 8, step / 2 - 1);
                 barrier_expect(queries, 2 * QUERY_TILE_BYTES + STATISTICS_BYTES);
-                copy_boxes<QUERIES>(at.q_tiles + stage * QUERY_TILE_BYTES, maps.q, queries, tile * QUERIES, head, batch);
-                copy_boxes<QUERIES>(at.d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, queries, tile * QUERIES, head, batch);
+                copy_boxes<QUERIES>(at.q_tiles + stage * QUERY_TILE_BYTES, maps.q, queries, tile * QUERIES, head,
+                                    batch);
+                copy_boxes<QUERIES>(at.d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, queries, tile * QUERIES,
+                                    head, batch);
                 copy_bytes(at.statistics_tiles + stage * STATISTICS_BYTES,
-                           arguments.statistics + 2ll * QUERIES * ((batch * sizes.heads + head) * query_tiles + tile), STATISTICS_BYTES, queries);
+                           arguments.statistics + 2ll * QUERIES * ((batch * sizes.heads + head) * query_tiles + tile),
+                           STATISTICS_BYTES, queries);
                 if (head == first_head && tile == END_TILE(work) - 1) {
                     barrier_wait(at.v_empty, turn - 1);
                     barrier_expect(at.v_full, KEY_TILE_BYTES);
@@ -132,11 +138,12 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
 
 // A warp for each group: adds the group's half of dQ, step by step, to dq_sums when it is this work's turn, or lets the
 // group do so where it is the last.
-__device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArguments& arguments, int half, int lane, int query_tiles, int key_tiles) {
+__device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArguments& arguments, int half, int lane,
+                                            int query_tiles, int key_tiles) {
     const Sizes& sizes = arguments.sizes;
     const int works = key_tiles * sizes.batch * sizes.kv_heads, group = sizes.heads / sizes.kv_heads;
     const u32 tile_to_add = at.dq_tile + half * DQ_TILE * 2;
-    int added = 0;  // tiles that have gone from there to dq_sums
+    int added = 0; // tiles that have gone from there to dq_sums
     for (int turn = 0;; turn++) {
         barrier_wait(at.keys_full + turn % 2 * 8, turn / 2);
         const int number = at.numbers[turn % 2], end = FIRST_KEYS ? at.ends[turn % 2] : query_tiles;
@@ -151,7 +158,7 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
             if (lane == 0) {
                 int* turns = arguments.turns + 2 * last + half;
                 float* sums = arguments.dq_sums + (long long)last * DQ_TILE + half * (DQ_TILE / 2);
-                int there = -1;  // tiles of keys that have added to this tile of queries, at least
+                int there = -1; // tiles of keys that have added to this tile of queries, at least
 #pragma unroll 1
                 for (int tile = END_TILE(work) - 1; tile >= work.own_tiles;
                      tile--, turns -= 2, sums -= DQ_TILE, added++) {

@@ -22,7 +22,7 @@ typedef unsigned long long u64;
 #endif
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
-#define CEIL_DIV(a, b) (((a) + (b)-1) / (b))
+#define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
@@ -60,7 +60,8 @@ struct f16 {
     }
     static __device__ __forceinline__ void unpack(u32 pair, float& first, float& second) {
         asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
-            : "=f"(first), "=f"(second) : "r"(pair));
+            : "=f"(first), "=f"(second)
+            : "r"(pair));
     }
     static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -78,8 +79,8 @@ struct f32 {
 };
 typedef ELEMENT E;
 
-constexpr int CHUNK = 16 / sizeof(E);     // elements in 16 bytes: what one copy instruction moves
-constexpr int CHUNKS = HEAD_DIM / CHUNK;  // in a row
+constexpr int CHUNK = 16 / sizeof(E);    // elements in 16 bytes: what one copy instruction moves
+constexpr int CHUNKS = HEAD_DIM / CHUNK; // in a row
 constexpr int ROW_BYTES = HEAD_DIM * sizeof(E);
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -104,9 +105,7 @@ template <int BYTES> struct Swizzle {
     // The permutation of a row's chunks.
     static __device__ __forceinline__ int of(int row) { return (row >> SHIFT) & MASK; }
     // Where a chunk is, in bytes from the tile's start.
-    static __device__ __forceinline__ u32 at(int row, int chunk) {
-        return row * BYTES + ((chunk ^ of(row)) << 4);
-    }
+    static __device__ __forceinline__ u32 at(int row, int chunk) { return row * BYTES + ((chunk ^ of(row)) << 4); }
 };
 
 // Where one lane reads 16 x 16 blocks of a tile by ldmatrix. `row` and `column` of a block are multiples of 16 known
@@ -141,11 +140,13 @@ template <int BYTES, Order ORDER> struct Blocks {
 
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
 }
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
 }
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -153,13 +154,17 @@ __device__ __forceinline__ void store_shared(u32 address, u32 value) {
 __device__ __forceinline__ uint4 read_shared(u32 address) {
     uint4 r;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(address)
+                 : "memory");
     return r;
 }
 __device__ __forceinline__ float4 read_shared_floats(u32 address) {
     float4 r;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address) : "memory");
+                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+                 : "r"(address)
+                 : "memory");
     return r;
 }
 
@@ -167,8 +172,9 @@ __device__ __forceinline__ float4 read_shared_floats(u32 address) {
 
 // 16 bytes, or 16 zero bytes: `source` is not read then.
 __device__ __forceinline__ void copy_chunk(u32 target, const void* source, bool inside) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 ::"r"(target), "l"(source), "r"(inside ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wait_groups() {
@@ -183,11 +189,11 @@ constexpr int GROUPS = CHUNKS / LANES;
 // column `columns` on (a multiple of CHUNK). LAYOUT says where a tile has its chunks.
 template <int LENGTH, int THREADS, typename LAYOUT = Swizzle<ROW_BYTES>>
 __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride, int rows, int columns) {
-    constexpr int PASS = THREADS / LANES;  // rows
+    constexpr int PASS = THREADS / LANES; // rows
     const int first = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
     const char* source = reinterpret_cast<const char*>(x + first * stride + chunk * CHUNK);
     long long step = PASS * stride * sizeof(E);
-    asm volatile("" : "+l"(step));  // or multiples of it would be kept in registers from tile to tile
+    asm volatile("" : "+l"(step)); // or multiples of it would be kept in registers from tile to tile
 #pragma unroll
     for (int i = 0; i < CEIL_DIV(LENGTH, PASS); i++) {
         const int row = first + i * PASS;
@@ -201,44 +207,47 @@ __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride
 }
 
 // Writes rows first..first + LENGTH of `tile` to `x`, whose row 0 is the tile's row 0, by THREADS threads.
-template <int LENGTH, int THREADS>
-__device__ __forceinline__ void write_tile(E* x, long long stride, u32 tile, int first, int rows, int columns, int thread) {
+template <int LENGTH, int THREADS> __device__ __forceinline__ void write_tile(E* x, long long stride, u32 tile,
+                                                                              int first, int rows, int columns,
+                                                                              int thread) {
 #pragma unroll
     for (int i = 0; i < CEIL_DIV(LENGTH * CHUNKS, THREADS); i++) {
         const int index = thread + i * THREADS;
         const int row = first + index / CHUNKS, chunk = index % CHUNKS;
         if (index < LENGTH * CHUNKS && row < rows && chunk * CHUNK < columns)
-            *reinterpret_cast<uint4*>(x + row * stride + chunk * CHUNK) = read_shared(tile + Swizzle<ROW_BYTES>::at(row, chunk));
+            *reinterpret_cast<uint4*>(x + row * stride + chunk * CHUNK) =
+                read_shared(tile + Swizzle<ROW_BYTES>::at(row, chunk));
     }
 }
 
 // Where a tensor (B, heads, T, Dh) has its elements; Dh is contiguous, all strides are multiples of CHUNK.
 struct Strides {
-    long long batch, head, row;  // elements
+    long long batch, head, row; // elements
 };
 
 // The sizes of one call.
 struct Sizes {
-    int batch, heads, kv_heads;  // B, H, Hkv; Hkv divides H
-    int queries, keys;           // Tq, Tk
-    int head_dim;                // Dh, a multiple of CHUNK, at most HEAD_DIM
+    int batch, heads, kv_heads; // B, H, Hkv; Hkv divides H
+    int queries, keys;          // Tq, Tk
+    int head_dim;               // Dh, a multiple of CHUNK, at most HEAD_DIM
     // Query i sees the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full
     // attention.
     int offset;
     // Heads worked on at a time: as many as have their keys and values in the L2 cache together.
     int heads_at_once;
-    float scale;                 // > 0
-    int window;                  // keys that a query sees up to its own, or 0: all
+    float scale; // > 0
+    int window;  // keys that a query sees up to its own, or 0: all
 };
 
 // First keys (B, Tq), of one sequence, and a window's: query i sees no key before the i-th, which never falls from one
 // query to the next. Without FIRST_KEYS there are none, and each is 0.
 struct FirstKeys {
-    const u32* of_queries;  // null where a window says it all
+    const u32* of_queries; // null where a window says it all
     int queries, window;
     FirstKeys() = default;
     __device__ __forceinline__ FirstKeys(const u32* of_all, const Sizes& sizes, int batch)
-        : of_queries(of_all ? of_all + (long long)batch * sizes.queries : nullptr), queries(sizes.queries),
+        : of_queries(of_all ? of_all + (long long)batch * sizes.queries : nullptr),
+          queries(sizes.queries),
           window(sizes.window) {}
     // That of a query; after the last, the last one's.
     __device__ __forceinline__ int of(int query) const {

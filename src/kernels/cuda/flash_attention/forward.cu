@@ -31,7 +31,7 @@
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int M_BLOCKS = ROWS / WARPS / 16;  // blocks of 16 rows that a warp has
+constexpr int M_BLOCKS = ROWS / WARPS / 16; // blocks of 16 rows that a warp has
 constexpr int TILE_BYTES = COLUMNS * ROW_BYTES;
 constexpr int K_STEPS = HEAD_DIM / 16;
 // The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
@@ -44,15 +44,15 @@ struct ForwardArguments {
     float* lse;
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
-    const u32* first_keys;  // null without FIRST_KEYS
+    const u32* first_keys; // null without FIRST_KEYS
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
+    JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
 
     // The latest queries first: with a causal mask they see most keys.
@@ -101,7 +101,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
 
     float o[M_BLOCKS][HEAD_DIM / 8][4] = {};
-    float largest[M_BLOCKS][2], sum[M_BLOCKS][2];  // of rows quad_row and quad_row + 8
+    float largest[M_BLOCKS][2], sum[M_BLOCKS][2]; // of rows quad_row and quad_row + 8
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; m++) {
         largest[m][0] = largest[m][1] = -INFINITE;
@@ -120,11 +120,13 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     for (int tile = first_tile; tile < tiles; tile++) {
         const u32 stage = tile % 2 * TILE_BYTES;
         wait_groups<0>();
-        __syncthreads();  // this tile has arrived for all, and all are done with the one before
+        __syncthreads(); // this tile has arrived for all, and all are done with the one before
         if (tile + 1 < tiles) {
             const int next = (tile + 1) * COLUMNS;
-            copy_tile<COLUMNS, THREADS>(k_tiles + (stage ^ TILE_BYTES), k + next * k_stride, k_stride, sizes.keys - next, dim);
-            copy_tile<COLUMNS, THREADS>(v_tiles + (stage ^ TILE_BYTES), v + next * v_stride, v_stride, sizes.keys - next, dim);
+            copy_tile<COLUMNS, THREADS>(k_tiles + (stage ^ TILE_BYTES), k + next * k_stride, k_stride,
+                                        sizes.keys - next, dim);
+            copy_tile<COLUMNS, THREADS>(v_tiles + (stage ^ TILE_BYTES), v + next * v_stride, v_stride,
+                                        sizes.keys - next, dim);
             end_group();
         }
         if (tile * COLUMNS >= warp_seen) continue;
@@ -217,13 +219,13 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                 less[m][half] = largest[m][half] == -INFINITE ? 0 : -largest[m][half] * to_log2;
 #pragma unroll
         for (int step = 0; step < COLUMNS / 16; step++) {
-            u32 a[M_BLOCKS][4];  // P
+            u32 a[M_BLOCKS][4]; // P
 #pragma unroll
             for (int m = 0; m < M_BLOCKS; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int half = i % 2;
-                    const float(&pair)[4] = s[m][2 * step + i / 2];
+                    const float (&pair)[4] = s[m][2 * step + i / 2];
                     const float p0 = power_of_2(fmaf(pair[half * 2], to_log2, less[m][half]));
                     const float p1 = power_of_2(fmaf(pair[half * 2 + 1], to_log2, less[m][half]));
                     sum[m][half] += p0 + p1;
@@ -270,7 +272,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
             for (int i = 0; i < 4; i++) o[m][n][i] *= inverse[m][i / 2];
     for (int pass = 0; pass < (arguments.rounding_error ? 2 : 1); pass++) {
         int my_row = warp_row + quad_row;
-        asm volatile("" : "+r"(my_row));  // or all the addresses below would be kept from pass to pass
+        asm volatile("" : "+r"(my_row)); // or all the addresses below would be kept from pass to pass
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < M_BLOCKS; m++)
@@ -281,7 +283,8 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
                     float& x = o[m][n][half * 2];
                     float& y = o[m][n][half * 2 + 1];
                     const u32 pair = E::pack(x, y);
-                    store_shared(q_tile + Swizzle<ROW_BYTES>::at(my_row + m * 16 + half * 8, n) + quad_column * 2, pair);
+                    store_shared(q_tile + Swizzle<ROW_BYTES>::at(my_row + m * 16 + half * 8, n) + quad_column * 2,
+                                 pair);
                     float rounded_x, rounded_y;
                     E::unpack(pair, rounded_x, rounded_y);
                     x -= rounded_x, y -= rounded_y;

@@ -23,18 +23,18 @@ constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int Q_STAGES = HEAD_DIM == 256 ? 1 : 2;
 constexpr int TILE_BYTES = COLUMNS * ROW_BYTES, Q_BYTES = ROWS * ROW_BYTES;
 constexpr int K_STEPS = HEAD_DIM / 16;
-constexpr int SPAN = HEAD_DIM == 64 ? 64 : 128, SPANS = HEAD_DIM / SPAN;  // columns of O in one product
+constexpr int SPAN = HEAD_DIM == 64 ? 64 : 128, SPANS = HEAD_DIM / SPAN; // columns of O in one product
 constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 240, REGISTERS_TO_COPY = WARPGROUPS == 3 ? 32 : 24;
-constexpr float SLACK = 8.0f;  // as in forward.cu
+constexpr float SLACK = 8.0f; // as in forward.cu
 
 struct ForwardHopperArguments {
     Map q_map, k_map, v_map;
     E *out, *rounding_error;
     float* lse;
-    int* tickets;  // two, zeros before and after; launches that may run at the same time need their own
+    int* tickets; // two, zeros before and after; launches that may run at the same time need their own
     Strides out_strides;
     Sizes sizes;
-    const u32* first_keys;  // null without FIRST_KEYS
+    const u32* first_keys; // null without FIRST_KEYS
 };
 
 // What a block does for one tile of queries.
@@ -62,15 +62,15 @@ struct Work {
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
-JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArguments arguments) {
+    JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArguments arguments) {
     extern __shared__ unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const u32 start = (u32)__cvta_generic_to_shared(shared), q_tiles = (start + 1023) & ~1023u;
     const u32 k_tiles = q_tiles + Q_STAGES * Q_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
-    const u32 q_full = v_tiles + 2 * TILE_BYTES, q_empty = q_full + 16;  // two of each
+    const u32 q_full = v_tiles + 2 * TILE_BYTES, q_empty = q_full + 16; // two of each
     const u32 k_full = q_empty + 16, k_empty = k_full + 16, v_full = k_empty + 16, v_empty = v_full + 16;
-    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start));  // of the work whose Q is in a stage
-    int* const first_tiles = numbers + 2;                                          // that work's
+    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start)); // of the work whose Q is in a stage
+    int* const first_tiles = numbers + 2;                                         // that work's
     const int works = CEIL_DIV(sizes.queries, ROWS) * sizes.batch * sizes.heads;
 
     if (threadIdx.x == 0) {
@@ -83,11 +83,11 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
     }
     __syncthreads();
 
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // the compiler is to see that warps do not part
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // the compiler is to see that warps do not part
     if (warpgroup < 0) {
         give_registers<REGISTERS_TO_COPY>();
         if (threadIdx.x != 0) return;
-        int copied = 0;  // tiles so far
+        int copied = 0; // tiles so far
         int number = blockIdx.x;
         for (int turn = 0;; turn++) {
             const int next = number < works ? gridDim.x + atomicAdd(arguments.tickets, 1) : works;
@@ -106,7 +106,8 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
             }
             if (work.tiles > work.first_tile) {
                 barrier_expect(full, Q_BYTES);
-                copy_boxes<ROWS>(q_tiles + turn % Q_STAGES * Q_BYTES, arguments.q_map, full, work.first_row, work.head, work.batch);
+                copy_boxes<ROWS>(q_tiles + turn % Q_STAGES * Q_BYTES, arguments.q_map, full, work.first_row, work.head,
+                                 work.batch);
             } else {
                 barrier_arrive(full);
             }
@@ -115,10 +116,12 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
                 const int stage = copied % 2, round = copied / 2;
                 barrier_wait(k_empty + stage * 8, round - 1);
                 barrier_expect(k_full + stage * 8, TILE_BYTES);
-                copy_boxes<COLUMNS>(k_tiles + stage * TILE_BYTES, arguments.k_map, k_full + stage * 8, tile * COLUMNS, work.kv_head, work.batch);
+                copy_boxes<COLUMNS>(k_tiles + stage * TILE_BYTES, arguments.k_map, k_full + stage * 8, tile * COLUMNS,
+                                    work.kv_head, work.batch);
                 barrier_wait(v_empty + stage * 8, round - 1);
                 barrier_expect(v_full + stage * 8, TILE_BYTES);
-                copy_boxes<COLUMNS>(v_tiles + stage * TILE_BYTES, arguments.v_map, v_full + stage * 8, tile * COLUMNS, work.kv_head, work.batch);
+                copy_boxes<COLUMNS>(v_tiles + stage * TILE_BYTES, arguments.v_map, v_full + stage * 8, tile * COLUMNS,
+                                    work.kv_head, work.batch);
             }
             number = next;
         }
@@ -139,19 +142,20 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
     auto free = [&](u32 barrier) {
         if (lane == 0) barrier_arrive(barrier);
     };
-    int used = 0;  // tiles done with; while a work is pending, its last is not
+    int used = 0; // tiles done with; while a work is pending, its last is not
     bool pending = false;
     Work work = {};
     float o[SPANS][SPAN / 2], s[COLUMNS / 2];
     u32 p[COLUMNS / 16][4];
     float largest[2], sum[2];
-    int row = 0;  // of this thread, of the work that is pending; the other is row + 8
+    int row = 0; // of this thread, of the work that is pending; the other is row + 8
     for (int turn = 0;; turn++) {
         auto issue_scores = [&](int stage) {
             const Described a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
 #pragma unroll
             for (int step = 0; step < K_STEPS; step++)
-                multiply_tiles<0, 0>(s, a.at(step / 4 * ROWS * 128 + step % 4 * 32), b.at(step / 4 * COLUMNS * 128 + step % 4 * 32), step > 0);
+                multiply_tiles<0, 0>(s, a.at(step / 4 * ROWS * 128 + step % 4 * 32),
+                                     b.at(step / 4 * COLUMNS * 128 + step % 4 * 32), step > 0);
         };
         auto issue_values = [&](int stage) {
             const Described b(v_tiles + stage * TILE_BYTES, COLUMNS * 128);
@@ -159,14 +163,16 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
             for (int step = 0; step < COLUMNS / 16; step++)
 #pragma unroll
                 for (int span = 0; span < SPANS; span++)
-                    multiply_registers<1>(o[span], p[step], b.at(span * (SPAN / 64) * COLUMNS * 128 + step * 2048), true);
+                    multiply_registers<1>(o[span], p[step], b.at(span * (SPAN / 64) * COLUMNS * 128 + step * 2048),
+                                          true);
         };
         // The scores of a tile become powers of two; returns by what O must be multiplied.
         auto softmax = [&](int tile, bool masked, float (&factor)[2], bool& grown) {
             if (masked) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int visible = min(sizes.keys, row + i / 2 * 8 + 1 + sizes.offset) - tile * COLUMNS - quad_column - i % 2;
+                    const int visible =
+                        min(sizes.keys, row + i / 2 * 8 + 1 + sizes.offset) - tile * COLUMNS - quad_column - i % 2;
 #pragma unroll
                     for (int n = 0; n < COLUMNS / 8; n++) s[n * 4 + i] = n * 8 < visible ? s[n * 4 + i] : -INFINITE;
                 }
@@ -266,9 +272,11 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
             E* rest = arguments.rounding_error + ((long long)work.head_in_all * sizes.queries + row) * sizes.head_dim;
 #pragma unroll
             for (int span = 0; span < SPANS; span++) {
-                write_rows<SPAN>(o[span], inverse, out, of_out.row, sizes.queries - row, span * SPAN, sizes.head_dim, lane);
+                write_rows<SPAN>(o[span], inverse, out, of_out.row, sizes.queries - row, span * SPAN, sizes.head_dim,
+                                 lane);
                 if (arguments.rounding_error)
-                    write_rows<SPAN>(o[span], inverse, rest, sizes.head_dim, sizes.queries - row, span * SPAN, sizes.head_dim, lane, true);
+                    write_rows<SPAN>(o[span], inverse, rest, sizes.head_dim, sizes.queries - row, span * SPAN,
+                                     sizes.head_dim, lane, true);
             }
         }
         if (number >= works) break;
@@ -283,7 +291,8 @@ JOIN(flash_forward_hopper_, ELEMENT)(const __grid_constant__ ForwardHopperArgume
             for (int i = 0; i < SPAN / 2; i++) o[span][i] = 0;
         if (pending) {
             // Tiles whose keys all rows of the group see come first; or, with first keys, from tile `clear` on.
-            const int whole = min(work.tiles, max(0, min(sizes.keys, work.first_row + warpgroup * 64 + 1 + sizes.offset)) / COLUMNS);
+            const int whole =
+                min(work.tiles, max(0, min(sizes.keys, work.first_row + warpgroup * 64 + 1 + sizes.offset)) / COLUMNS);
             int clear = 0;
             if (FIRST_KEYS) {
                 const FirstKeys first_keys(arguments.first_keys, sizes, work.batch);

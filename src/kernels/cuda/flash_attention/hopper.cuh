@@ -23,36 +23,38 @@ struct Described {
         return further;
     }
     // What the products take for the operand `bytes` further on.
-    __device__ __forceinline__ u64 at(u32 bytes) const { return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
+    __device__ __forceinline__ u64 at(u32 bytes) const {
+        return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4));
+    }
 };
 #define NAME_bf16 "bf16.bf16"
 #define NAME_f16 "f16.f16"
 #define NAME JOIN(NAME_, ELEMENT)
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-#define LIST_32 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+#define LIST_32                                                                                                        \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define LIST_64 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+#define LIST_64                                                                                                        \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                 \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                 \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // d (64, 64) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 64) as (n, k) or
 // transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[32], u64 a, u64 b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {"
-                 LIST_32 "}, %32, %33, p, 1, 1, %35, %36;}"
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {" LIST_32
+                 "}, %32, %33, p, 1, 1, %35, %36;}"
                  : SIXTEEN(d, 0), SIXTEEN(d, 16)
                  : "l"(a), "l"(b), "r"((int)add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));
 }
 // The same with a (64, 16) in registers.
 template <int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_registers(float (&d)[32], const u32 (&a)[4], u64 b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {"
-                 LIST_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {" LIST_32
+                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
                  : SIXTEEN(d, 0), SIXTEEN(d, 16)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(B_TRANSPOSED));
 }
@@ -61,16 +63,16 @@ __device__ __forceinline__ void multiply_registers(float (&d)[32], const u32 (&a
 // transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[64], u64 a, u64 b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME " {"
-                 LIST_64 "}, %64, %65, p, 1, 1, %67, %68;}"
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME " {" LIST_64
+                 "}, %64, %65, p, 1, 1, %67, %68;}"
                  : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48)
                  : "l"(a), "l"(b), "r"((int)add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));
 }
 // The same with a (64, 16) in registers.
 template <int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_registers(float (&d)[64], const u32 (&a)[4], u64 b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME " {"
-                 LIST_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME " {" LIST_64
+                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
                  : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(B_TRANSPOSED));
 }
@@ -101,8 +103,11 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 }
 // Waits for the end of the barrier's phase number `phase` (from 0 on; those before have ended).
 __device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
-    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }"
-                 ::"r"(barrier), "r"(phase & 1) : "memory");
+    asm volatile(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::
+            "r"(barrier),
+        "r"(phase & 1)
+        : "memory");
 }
 // Among `threads` threads; the ids from 1 on are free.
 __device__ __forceinline__ void named_sync(int id, int threads) {
@@ -122,9 +127,11 @@ template <int LENGTH>
 __device__ __forceinline__ void copy_boxes(u32 tile, const Map& map, u32 barrier, int row, int head, int batch) {
 #pragma unroll
     for (int box = 0; box < HEAD_DIM / 64; box++)
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                     ::"r"(tile + box * LENGTH * 128), "l"(&map), "r"(barrier), "r"(box * 64), "r"(row), "r"(head), "r"(batch)
-                     : "memory");
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+            "[%2];" ::"r"(tile + box * LENGTH * 128),
+            "l"(&map), "r"(barrier), "r"(box * 64), "r"(row), "r"(head), "r"(batch)
+            : "memory");
 }
 
 // Transposes a 4 x 4 matrix that four neighbouring lanes hold a column each of: lane i gets row i.
@@ -143,9 +150,9 @@ __device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
 // them (the other is 8 below): the four threads of a quad have two columns each in four blocks of eight; they exchange
 // them, so that each has the eight columns of one block, and writes 16 bytes. With `what_is_left`, what rounding takes
 // instead.
-template <int N>
-__device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float (&factor)[2], E* x, long long stride, int rows,
-                                           int first_column, int columns, int lane, bool what_is_left = false) {
+template <int N> __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float (&factor)[2], E* x,
+                                                            long long stride, int rows, int first_column, int columns,
+                                                            int lane, bool what_is_left = false) {
 #pragma unroll
     for (int n = 0; n < N / 8; n += 4)
 #pragma unroll
@@ -153,7 +160,8 @@ __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float 
             u32 pairs[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float first = d[(n + i) * 4 + half * 2] * factor[half], second = d[(n + i) * 4 + half * 2 + 1] * factor[half];
+                const float first = d[(n + i) * 4 + half * 2] * factor[half],
+                            second = d[(n + i) * 4 + half * 2 + 1] * factor[half];
                 pairs[i] = E::pack(first, second);
                 if (what_is_left) {
                     float rounded_first, rounded_second;
@@ -164,19 +172,23 @@ __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float 
             exchange(pairs, lane);
             const int column = first_column + n * 8 + lane % 4 * CHUNK;
             if (half * 8 < rows && column < columns)
-                *reinterpret_cast<uint4*>(x + half * 8 * stride + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                *reinterpret_cast<uint4*>(x + half * 8 * stride + column) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
 }
 
 // Copies `bytes` (a multiple of 16) in a row.
 __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 // Four 8 x 8 matrices, their rows at the addresses of lanes 0-7, 8-15 and so on: what ldmatrix would read back.
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                 ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 // Before the tensor cores read what this thread has stored.
 __device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -187,12 +199,17 @@ __device__ __forceinline__ void write_shared(u32 address, float a, float b, floa
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 __device__ __forceinline__ void write_bytes(void* target, u32 source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;"
-                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;" ::"l"(target),
+        "r"(source), "r"(bytes)
+        : "memory");
 }
 __device__ __forceinline__ void add_floats(float* target, u32 source, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2; cp.async.bulk.commit_group;"
-                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2; cp.async.bulk.commit_group;" ::"l"(
+            target),
+        "r"(source), "r"(bytes)
+        : "memory");
 }
 __device__ __forceinline__ void writes_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void writes_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -32,18 +32,18 @@
 #ifndef WARPS
 #define WARPS (HEAD_DIM >= 128 ? 8 : 4)
 #endif
-#ifndef DQ_ROW_WARPS  // of the warps, laid over the rows of dQ; the others over its columns
+#ifndef DQ_ROW_WARPS // of the warps, laid over the rows of dQ; the others over its columns
 #define DQ_ROW_WARPS (HEAD_DIM >= 128 || HEAD_DIM == 32 ? 2 : 4)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM >= 128 ? 1 : 2)
 #endif
-constexpr int THREADS = 32 * WARPS, SIDE = WARPS / 2;  // SIDE: warps of one
-constexpr int M = KEYS / SIDE / 4, N = QUERIES / 8;    // keys and queries of a lane
+constexpr int THREADS = 32 * WARPS, SIDE = WARPS / 2; // SIDE: warps of one
+constexpr int M = KEYS / SIDE / 4, N = QUERIES / 8;   // keys and queries of a lane
 typedef Exchanged<N> Exchange;
 // A lane's rows (places of an exchanged row) and columns of dQ.
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS, DQ_WARP_DIMS = HEAD_DIM / DQ_COLUMN_WARPS;
-constexpr int DQ_LANES = DQ_WARP_DIMS / 4 % 8 == 0 ? 8 : DQ_WARP_DIMS / 4 & -(DQ_WARP_DIMS / 4);  // along a row
+constexpr int DQ_LANES = DQ_WARP_DIMS / 4 % 8 == 0 ? 8 : DQ_WARP_DIMS / 4 & -(DQ_WARP_DIMS / 4); // along a row
 constexpr int DQ_ROWS = QUERIES / DQ_ROW_WARPS / (32 / DQ_LANES), DQ_DIMS = DQ_WARP_DIMS / DQ_LANES;
 constexpr int BACKWARD_SHARED =
     (2 * (KEYS + QUERIES) * PITCH + 2 * KEYS * Exchange::PITCH + STATISTICS * QUERIES) * 4 + 16;
@@ -52,7 +52,7 @@ static_assert(KEYS % (4 * SIDE) == 0 && QUERIES % 32 == 0, "tiles of whole block
 static_assert(DQ_DIMS % 4 == 0 && (DQ_ROWS == 2 || DQ_ROWS % 4 == 0) && N % 4 == 0, "dQ in whole vectors");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -61,13 +61,13 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
     const int group = sizes.heads / sizes.kv_heads;
 
-    float* const k_tile = reinterpret_cast<float*>(shared);    // (KEYS, PITCH)
-    float* const v_tile = k_tile + KEYS * PITCH;               // (KEYS, PITCH)
-    float* const q_tile = v_tile + KEYS * PITCH;               // (QUERIES, PITCH)
-    float* const d_out_tile = q_tile + QUERIES * PITCH;        // (QUERIES, PITCH)
-    float* const p_tile = d_out_tile + QUERIES * PITCH;        // P^T (KEYS, Exchange::PITCH)
-    float* const ds_tile = p_tile + KEYS * Exchange::PITCH;    // dS^T (KEYS, Exchange::PITCH)
-    float* const statistics = ds_tile + KEYS * Exchange::PITCH;  // (QUERIES, STATISTICS)
+    float* const k_tile = reinterpret_cast<float*>(shared);     // (KEYS, PITCH)
+    float* const v_tile = k_tile + KEYS * PITCH;                // (KEYS, PITCH)
+    float* const q_tile = v_tile + KEYS * PITCH;                // (QUERIES, PITCH)
+    float* const d_out_tile = q_tile + QUERIES * PITCH;         // (QUERIES, PITCH)
+    float* const p_tile = d_out_tile + QUERIES * PITCH;         // P^T (KEYS, Exchange::PITCH)
+    float* const ds_tile = p_tile + KEYS * Exchange::PITCH;     // dS^T (KEYS, Exchange::PITCH)
+    float* const statistics = ds_tile + KEYS * Exchange::PITCH; // (QUERIES, STATISTICS)
     int* const ticket = reinterpret_cast<int*>(statistics + STATISTICS * QUERIES);
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
@@ -105,10 +105,11 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     const float* const my_statistics = statistics + STATISTICS * lane_column;
     const float to_log2 = sizes.scale * LOG2_E;
     // And of dQ.
-    const int dq_place = warp / DQ_COLUMN_WARPS * (QUERIES / DQ_ROW_WARPS) + (lane_row | lane_column / DQ_LANES * 4) * DQ_ROWS;
+    const int dq_place =
+        warp / DQ_COLUMN_WARPS * (QUERIES / DQ_ROW_WARPS) + (lane_row | lane_column / DQ_LANES * 4) * DQ_ROWS;
     const int dq_dim = warp % DQ_COLUMN_WARPS * DQ_WARP_DIMS + lane_column % DQ_LANES * 4;
 
-    float gradient[M][DIMS] = {};  // of V on the left, of K on the right
+    float gradient[M][DIMS] = {}; // of V on the left, of K on the right
 
     // dQ from dS, added to dq_sums.
     auto multiply_dq = [&](int number) {
@@ -152,21 +153,21 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     };
 
     int* const turns = arguments.turns;
-    int sums_now = 0, sums_before = 0;  // the numbers of this step's tile of dq_sums and of the one before
+    int sums_now = 0, sums_before = 0; // the numbers of this step's tile of dq_sums and of the one before
     for (int step = 0; step < steps; step++) {
         const int first_query = next.tile * QUERIES;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
         next.advance(first_tile, end_tile);
         wait_groups<0>();
-        __syncthreads();  // Q and dO of this step have arrived, dQ of the one before is added
+        __syncthreads(); // Q and dO of this step have arrived, dQ of the one before is added
         int turn = 0;
         if (threadIdx.x == 0) {
             turn = read_turn(turns + sums_now);
-            fence();  // for what is read above as for what is written below
+            fence(); // for what is read above as for what is written below
             if (step > 0) write_turn(turns + sums_before, key_tile + 1);
         }
 
-        float s[M][N] = {};  // S^T or dP^T
+        float s[M][N] = {}; // S^T or dP^T
         multiply_rows(s, my_keys, my_queries);
         if (!right) {
             // Do all queries of the tile see all keys of the warp?
@@ -175,8 +176,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
                 for (int m = 0; m < M; m++) {
                     const int key = lane_key + m * 4;
                     // The first query, counted from this lane's first, that sees the key.
-                    const int visible =
-                        (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) - first_query - lane_column;
+                    const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
+                                        first_query - lane_column;
 #pragma unroll
                     for (int n = 0; n < N; n++) s[m][n] = n * 8 >= visible ? s[m][n] : -INFINITE;
                 }
@@ -199,7 +200,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 #pragma unroll
             for (int m = 0; m < M; m++) Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
         }
-        __syncthreads();  // P is written
+        __syncthreads(); // P is written
         if (right) {
             float delta[N];
 #pragma unroll
@@ -221,7 +222,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             while (turn < key_tile);
             fence();
         }
-        __syncthreads();  // dS is written, Q and dO are not read any more, and it is this block's turn
+        __syncthreads(); // dS is written, Q and dO are not read any more, and it is this block's turn
         if (step + 1 < steps) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
         multiply_dq(sums_now);
     }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[M][N], const float* a, 
 // What the lanes of a row hold of a product goes through shared memory to be the left factor of the next: a row of
 // 8 N floats, lane by lane, so that place column * N + n has what belongs to the right factor's row column + 8 n.
 template <int N> struct Exchanged {
-    static constexpr int PITCH = 8 * N + CHUNK;  // floats from row to row
+    static constexpr int PITCH = 8 * N + CHUNK; // floats from row to row
     // The right factor's row for a place.
     static __device__ __forceinline__ int row(int place) { return place / N + place % N * 8; }
     static __device__ __forceinline__ void write(float* row, int column, const float (&x)[N]) {
@@ -92,7 +92,7 @@ template <int M, int N>
 __device__ __forceinline__ void multiply_columns(float (&o)[M][DIMS], const float* p, const float* v) {
     // So many columns at a time: their sums are in registers beside those over all tiles.
     constexpr int PART = M * DIMS <= 96 || DIMS % (2 * WIDTH) != 0 ? DIMS : DIMS / 2;
-    constexpr bool AHEAD = M * (DIMS + PART + 8) < 192;  // registers left to read the left factor a chunk ahead
+    constexpr bool AHEAD = M * (DIMS + PART + 8) < 192; // registers left to read the left factor a chunk ahead
 #pragma unroll
     for (int first = 0; first < DIMS; first += PART) {
         float sum[M][PART] = {};
@@ -113,7 +113,8 @@ __device__ __forceinline__ void multiply_columns(float (&o)[M][DIMS], const floa
 #pragma unroll
                     for (int m = 0; m < M; m++)
                         if (AHEAD && m * CHUNK / M == i)
-                            next[m] = read4(p + m * 4 * Exchanged<N>::PITCH + c * N + n + CHUNK);  // after the last, padding
+                            next[m] =
+                                read4(p + m * 4 * Exchanged<N>::PITCH + c * N + n + CHUNK); // after the last, padding
 #pragma unroll
                     for (int j = 0; j < PART; j++)
 #pragma unroll

@@ -26,7 +26,7 @@
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = ROWS / WARPS / 4, N = COLUMNS / 8;  // rows and keys of a lane
+constexpr int M = ROWS / WARPS / 4, N = COLUMNS / 8; // rows and keys of a lane
 typedef Exchanged<N> Exchange;
 constexpr int FORWARD_SHARED = ((ROWS + 2 * COLUMNS) * PITCH + ROWS * Exchange::PITCH) * 4;
 // The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
@@ -34,7 +34,7 @@ constexpr float SLACK = 8.0f;
 static_assert(ROWS % (4 * WARPS) == 0 && COLUMNS % 32 == 0, "tiles of whole blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
+    JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -57,10 +57,10 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const int warp_first = first_keys.of(first_row + warp_row);
     const int warp_last_first = first_keys.of(first_row + warp_row + 4 * M - 1);
 
-    float* const q_tile = reinterpret_cast<float*>(shared);  // (ROWS, PITCH)
-    float* const k_tile = q_tile + ROWS * PITCH;             // (COLUMNS, PITCH)
-    float* const v_tile = k_tile + COLUMNS * PITCH;          // (COLUMNS, PITCH)
-    float* const p_tile = v_tile + COLUMNS * PITCH;          // (ROWS, Exchange::PITCH)
+    float* const q_tile = reinterpret_cast<float*>(shared); // (ROWS, PITCH)
+    float* const k_tile = q_tile + ROWS * PITCH;            // (COLUMNS, PITCH)
+    float* const v_tile = k_tile + COLUMNS * PITCH;         // (COLUMNS, PITCH)
+    float* const p_tile = v_tile + COLUMNS * PITCH;         // (ROWS, Exchange::PITCH)
     const u32 q_target = shared_address(q_tile), k_target = shared_address(k_tile), v_target = shared_address(v_tile);
 
     copy_tile<ROWS, THREADS, Padded>(q_target, block.q, arguments.q_strides.row, rows, dim);
@@ -76,7 +76,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     float* const my_p = p_tile + (warp_row + lane_row) * Exchange::PITCH;
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
 
-    float o[M][DIMS] = {}, largest[M], sum[M];  // of rows 4 m; the sum of this lane's columns
+    float o[M][DIMS] = {}, largest[M], sum[M]; // of rows 4 m; the sum of this lane's columns
 #pragma unroll
     for (int m = 0; m < M; m++) largest[m] = -INFINITE, sum[m] = 0;
 
@@ -84,8 +84,9 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         const int first_key = tile * COLUMNS;
         const bool working = first_key < warp_seen && (!FIRST_KEYS || first_key + COLUMNS > warp_first);
         wait_groups<0>();
-        __syncthreads();  // the keys have arrived for all, and all are done with the values before
-        copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v + first_key * v_stride, v_stride, sizes.keys - first_key, dim);
+        __syncthreads(); // the keys have arrived for all, and all are done with the values before
+        copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v + first_key * v_stride, v_stride, sizes.keys - first_key,
+                                            dim);
         end_group();
 
         if (working) {
@@ -149,7 +150,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         }
 
         wait_groups<0>();
-        __syncthreads();  // the values have arrived for all, and all are done with the keys; P is written
+        __syncthreads(); // the values have arrived for all, and all are done with the keys; P is written
         if (tile + 1 < tiles) {
             const int next = first_key + COLUMNS;
             copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k + next * k_stride, k_stride, sizes.keys - next, dim);

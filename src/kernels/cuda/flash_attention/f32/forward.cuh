@@ -9,17 +9,17 @@
 
 struct ForwardArguments {
     const E *q, *k, *v;
-    E *out, *rounding_error;  // rounded_off: null, since nothing is rounded
-    float* lse;  // (2, B, H, Tq)
+    E *out, *rounding_error; // rounded_off: null, since nothing is rounded
+    float* lse;              // (2, B, H, Tq)
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
-    const u32* first_keys;  // null without FIRST_KEYS
+    const u32* first_keys; // null without FIRST_KEYS
 };
 
 // ROWS queries of one head, or those that are left, and the keys that they see.
 struct RowBlock {
     int head_in_all, batch, head, first_row, rows;
-    int seen;  // keys that the last of them sees
+    int seen; // keys that the last of them sees
     FirstKeys first_keys;
     const E *q, *k, *v;
     __device__ __forceinline__ explicit RowBlock(const ForwardArguments& arguments) {
@@ -53,7 +53,7 @@ struct RowBlock {
 __device__ __forceinline__ void write_lse(const ForwardArguments& arguments, const RowBlock& block, int row,
                                           float largest, float total) {
     const Sizes& sizes = arguments.sizes;
-    const float logarithm = log2f(total), sum = __fadd_rn(largest, logarithm);  // in units of ln 2
+    const float logarithm = log2f(total), sum = __fadd_rn(largest, logarithm); // in units of ln 2
     const float of_logarithm = __fsub_rn(sum, largest);
     const float rest = __fadd_rn(__fsub_rn(largest, __fsub_rn(sum, of_logarithm)), __fsub_rn(logarithm, of_logarithm));
     const float lse = __fmul_rn(sum, LN_2);

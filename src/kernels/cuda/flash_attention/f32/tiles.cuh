@@ -11,5 +11,7 @@ struct Padded {
 };
 
 __device__ __forceinline__ float4 read4(const float* x) { return *reinterpret_cast<const float4*>(x); }
-__device__ __forceinline__ float part(const float4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ float part(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 __device__ __forceinline__ u32 shared_address(const void* x) { return (u32)__cvta_generic_to_shared(x); }

@@ -29,36 +29,36 @@
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef SHARE  // warps that have the same keys and share the columns of dK and dV
+#ifndef SHARE // warps that have the same keys and share the columns of dK and dV
 #define SHARE (HEAD_DIM == 256 ? 2 : 1)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
 #endif
 constexpr int WARPS = KEYS / 16 * SHARE, THREADS = 32 * WARPS;
-constexpr int N = QUERIES / 8;             // blocks of 8 queries
-constexpr int WARP_DIMS = HEAD_DIM / SHARE;  // columns of dK and dV that a warp has
-constexpr int DS_PITCH = QUERIES + 4;      // floats from row to row of dS^T
-constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES;  // of 32 x GROUP_DIMS
+constexpr int N = QUERIES / 8;              // blocks of 8 queries
+constexpr int WARP_DIMS = HEAD_DIM / SHARE; // columns of dK and dV that a warp has
+constexpr int DS_PITCH = QUERIES + 4;       // floats from row to row of dS^T
+constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES; // of 32 x GROUP_DIMS
 constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + KEYS * DS_PITCH + 2 * QUERIES) * 4 + 16;
 static_assert(KEYS % 16 == 0 && QUERIES % 32 == 0 && WARP_DIMS % GROUP_DIMS == 0, "tiles of whole blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
     const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
     const int group = sizes.heads / sizes.kv_heads;
 
-    float* const k_tile = reinterpret_cast<float*>(shared);  // (KEYS, PITCH)
-    float* const v_tile = k_tile + KEYS * PITCH;             // (KEYS, PITCH)
-    float* const q_tile = v_tile + KEYS * PITCH;             // (QUERIES, PITCH)
-    float* const d_out_tile = q_tile + QUERIES * PITCH;      // (QUERIES, PITCH)
-    float* const ds_tile = d_out_tile + QUERIES * PITCH;     // dS^T (KEYS, DS_PITCH)
-    float* const statistics = ds_tile + KEYS * DS_PITCH;     // (QUERIES, 2)
+    float* const k_tile = reinterpret_cast<float*>(shared); // (KEYS, PITCH)
+    float* const v_tile = k_tile + KEYS * PITCH;            // (KEYS, PITCH)
+    float* const q_tile = v_tile + KEYS * PITCH;            // (QUERIES, PITCH)
+    float* const d_out_tile = q_tile + QUERIES * PITCH;     // (QUERIES, PITCH)
+    float* const ds_tile = d_out_tile + QUERIES * PITCH;    // dS^T (KEYS, DS_PITCH)
+    float* const statistics = ds_tile + KEYS * DS_PITCH;    // (QUERIES, 2)
     int* const ticket = reinterpret_cast<int*>(statistics + 2 * QUERIES);
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
@@ -87,9 +87,10 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
 
     // This warp's keys, and its columns of dK and dV.
     const int warp_key = warp / SHARE * 16, warp_dim = warp % SHARE * WARP_DIMS;
-    const u32 k_left = left_blocks(k_tile + warp_key * PITCH, lane), v_left = left_blocks(v_tile + warp_key * PITCH, lane);
+    const u32 k_left = left_blocks(k_tile + warp_key * PITCH, lane),
+              v_left = left_blocks(v_tile + warp_key * PITCH, lane);
     const u32 q_right = right_blocks(q_tile, lane), d_out_right = right_blocks(d_out_tile, lane);
-    const int in_group = quad_column * PITCH + quad_row * GROUP;  // read_group's place
+    const int in_group = quad_column * PITCH + quad_row * GROUP; // read_group's place
     const float *const my_q = q_tile + in_group + warp_dim, *const my_d_out = d_out_tile + in_group + warp_dim;
     float* const my_ds = ds_tile + (warp_key + quad_row) * DS_PITCH + quad_column;
     const float to_log2 = sizes.scale * LOG2_E;
@@ -120,7 +121,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             float* sums = arguments.dq_sums + ((long long)number * QUERIES + first) * HEAD_DIM + column;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                each_four(dq[i / 2], i % 2, lane, [&](int at, const float(&x)[4]) {
+                each_four(dq[i / 2], i % 2, lane, [&](int at, const float (&x)[4]) {
                     float* to = sums + i * HEAD_DIM + at;
                     if (is_first) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
                     else add_to(to, x);
@@ -129,7 +130,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
     };
 
     int* const turns = arguments.turns;
-    int sums_now = 0, sums_before = 0;  // the numbers of this step's tile of dq_sums and of the one before
+    int sums_now = 0, sums_before = 0; // the numbers of this step's tile of dq_sums and of the one before
     for (int step = 0; step < steps; step++) {
         const int first_query = next.tile * QUERIES;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
@@ -141,15 +142,15 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         }
         round_tile<QUERIES, THREADS>(q_tile);
         round_tile<QUERIES, THREADS>(d_out_tile);
-        __syncthreads();  // Q and dO of this step have arrived, dQ of the one before is added
+        __syncthreads(); // Q and dO of this step have arrived, dQ of the one before is added
         int turn = 0;
         if (threadIdx.x == 0) {
             turn = read_turn(turns + sums_now);
-            fence();  // for what is read above as for what is written below
+            fence(); // for what is read above as for what is written below
             if (step > 0) write_turn(turns + sums_before, key_tile + 1);
         }
 
-        float s[1][N][4] = {}, dp[1][N][4] = {};  // S^T, dP^T: keys, queries
+        float s[1][N][4] = {}, dp[1][N][4] = {}; // S^T, dP^T: keys, queries
         multiply_rows(s, k_left, q_right);
         multiply_rows(dp, v_left, d_out_right);
 
@@ -159,8 +160,8 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             for (int i = 0; i < 4; i++) {
                 const int key = warp_key + quad_row + i / 2 * 8;
                 // The first query, counted from this thread's first, that sees the key.
-                const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) - first_query -
-                                    quad_column - i % 2;
+                const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
+                                    first_query - quad_column - i % 2;
 #pragma unroll
                 for (int n = 0; n < N; n++) s[0][n][i] = n * 8 >= visible ? s[0][n][i] : -INFINITE;
             }
@@ -180,7 +181,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
         }
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            const float4 row = read4(statistics + (n * 8 + quad_column) * 2);  // lse, delta, lse, delta
+            const float4 row = read4(statistics + (n * 8 + quad_column) * 2); // lse, delta, lse, delta
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float p = power_of_2(fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x));
@@ -200,7 +201,7 @@ JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments argumen
             while (turn < key_tile);
             fence();
         }
-        __syncthreads();  // dS is written, Q and dO are not read any more, and it is this block's turn
+        __syncthreads(); // dS is written, Q and dO are not read any more, and it is this block's turn
         if (step + 1 < steps) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
         multiply_dq(sums_now);
     }

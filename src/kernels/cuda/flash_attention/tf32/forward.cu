@@ -26,19 +26,19 @@
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = ROWS / WARPS / 16, N = COLUMNS / 8;  // blocks of 16 rows that a warp has, of 8 keys
-constexpr int TILE = COLUMNS * PITCH;                  // floats
+constexpr int M = ROWS / WARPS / 16, N = COLUMNS / 8; // blocks of 16 rows that a warp has, of 8 keys
+constexpr int TILE = COLUMNS * PITCH;                 // floats
 constexpr int FORWARD_SHARED = (ROWS * PITCH + 4 * TILE) * 4;
 // The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
 constexpr float SLACK = 8.0f;
 static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0, "tiles of whole blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
+    JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int quad_row = lane / 4, quad_column = lane % 4 * 2;  // of this thread in a 16 x 8 block
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
 
     const RowBlock block(arguments);
@@ -57,8 +57,8 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const int warp_first = first_keys.of(first_row + warp_row);
     const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M - 1);
 
-    float* const q_tile = reinterpret_cast<float*>(shared);                        // (ROWS, PITCH)
-    float *const k_tiles = q_tile + ROWS * PITCH, *const v_tiles = k_tiles + 2 * TILE;  // (2, COLUMNS, PITCH)
+    float* const q_tile = reinterpret_cast<float*>(shared);                            // (ROWS, PITCH)
+    float *const k_tiles = q_tile + ROWS * PITCH, *const v_tiles = k_tiles + 2 * TILE; // (2, COLUMNS, PITCH)
     const u32 k_target = shared_address(k_tiles), v_target = shared_address(v_tiles);
 
     copy_tile<ROWS, THREADS, Padded>(shared_address(q_tile), block.q, arguments.q_strides.row, rows, dim);
@@ -76,7 +76,7 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
 
     float o[M][HEAD_DIM / 8][4] = {};
-    float largest[M][2], sum[M][2];  // of rows quad_row and quad_row + 8; the sum of this thread's columns
+    float largest[M][2], sum[M][2]; // of rows quad_row and quad_row + 8; the sum of this thread's columns
 #pragma unroll
     for (int m = 0; m < M; m++) {
         largest[m][0] = largest[m][1] = -INFINITE;
@@ -89,12 +89,14 @@ JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments
         if (tile == first_tile) round_tile<ROWS, THREADS>(q_tile);
         round_tile<COLUMNS, THREADS>(k_tiles + stage);
         round_tile<COLUMNS, THREADS>(v_tiles + stage);
-        __syncthreads();  // this tile has arrived for all, and all are done with the one before
+        __syncthreads(); // this tile has arrived for all, and all are done with the one before
         if (tile + 1 < tiles) {
             const int next = first_key + COLUMNS;
             const u32 to = (TILE - stage) * 4;
-            copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + next * k_stride, k_stride, sizes.keys - next, dim);
-            copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + next * v_stride, v_stride, sizes.keys - next, dim);
+            copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + next * k_stride, k_stride, sizes.keys - next,
+                                                dim);
+            copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + next * v_stride, v_stride, sizes.keys - next,
+                                                dim);
             end_group();
         }
         if (first_key >= warp_seen) continue;

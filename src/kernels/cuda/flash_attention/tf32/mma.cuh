@@ -15,7 +15,7 @@ __device__ __forceinline__ float rounded(float x) {
 // Rounds what copy_tile<LENGTH, THREADS, Padded> has copied, by the threads that have copied it: after wait_groups,
 // before the barrier.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(float* tile) {
-    constexpr int PASS = THREADS / LANES;  // rows
+    constexpr int PASS = THREADS / LANES; // rows
     float* x = tile + threadIdx.x / LANES * PITCH + threadIdx.x % LANES * CHUNK;
 #pragma unroll
     for (int i = 0; i < CEIL_DIV(LENGTH, PASS); i++) {
@@ -56,8 +56,7 @@ __device__ __forceinline__ u32 right_blocks(const float* tile, int lane) {
 
 // s[m][n] += a (16 rows from 16 m) b^T (8 rows from 8 n), over HEAD_DIM columns; a and b as left_blocks and
 // right_blocks give them.
-template <int M, int N>
-__device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b) {
+template <int M, int N> __device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b) {
 #pragma unroll 4
     for (int d = 0; d < HEAD_DIM; d += 8) {
         u32 left[M][4];
@@ -65,7 +64,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b)
         for (int m = 0; m < M; m++) load_matrices(left[m], a + Padded::at(m * 16, 0) + d * 4);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            u32 right[4];  // two blocks
+            u32 right[4]; // two blocks
             load_matrices(right, b + Padded::at(n * 8, 0) + d * 4);
 #pragma unroll
             for (int i = 0; i < 2; i++)
@@ -110,7 +109,7 @@ __device__ __forceinline__ void multiply_result(float (&o)[M][N][4], const float
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) a[m][i] = __float_as_uint(p[m][step][i % 2 * 2 + i / 2]);  // 0, 2, 1, 3
+                for (int i = 0; i < 4; i++) a[m][i] = __float_as_uint(p[m][step][i % 2 * 2 + i / 2]); // 0, 2, 1, 3
             read_group(b, v + step * 8 * PITCH + group * GROUP_DIMS);
             multiply_blocks(sum, a, b);
         }
@@ -138,14 +137,15 @@ __device__ __forceinline__ void each_four(const float (&c)[GROUP][4], int half, 
 }
 
 // Writes a row of a result of N blocks, times `factor`.
-template <int N>
-__device__ __forceinline__ void write_row(E* row, const float (&o)[N][4], int half, int lane, int columns, float factor) {
+template <int N> __device__ __forceinline__ void write_row(E* row, const float (&o)[N][4], int half, int lane,
+                                                           int columns, float factor) {
 #pragma unroll
     for (int group = 0; group < N / GROUP; group++)
-        each_four(reinterpret_cast<const float(&)[GROUP][4]>(o[group * GROUP]), half, lane, [&](int column, const float(&x)[4]) {
-            const int dim = group * GROUP_DIMS + column;
-            if (dim < columns)
-                *reinterpret_cast<float4*>(row + dim) =
-                    make_float4(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
-        });
+        each_four(reinterpret_cast<const float (&)[GROUP][4]>(o[group * GROUP]), half, lane,
+                  [&](int column, const float (&x)[4]) {
+                      const int dim = group * GROUP_DIMS + column;
+                      if (dim < columns)
+                          *reinterpret_cast<float4*>(row + dim) =
+                              make_float4(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
+                  });
 }
