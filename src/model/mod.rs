@@ -27,6 +27,7 @@ mod generate;
 mod gpt2;
 mod toy;
 mod transformer;
+mod validate;
 
 pub use config::TransformerConfig;
 pub(crate) use documents::{Documents, IGNORED};

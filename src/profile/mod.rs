@@ -61,6 +61,7 @@ mod gpu;
 mod kernel;
 mod kernels;
 mod profiler;
+mod recorder;
 mod recording;
 mod row;
 mod selection;

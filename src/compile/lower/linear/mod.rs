@@ -1,11 +1,17 @@
 //! Linear maps of one input: `y = x W^T`, or `x W^T + b`. On a GPU in half precision they may be one product, whose
 //! weights' copies lie one under the other and whose outputs lie beside each other.
 
+mod find;
+mod weights;
+
+pub(super) use find::find;
+pub(super) use weights::{can_be_packed, is_own};
+
 use super::super::plan::BufferRange;
-use super::form::{Form, Forms};
+use super::form::Form;
 use super::gradients::Waiting;
 use super::program::Program;
-use super::{Job, Lower, Target, place_of};
+use super::{Job, Lower};
 use crate::Result;
 use crate::graph::{self, Node, ValueId};
 use crate::kernels::workspace;
@@ -13,6 +19,7 @@ use crate::ops::bias;
 use crate::ops::lowering::{Accumulate, Named, converted};
 use crate::ops::product::{self, Factor};
 use candle_core::DType;
+use weights::Weights;
 
 /// The linear maps of one input.
 #[derive(Clone)]
@@ -50,112 +57,6 @@ pub(super) struct Map {
     /// Which is the bias (F), if it has one.
     pub bias: Option<usize>,
     pub output: ValueId,
-}
-
-/// The weights of a product.
-#[derive(Clone)]
-enum Weights {
-    /// The model's: one, or several whose copies lie one under the other.
-    Own(Vec<ValueId>),
-    /// One that is computed, a view of one, or another in each run: what its gradient is of, and what products read.
-    Other([graph::ValueRef; 2]),
-}
-
-impl Weights {
-    /// The weight (F, D) of one map.
-    fn of(program: &Program<'_>, job: &Job<'_>, node: &Node, input: usize) -> Self {
-        let weight = &node.inputs[input];
-        if is_own(program, job, node, input) {
-            return Self::Own(vec![weight.value]);
-        }
-        let dtype = |input: usize| program.graph.value(node.inputs[input].value).dtype;
-        let is_copied = |input: &usize| dtype(*input) != dtype(0);
-        // Copies in half precision stand first in what a node reads, in the order of their weights.
-        let read = match is_copied(&input) {
-            true => &node.reads[(1..input).filter(is_copied).count()],
-            false => weight,
-        };
-        Self::Other([weight.clone(), read.clone()])
-    }
-
-    /// As products in `dtype` read them.
-    fn read(&self, lower: &mut Lower<'_>, dtype: DType) -> BufferRange {
-        match self {
-            Self::Own(weights) => lower.product_weight(weights, dtype),
-            Self::Other([_, read]) => lower.read(read),
-        }
-    }
-
-    /// Writes the product of two factors in `dtype` that is their gradient, of so many rows, columns and terms.
-    fn add_gradient(
-        &self,
-        lower: &mut Lower<'_>,
-        dtype: DType,
-        sizes: [usize; 3],
-        factors: [(&BufferRange, bool); 2],
-    ) {
-        match self {
-            Self::Own(weights) => {
-                let dtype = lower.dtype_of_product_gradient(weights, dtype);
-                let (dw, accumulate) = lower.gradient_of_weights(weights, dtype);
-                product(lower, sizes, factors, dw, accumulate);
-                lower.gradient_done(weights);
-            }
-            Self::Other([weight, _]) => {
-                let dtype = lower.program.graph.value(weight.value).dtype;
-                let dw = lower.temporary("dweight", &sizes[..2], dtype);
-                product(lower, sizes, factors, dw.clone(), Accumulate::Never);
-                lower.contribute(weight, dw);
-            }
-        }
-    }
-}
-
-/// Whether a node's input is a weight of the model, all of it: one whose copies last from run to run, and whose
-/// gradient is a parameter's.
-pub(super) fn is_own(program: &Program<'_>, job: &Job<'_>, node: &Node, input: usize) -> bool {
-    let graph = program.graph;
-    let weight = &node.inputs[input];
-    let [x, dtype] = [0, input].map(|input| graph.value(node.inputs[input].value).dtype);
-    let is_input = matches!(graph.value(weight.value).source, graph::Source::Input(_));
-    let is_parameter = job.trains && job.function.numbers.contains_key(&weight.value);
-    program.is_leaf(weight)
-        && (x == dtype || !is_input)
-        && (is_parameter || !program.is_wanted(weight.value))
-}
-
-/// Whether the weights of some maps can be one: read by these maps alone, all of them trained or none.
-/// Given by the nodes that read them, and as which input.
-pub(super) fn can_be_packed(
-    program: &Program<'_>,
-    job: &Job<'_>,
-    maps: &[(&Node, usize)],
-    dtype: DType,
-) -> bool {
-    let weights = maps.iter().map(|(node, input)| node.inputs[*input].value);
-    let weights: Vec<ValueId> = weights.collect();
-    let is_trained = |weight: &ValueId| program.is_wanted(*weight);
-    let reads = |weight: &ValueId| {
-        let readers = program.readers(*weight).iter();
-        readers
-            .filter(|i| program.nodes[**i].op != "weight_cast")
-            .count()
-    };
-    let graph = program.graph;
-    let widths = |weight: &ValueId| graph.value(*weight).shape[1];
-    let mut others = weights[1..].iter();
-    let mut own = maps
-        .iter()
-        .map(|(node, input)| is_own(program, job, node, *input));
-    job.function.target == Target::Cuda
-        && own.all(|is_own| is_own)
-        && dtype != DType::F32
-        && weights
-            .iter()
-            .all(|weight| reads(weight) == 1 && graph.value(*weight).dtype == DType::F32)
-        && others
-            .all(|w| is_trained(w) == is_trained(&weights[0]) && widths(w) == widths(&weights[0]))
-        && (0..weights.len()).all(|i| !weights[..i].contains(&weights[i]))
 }
 
 impl Maps {
@@ -412,60 +313,4 @@ fn joined<'p>(mut paths: impl Iterator<Item = &'p str>) -> String {
         all.push_str(name);
     }
     all
-}
-
-/// A map with a bias.
-const BIASED: &str = "linear_bias";
-
-fn parent_of(path: &str) -> String {
-    path.rsplit_once('/')
-        .map_or("", |(parent, _)| parent)
-        .into()
-}
-
-/// The maps that are nodes of their own, those of one input together.
-pub(super) fn find(program: &Program<'_>, job: &Job<'_>, packed: &[Vec<usize>], forms: &mut Forms) {
-    let nodes = &program.nodes;
-    let as_map = |i: usize| Map {
-        path: place_of(&nodes[i]),
-        input: 1,
-        bias: (nodes[i].op == BIASED).then_some(2),
-        output: nodes[i].output,
-    };
-    for i in 0..nodes.len() {
-        let is_linear = |i: usize| ["linear", BIASED].contains(&nodes[i].op) && !nodes[i].composed;
-        // What it reads but x is there before any node.
-        let reads_weights = |node: &Node| {
-            is_own(program, job, node, 1) && node.inputs[2..].iter().all(|x| program.is_leaf(x))
-        };
-        if !forms.is_free(i) || !is_linear(i) {
-            continue;
-        }
-        let together = packed.iter().find(|group| group.contains(&i));
-        let x = &nodes[i].inputs[0];
-        let joins = |other: &usize| {
-            let node = &nodes[*other];
-            let is_packed = packed.iter().any(|group| group.contains(other));
-            let is_alike = forms.is_free(*other) && is_linear(*other) && !is_packed;
-            let same_x = || node.inputs[0].view == x.view && node.inputs[0].value == x.value;
-            let flows_alike =
-                || program.passes_through(node, 0) == program.passes_through(&nodes[i], 0);
-            let near = || parent_of(&place_of(node)) == parent_of(&place_of(&nodes[i]));
-            let is_same = || *other == i || reads_weights(node) && reads_weights(&nodes[i]);
-            is_alike
-                && is_same()
-                && same_x()
-                && flows_alike()
-                && near()
-                && program.are_in_one_segment(i, *other)
-        };
-        let readers = program.readers(x.value).iter().copied();
-        let group: Vec<usize> = match together {
-            Some(group) => group.clone(),
-            None => readers.filter(joins).collect(),
-        };
-        let maps: Vec<(&Node, Map)> = group.iter().map(|i| (&nodes[*i], as_map(*i))).collect();
-        let maps = Maps::new(program, job, &maps, together.is_some());
-        forms.add(i, group, maps);
-    }
 }

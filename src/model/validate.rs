@@ -1,0 +1,105 @@
+//! What the sizes of a model must be.
+
+use super::{TransformerConfig, gpt2};
+use crate::attention::{Algorithm, flash};
+use crate::nn::check_eps;
+use crate::{Error, Result};
+
+impl TransformerConfig {
+    /// Checks that the sizes make a model.
+    ///
+    /// # Errors
+    /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
+    /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
+    /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
+    /// flash attention, a dropout that is no probability, a setting that the architecture has no place for; each names its field.
+    pub fn validate(&self) -> Result<()> {
+        let refuse = |field, expected: &str, got: String, hint: &str| {
+            Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
+        };
+        let sizes = [
+            ("vocab_size", self.vocab_size),
+            ("context_length", self.context_length),
+            ("d_model", self.d_model),
+            ("num_layers", self.num_layers),
+            ("num_heads", self.num_heads),
+            ("d_ff", self.d_ff),
+            ("num_kv_heads", self.num_kv_heads()),
+            ("head_dim", self.head_dim.unwrap_or(1)),
+        ];
+        for (field, size) in sizes {
+            if size == 0 {
+                return refuse(field, "positive", "0".into(), "every size counts something");
+            }
+            if size > u32::MAX as usize {
+                return refuse(
+                    field,
+                    "under 2^32",
+                    size.to_string(),
+                    "no memory holds that",
+                );
+            }
+        }
+        if self.num_parameters() > isize::MAX as usize / size_of::<f64>() {
+            return refuse(
+                "d_model",
+                "such that all parameters have an address",
+                format!("{} parameters or more", self.num_parameters()),
+                "no memory holds that",
+            );
+        }
+        if !self.num_heads.is_multiple_of(self.num_kv_heads()) {
+            return refuse(
+                "num_heads",
+                &format!("divisible by num_kv_heads {}", self.num_kv_heads()),
+                self.num_heads.to_string(),
+                "each head of k and v serves as many heads of q",
+            );
+        }
+        if self.head_dim.is_none() && !self.d_model.is_multiple_of(self.num_heads) {
+            return refuse(
+                "d_model",
+                &format!("divisible by num_heads {}", self.num_heads),
+                self.d_model.to_string(),
+                "each head gets d_model / num_heads elements, unless head_dim says otherwise",
+            );
+        }
+        if !self.is_gpt2() && !self.head_dim().is_multiple_of(2) {
+            let (field, expected) = match self.head_dim {
+                Some(_) => ("head_dim", "even"),
+                None => ("num_heads", "such that d_model / num_heads is even"),
+            };
+            return refuse(
+                field,
+                expected,
+                format!("a head dimension of {}", self.head_dim()),
+                "rotary positions turn pairs of elements",
+            );
+        }
+        if self.attention == Algorithm::Flash && self.head_dim() > flash::MAX_HEAD_DIM {
+            return refuse(
+                "attention",
+                &format!(
+                    "naive where a head has more than {} elements",
+                    flash::MAX_HEAD_DIM
+                ),
+                format!("flash for heads of {}", self.head_dim()),
+                "choose naive, or more heads",
+            );
+        }
+        if !(self.rope_theta > 0.0 && self.rope_theta.is_finite()) {
+            return refuse(
+                "rope_theta",
+                "positive and finite",
+                self.rope_theta.to_string(),
+                "the presets use 10000",
+            );
+        }
+        self.rope_scaling.check()?;
+        self.dropout.check("TransformerConfig")?;
+        if self.is_gpt2() {
+            gpt2::check(self)?;
+        }
+        check_eps("TransformerConfig", "rms_norm_eps", self.rms_norm_eps)
+    }
+}
