@@ -43,6 +43,8 @@ use std::fmt;
 /// its input, `N D`; its graph, as above with a copy of its input, is there in forward until the segment is done and in
 /// backward until it is through, one at a time, and with it its weights' casts.
 ///
+/// Nothing is dropped: a step with dropout is [traced](estimate_graph).
+///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
 /// beside them.

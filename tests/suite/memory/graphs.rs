@@ -12,7 +12,8 @@ use tallow::memory::{
     Estimate, Kernels, MemoryKind, Mode, Workload, estimate, estimate_graph, tracker,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::Architecture;
+use tallow::nn::{Architecture, DropoutRates, ForwardContext};
+use tallow::ops::DropoutKey;
 use tallow::precision::Precision;
 use tallow::{Result, nn, no_grad, ops};
 
@@ -556,6 +557,24 @@ impl Mine {
     }
 }
 
+/// A model that drops wherever this attention can: no mask is kept.
+fn dropping(attention: Algorithm) -> Result<TransformerLM> {
+    let config = TransformerConfig {
+        architecture: Architecture::Gpt2,
+        attention,
+        dropout: DropoutRates {
+            attention: if attention == Algorithm::Naive {
+                0.1
+            } else {
+                0.0
+            },
+            ..DropoutRates::all(0.1)
+        },
+        ..config(64, 160, 4, 300)
+    };
+    TransformerLM::new(&config, 0, &Device::Cpu)
+}
+
 /// What is predicted of `loss` and what it takes, forward and backward: alive after forward, and at the peak.
 fn compared(loss: impl Fn() -> Result<Tensor>) -> ([u64; 2], [u64; 2], Estimate) {
     let traced = graph::trace(Target::Cpu, &loss).unwrap();
@@ -634,6 +653,12 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
                 let what = format!("GPT-2 {rows} {vocab_size} {attention} {precision}");
                 wrong.extend(far(&what, found));
             }
+            let model = dropping(attention).unwrap();
+            let (tokens, targets) = (ids(8, 128), ids(8, 128));
+            let context = ForwardContext::training(DropoutKey::new(1, 0).unwrap());
+            let loss = || model.loss_with(&tokens, &targets, &context, None);
+            let found = compared(|| precision.run(loss));
+            wrong.extend(far(&format!("dropout {attention} {precision}"), found));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
