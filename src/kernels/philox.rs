@@ -5,6 +5,8 @@
 //!
 //! Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3.
 
+use std::array;
+
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
 const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 const ROUNDS: usize = 10;
@@ -52,31 +54,26 @@ impl Stream {
     /// The words of the elements from `first` on, a multiple of 4.
     #[inline(always)]
     pub fn words(&self, first: usize) -> [u32; WORDS] {
-        let mut c = [[0; LANES]; BLOCK];
-        for lane in 0..LANES {
-            let block = (first / BLOCK + lane) as u64;
-            c[0][lane] = block as u32;
-            c[1][lane] = self.counter[0] | (block >> 32) as u32;
-            c[2][lane] = self.counter[1];
-            c[3][lane] = self.counter[2];
-        }
+        let block = |lane: usize| (first / BLOCK + lane) as u64;
+        let lanes: [u64; LANES] = array::from_fn(block);
+        let mut x = lanes.map(|block| block as u32);
+        let mut y = lanes.map(|block| self.counter[0] | (block >> 32) as u32);
+        let [mut z, mut w] = [[self.counter[1]; LANES], [self.counter[2]; LANES]];
         let mut key = self.key;
         for _ in 0..ROUNDS {
-            for lane in 0..LANES {
-                let a = u64::from(c[0][lane]) * u64::from(MULTIPLIERS[0]);
-                let b = u64::from(c[2][lane]) * u64::from(MULTIPLIERS[1]);
-                c[0][lane] = (b >> 32) as u32 ^ c[1][lane] ^ key[0];
-                c[1][lane] = b as u32;
-                c[2][lane] = (a >> 32) as u32 ^ c[3][lane] ^ key[1];
-                c[3][lane] = a as u32;
+            for (((x, y), z), w) in x.iter_mut().zip(&mut y).zip(&mut z).zip(&mut w) {
+                let a = u64::from(*x) * u64::from(MULTIPLIERS[0]);
+                let b = u64::from(*z) * u64::from(MULTIPLIERS[1]);
+                *x = (b >> 32) as u32 ^ *y ^ key[0];
+                *y = b as u32;
+                *z = (a >> 32) as u32 ^ *w ^ key[1];
+                *w = a as u32;
             }
             key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
         }
         let mut words = [0; WORDS];
-        for lane in 0..LANES {
-            for (i, word) in c.iter().enumerate() {
-                words[BLOCK * lane + i] = word[lane];
-            }
+        for (lane, words) in words.as_chunks_mut().0.iter_mut().enumerate() {
+            *words = [x[lane], y[lane], z[lane], w[lane]];
         }
         words
     }

@@ -7,8 +7,6 @@
 // Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
 // only for speed. Bytes: 2 n elements forward, 3 n backward.
 
-const int UNROLL = 2; // packs of a thread, loaded before the first is used
-
 // sigmoid(x) and sigmoid(-x), neither of which cancels or overflows.
 struct Sigmoids {
     float above, below;
@@ -66,27 +64,19 @@ struct GeluTanh {
     }
 };
 
-// What this block has of a flat buffer of n: at most this many elements, from `start`.
-template <int N> __device__ __forceinline__ int of_block(long long n, long long* start) {
-    const int ELEMENTS = 256 * UNROLL * N;
-    *start = (long long)blockIdx.x * ELEMENTS;
-    long long left = n - *start;
-    return left < ELEMENTS ? (int)left : ELEMENTS;
-}
-
 template <class Op, class T> __device__ __forceinline__ void forward(const T* x, T* y, long long n) {
     const int N = InVector<T>::COUNT;
     long long start;
     int count = of_block<N>(n, &start);
     x += start, y += start;
-    Pack<T, N> of_x[UNROLL];
+    Pack<T, N> of_x[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first < count) of_x[k] = load<T, N>(x, first, count, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         float values[N];
@@ -102,16 +92,16 @@ template <class Op, class T> __device__ __forceinline__ void backward(const T* d
     long long start;
     int count = of_block<N>(n, &start);
     dy += start, x += start, dx += start;
-    Pack<T, N> of_dy[UNROLL], of_x[UNROLL];
+    Pack<T, N> of_dy[THREAD_PACKS], of_x[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         of_dy[k] = load<T, N>(dy, first, count, 0.f);
         of_x[k] = load<T, N>(x, first, count, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         float slopes[N], values[N];

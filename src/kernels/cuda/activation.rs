@@ -1,7 +1,7 @@
 //! Elementwise activations and their slopes; see `activation.cu`.
 
 use super::source::{PRELUDE, Source};
-use super::{View, in_vector, launch_config, suffix};
+use super::{View, flat_config, in_vector, suffix};
 use crate::kernels::Activation;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
@@ -11,9 +11,6 @@ const SOURCE: Source = Source {
     name: "activation",
     parts: &[PRELUDE, include_str!("activation.cu")],
 };
-
-/// Packs of a thread, as in the source.
-const UNROLL: usize = 2;
 
 /// `y = f(x)`, both (n). y may be the buffer of x.
 pub(crate) fn forward(gpu: &CudaDevice, f: Activation, x: View, y: View) -> Result<()> {
@@ -56,8 +53,7 @@ fn launch(gpu: &CudaDevice, stem: &'static str, buffers: &[View]) -> Result<()> 
         launch.arg(&buffer.pointer);
     }
     launch.arg(&n);
-    let packs = len.div_ceil(in_vector(dtype));
-    let config = launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1));
+    let config = flat_config(len.div_ceil(in_vector(dtype)));
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
     unsafe { launch.launch(config) }.w()?;
     Ok(())

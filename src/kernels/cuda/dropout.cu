@@ -6,23 +6,21 @@
 // Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
 // only for speed. Bytes: 2 n elements; 20 multiplications of 32 bits for 4 elements.
 
-const int UNROLL = 2; // packs of a thread, loaded before the first is used
-
 template <class T> __device__ __forceinline__ void dropout(const T* x, const unsigned* key, T* y, long long n,
                                                            unsigned site, unsigned threshold, float scale) {
-    const int N = InVector<T>::COUNT, ELEMENTS = 256 * UNROLL * N;
-    long long start = (long long)blockIdx.x * ELEMENTS, left = n - start;
-    int count = left < ELEMENTS ? (int)left : ELEMENTS;
+    const int N = InVector<T>::COUNT;
+    long long start;
+    int count = of_block<N>(n, &start);
     x += start, y += start;
     unsigned seed = key[0], seed_high = key[1], step = key[2], micro_batch = key[3];
-    Pack<T, N> of_x[UNROLL];
+    Pack<T, N> of_x[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first < count) of_x[k] = load<T, N>(x, first, count, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         float values[N];

@@ -1,7 +1,7 @@
 //! Elements dropped at random; see `dropout.cu`.
 
 use super::source::{PRELUDE, Source};
-use super::{PHILOX, View, check_alike, in_vector, launch_config, suffix};
+use super::{PHILOX, View, check_alike, flat_config, in_vector, suffix};
 use crate::kernels::Dropout;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
@@ -11,9 +11,6 @@ const SOURCE: Source = Source {
     name: "dropout",
     parts: &[PRELUDE, PHILOX, include_str!("dropout.cu")],
 };
-
-/// Packs of a thread, as in the source.
-const UNROLL: usize = 2;
 
 /// `y = x / (1 - p)` where an element stays, else 0: x and y (n), key (4) u32. y may be the buffer of x.
 pub(crate) fn dropout(
@@ -33,8 +30,7 @@ pub(crate) fn dropout(
     launch.arg(&x.pointer).arg(&key.pointer).arg(&y.pointer);
     launch.arg(&n).arg(&dropout.site);
     launch.arg(&threshold).arg(&scale);
-    let packs = x.len.div_ceil(in_vector(x.dtype));
-    let config = launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1));
+    let config = flat_config(x.len.div_ceil(in_vector(x.dtype)));
     // SAFETY: the arguments are those of the kernel, buffers of n elements and a key of 4.
     unsafe { launch.launch(config) }.w()?;
     Ok(())

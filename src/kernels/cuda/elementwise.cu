@@ -6,8 +6,6 @@
 // Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
 // only for speed. Bytes: a and b in, y out.
 
-const int UNROLL = 2; // packs of a thread, loaded before the first is used
-
 #define OF_ONE(OP, VALUE)                                                                                              \
     struct OP {                                                                                                        \
         static const bool READS_B = false;                                                                             \
@@ -44,20 +42,20 @@ struct RsqrtBackward { // dy, x
 
 template <class Op, class T>
 __device__ __forceinline__ void map(const T* a, const T* b, T* y, long long n, float factor) {
-    const int N = InVector<T>::COUNT, BLOCK = 256 * UNROLL * N;
-    long long start = (long long)blockIdx.x * BLOCK, left = n - start;
-    int count = left < BLOCK ? (int)left : BLOCK;
+    const int N = InVector<T>::COUNT;
+    long long start;
+    int count = of_block<N>(n, &start);
     a += start, b += start, y += start;
-    Pack<T, N> of_a[UNROLL], of_b[UNROLL];
+    Pack<T, N> of_a[THREAD_PACKS], of_b[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         of_a[k] = load<T, N>(a, first, count, 0.f);
         if (Op::READS_B) of_b[k] = load<T, N>(b, first, count, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         float values[N], others[N];

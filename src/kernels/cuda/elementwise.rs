@@ -1,7 +1,7 @@
 //! Elementwise maps of one or two buffers; see `elementwise.cu`.
 
 use super::source::{PRELUDE, Source};
-use super::{View, check_alike, in_vector, launch_config, suffix};
+use super::{View, check_alike, flat_config, in_vector, suffix};
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -10,9 +10,6 @@ const SOURCE: Source = Source {
     name: "elementwise",
     parts: &[PRELUDE, include_str!("elementwise.cu")],
 };
-
-/// Packs of a thread, as in the source.
-const UNROLL: usize = 2;
 
 /// `y = f(a, b)`, where `f` is the source's map of that name, a the first of `reads` and b the last, with `factor` if
 /// it takes a number. All (n), in f32, f16 or bf16. y may be the buffer of either.
@@ -38,8 +35,7 @@ pub(crate) fn map(
     let mut launch = kernel.builder();
     launch.arg(&a.pointer).arg(&b.pointer).arg(&y.pointer);
     launch.arg(&n).arg(&factor);
-    let packs = y.len.div_ceil(in_vector(y.dtype));
-    let config = launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1));
+    let config = flat_config(y.len.div_ceil(in_vector(y.dtype)));
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
     unsafe { launch.launch(config) }.w()?;
     Ok(())

@@ -111,6 +111,12 @@ fn packs(width: usize, x: View) -> usize {
     width.div_ceil(n) + usize::from(!all_begin_well)
 }
 
+/// For so many packs of 16 bytes in a row, `THREAD_PACKS` of prelude.cuh a thread.
+fn flat_config(packs: usize) -> LaunchConfig {
+    const THREAD_PACKS: usize = 2;
+    launch_config((packs.div_ceil(256 * THREAD_PACKS), 1), (256, 1))
+}
+
 /// A grid of two dimensions, blocks of two, no dynamic shared memory.
 fn launch_config(grid: (usize, usize), block: (usize, usize)) -> LaunchConfig {
     LaunchConfig {

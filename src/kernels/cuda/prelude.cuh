@@ -220,6 +220,18 @@ template <class T> __device__ __forceinline__ void store_few(T* row, int first, 
     }
 }
 
+// ---- Flat buffers, of n elements: grid ceil(packs / 512), block 256.
+
+const int THREAD_PACKS = 2; // packs of a thread, loaded before the first is used
+
+// What this block has of a flat buffer of n: at most this many elements, from `start`.
+template <int N> __device__ __forceinline__ int of_block(long long n, long long* start) {
+    const int ELEMENTS = 256 * THREAD_PACKS * N;
+    *start = (long long)blockIdx.x * ELEMENTS;
+    long long left = n - *start;
+    return left < ELEMENTS ? (int)left : ELEMENTS;
+}
+
 // ---- Arithmetic.
 
 // 2^x within 2 ulp; results under 2^-126 are 0.

@@ -14,16 +14,6 @@ __device__ __forceinline__ float sigmoid(float g, f32) { return 1.f / (1.f + exp
 __device__ __forceinline__ float sigmoid(float g, f16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 __device__ __forceinline__ float sigmoid(float g, bf16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 
-const int UNROLL = 2; // packs of a thread, loaded before the first is used
-
-// What this block has of a flat buffer of n: at most this many elements, from `start`.
-template <int N> __device__ __forceinline__ int of_block(long long n, long long* start) {
-    const int ELEMENTS = 256 * UNROLL * N;
-    *start = (long long)blockIdx.x * ELEMENTS;
-    long long left = n - *start;
-    return left < ELEMENTS ? (int)left : ELEMENTS;
-}
-
 // gate becomes y.
 template <class T, int N> __device__ __forceinline__ void gated(float (&gate)[N], const float (&up)[N]) {
 #pragma unroll
@@ -47,16 +37,16 @@ template <class T> __device__ __forceinline__ void forward(const T* gate, const 
     long long start;
     int count = of_block<N>(n, &start);
     gate += start, up += start, y += start;
-    Pack<T, N> of_gate[UNROLL], of_up[UNROLL];
+    Pack<T, N> of_gate[THREAD_PACKS], of_up[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         of_gate[k] = load<T, N>(gate, first, count, 0.f);
         of_up[k] = load<T, N>(up, first, count, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         float g[N], u[N];
@@ -73,9 +63,9 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
     long long start;
     int count = of_block<N>(n, &start);
     dy += start, gate += start, up += start, dgate += start, dup += start;
-    Pack<T, N> of_dy[UNROLL], of_gate[UNROLL], of_up[UNROLL];
+    Pack<T, N> of_dy[THREAD_PACKS], of_gate[THREAD_PACKS], of_up[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         of_dy[k] = load<T, N>(dy, first, count, 0.f);
@@ -83,7 +73,7 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
         of_up[k] = load<T, N>(up, first, count, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
         if (first >= count) continue;
         float d[N], g[N], u[N];
@@ -101,7 +91,7 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
 
 // The pack of y that a thread has k-th, counted row after row with `packs` in each: its row and first column.
 template <int N> __device__ __forceinline__ long long place_of(int k, int packs, int* first) {
-    long long pack = ((long long)blockIdx.x * UNROLL + k) * 256 + threadIdx.x;
+    long long pack = ((long long)blockIdx.x * THREAD_PACKS + k) * 256 + threadIdx.x;
     long long row = pack < 0x100000000 ? (unsigned)pack / (unsigned)packs : pack / packs; // 64-bit division is slow
     *first = (int)(pack - row * packs) * N;
     return row;
@@ -111,11 +101,11 @@ template <int N> __device__ __forceinline__ long long place_of(int k, int packs,
 template <class T, bool BACKWARD, bool WHOLE, class GateUp>
 __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, int width) {
     const int N = InVector<T>::COUNT;
-    int packs = (width + N - 1) / N, first[UNROLL];
-    long long row[UNROLL];
-    Pack<T, N> of_gate[UNROLL], of_up[UNROLL], of_dy[UNROLL];
+    int packs = (width + N - 1) / N, first[THREAD_PACKS];
+    long long row[THREAD_PACKS];
+    Pack<T, N> of_gate[THREAD_PACKS], of_up[THREAD_PACKS], of_dy[THREAD_PACKS];
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         row[k] = place_of<N>(k, packs, &first[k]);
         if (row[k] >= rows) continue;
         const T* gate = gate_up + row[k] * 2 * width;
@@ -124,7 +114,7 @@ __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, in
         if (BACKWARD) of_dy[k] = load<T, N, WHOLE>(y + row[k] * width, first[k], width, 0.f);
     }
 #pragma unroll
-    for (int k = 0; k < UNROLL; k++) {
+    for (int k = 0; k < THREAD_PACKS; k++) {
         if (row[k] >= rows) continue;
         float g[N], u[N], d[N];
         unpack(of_gate[k], g);

@@ -1,23 +1,15 @@
 //! The SwiGLU gate; see `swiglu.cu`.
 
 use super::source::{PRELUDE, Source};
-use super::{View, in_vector, launch_config, suffix};
+use super::{View, flat_config, in_vector, suffix};
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
     name: "swiglu",
     parts: &[PRELUDE, include_str!("swiglu.cu")],
 };
-
-/// Packs of a thread, as in the source.
-const UNROLL: usize = 2;
-
-/// A thread for every `UNROLL` of so many packs.
-fn config(packs: usize) -> LaunchConfig {
-    launch_config((packs.div_ceil(256 * UNROLL), 1), (256, 1))
-}
 
 /// `y = silu(gate) up`, all (n). y may be the buffer of either.
 pub(crate) fn forward(gpu: &CudaDevice, gate: View, up: View, y: View) -> Result<()> {
@@ -30,7 +22,7 @@ pub(crate) fn forward(gpu: &CudaDevice, gate: View, up: View, y: View) -> Result
     launch.arg(&gate.pointer).arg(&up.pointer).arg(&y.pointer);
     launch.arg(&n);
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
-    unsafe { launch.launch(config(y.len.div_ceil(in_vector(y.dtype)))) }.w()?;
+    unsafe { launch.launch(flat_config(y.len.div_ceil(in_vector(y.dtype)))) }.w()?;
     Ok(())
 }
 
@@ -62,7 +54,7 @@ fn launch_backward(gpu: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Res
     }
     launch.arg(&y).arg(&n);
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
-    unsafe { launch.launch(config(dy.len.div_ceil(in_vector(dy.dtype)))) }.w()?;
+    unsafe { launch.launch(flat_config(dy.len.div_ceil(in_vector(dy.dtype)))) }.w()?;
     Ok(())
 }
 
@@ -95,6 +87,6 @@ fn launch_packed(
     launch.arg(&gate_up.pointer).arg(&y.pointer);
     launch.arg(&rows).arg(&width);
     // SAFETY: the arguments are those of the kernel, buffers of 2 rows * width and of rows * width elements.
-    unsafe { launch.launch(config(packs)) }.w()?;
+    unsafe { launch.launch(flat_config(packs)) }.w()?;
     Ok(())
 }
