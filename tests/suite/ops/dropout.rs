@@ -4,6 +4,7 @@ use super::case::normal;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
+use tallow::graph::{self, Target};
 use tallow::ops::{self, Dropout, DropoutKey, KernelPolicy, with_kernel_policy};
 
 const CPU: Device = Device::Cpu;
@@ -143,6 +144,25 @@ fn edges() {
             );
         }
     }
+}
+
+/// A key that is an input of a plan has no numbers: the op is traced by it, its reference cannot be.
+#[test]
+fn of_a_hollow_key() {
+    let traced = |reference: bool| {
+        graph::trace(Target::Cpu, || {
+            let x = graph::input("x", (4, 8), DType::F32)?;
+            let dropped = dropout(0.5, DropoutKey::input("dropout")?.at(3));
+            match reference {
+                false => ops::dropout(&x, &dropped),
+                true => ops::reference::dropout(&x, &dropped),
+            }
+        })
+    };
+    let graph = traced(false).unwrap();
+    let node = graph.nodes().next().unwrap();
+    assert_eq!((node.op, node.reads.len()), ("dropout", 1));
+    assert!(traced(true).is_err());
 }
 
 /// Attention's probabilities are dropped after their softmax; flash attention has none to drop.
