@@ -16,6 +16,7 @@ use crate::ops::record::{by_kernels, to_dtype, wide_input};
 use crate::ops::softmax::softmax_of_heads;
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
+use crate::probe::Operand;
 use crate::{Result, graph, probe};
 use candle_core::Tensor;
 use op::Naive;
@@ -141,13 +142,22 @@ fn keeping(
         return Ok(out);
     }
     match choose(&INFO, q)? {
-        _ if config.dropout.is_some() => reference(q, k, v, config),
+        _ if config.dropout.is_some() => dropping(q, k, v, config),
         Path::Kernel => {
             let (sizes, reads) = (shapes.sizes(config), config.reads());
             by_kernels(&INFO, Naive { sizes, reads, lse }, [q, k, v])
         }
         Path::Reference => reference(q, k, v, config),
     }
+}
+
+/// [`reference()`], converted to what is computed in, and back, by this crate's op.
+fn dropping(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
+    without_autocast(|| {
+        let wide = |x: &Tensor| ops::cast(x, Operand::from(x).wide_dtype());
+        let out = in_three_ops(&wide(q)?, &wide(k)?, &wide(v)?, config)?;
+        ops::cast(&out, q.dtype())
+    })
 }
 
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,

@@ -4,7 +4,7 @@ use super::{Blocks, Real, Stored, parallel, simd};
 use crate::kernels::normal::quantile;
 use crate::kernels::philox::{Stream, WORDS};
 
-/// `y = mean + std z`, z the [`quantile`]s of the stream's words, in f64 and rounded to what half precision is computed
+/// `y = mean + std z`, z the quantiles of the stream's words, in f64 and rounded to what half precision is computed
 /// in, then to T.
 pub fn normal<T: Stored>(stream: Stream, mean: f64, std: f64, y: &mut [T]) {
     // Tasks and blocks begin at multiples of WORDS.
