@@ -102,12 +102,13 @@ fn assert_near(bytes: u64, wanted: u64) {
 pub(super) fn assert_adds_up(recording: &MemoryRecording) {
     let all = recording.holdings();
     assert_eq!(all.len(), recording.events());
-    // A small block that another thread frees between an event and its count is still among the blocks: of up to 3,099
-    // bytes, in one run of seven of some builds. What is recorded is a thousand times larger.
+    // What other threads free between an event and its count is still among the blocks: up to 4,699 bytes of 27 MB were
+    // seen, in one run of seven of some builds.
     for (event, holdings) in all.iter().enumerate() {
         let (held, counted) = (holdings.total_bytes(), recording.bytes_at(event));
+        let others = 1024.max(counted / 1000);
         assert!(
-            (counted..counted + 4096).contains(&held),
+            (counted..counted + others).contains(&held),
             "{held}, {counted}"
         );
     }
