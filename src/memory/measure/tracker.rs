@@ -63,8 +63,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         let block = unsafe { self.allocator.alloc(layout) };
         if !block.is_null() {
             counts::begin();
-            let current = counts::grow(layout.size());
-            buffer::taken(block, layout.size(), current);
+            buffer::taken(block, layout.size(), || counts::grow(layout.size()));
         }
         block
     }
@@ -73,33 +72,33 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // SAFETY: as above.
         let block = unsafe { self.allocator.alloc_zeroed(layout) };
         if !block.is_null() {
-            let current = counts::grow(layout.size());
-            buffer::taken(block, layout.size(), current);
+            buffer::taken(block, layout.size(), || counts::grow(layout.size()));
         }
         block
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // Told of first: once it is given back, another thread may be given it.
-        let current = counts::shrink(layout.size());
-        buffer::given_back(block, layout.size(), current);
+        buffer::given_back(block, layout.size(), || counts::shrink(layout.size()));
         // SAFETY: as above.
         unsafe { self.allocator.dealloc(block, layout) };
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        let before = counts::current_bytes();
-        buffer::given_back(block, layout.size(), before.saturating_sub(layout.size()));
+        // Both copies count until it has moved.
+        let size = layout.size();
+        let without = || counts::current_bytes().saturating_sub(size);
+        buffer::given_back(block, size, without);
         // SAFETY: as above.
         let moved = unsafe { self.allocator.realloc(block, layout, new_size) };
         if moved.is_null() {
-            buffer::taken(block, layout.size(), before); // it stays where it is
+            buffer::taken(block, size, counts::current_bytes); // it stays where it is
             return moved;
         }
-        // Grown first: while a block moves, both copies may be alive.
-        counts::grow(new_size);
-        let current = counts::shrink(layout.size());
-        buffer::taken(moved, new_size, current);
+        buffer::taken(moved, new_size, || {
+            counts::grow(new_size);
+            counts::shrink(size)
+        });
         moved
     }
 }

@@ -1,4 +1,4 @@
-//! Events on their way out of the allocator: written without a lock and without asking for memory.
+//! Events on their way out of the allocator: written without asking for memory.
 
 use crate::memory::counts;
 use crate::probe::{self, Path};
@@ -6,9 +6,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::{
-    AtomicPtr, AtomicU32, AtomicUsize,
+    AtomicU32, AtomicUsize,
     Ordering::{Relaxed, SeqCst},
 };
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// What has happened.
@@ -51,9 +52,14 @@ struct Buffer {
     start: Instant,
     events: NonNull<Event>,
     capacity: usize,
-    /// How many wanted a place.
-    claimed: AtomicUsize,
+    /// How many are written.
+    written: usize,
+    /// How many found no room.
+    lost: u64,
 }
+
+// SAFETY: the only pointer to the events.
+unsafe impl Send for Buffer {}
 
 /// Whose blocks are recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,10 +76,13 @@ static THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 static GPU_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// The bytes alive on the GPU that is watched.
 static GPU_BYTES: AtomicUsize = AtomicUsize::new(0);
-/// Null without a recording.
-static BUFFER: AtomicPtr<Buffer> = AtomicPtr::new(std::ptr::null_mut());
-/// How many are writing, or about to.
-static WRITERS: AtomicUsize = AtomicUsize::new(0);
+/// The recording that runs. An event's count and its place are taken under one lock: counts are then those of the
+/// events before, whatever threads do. Nothing under it takes a block or gives one back.
+static BUFFER: Mutex<Option<Buffer>> = Mutex::new(None);
+
+fn buffer() -> MutexGuard<'static, Option<Buffer>> {
+    BUFFER.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 thread_local! {
     static THREAD: Cell<u32> = const { Cell::new(0) };
@@ -92,19 +101,21 @@ fn thread_number() -> u32 {
     }
 }
 
-/// A block is there.
+/// A block is there; `count` counts it, and says what is alive with it.
 #[inline]
-pub(in crate::memory) fn taken(block: *const u8, bytes: usize, current_bytes: usize) {
-    if bytes >= THRESHOLD_BYTES.load(Relaxed) {
-        push_here(What::Taken, block.addr(), bytes, current_bytes);
+pub(in crate::memory) fn taken(block: *const u8, bytes: usize, count: impl FnOnce() -> usize) {
+    match bytes < THRESHOLD_BYTES.load(Relaxed) {
+        true => _ = count(),
+        false => push(What::Taken, block.addr(), bytes, count),
     }
 }
 
-/// A block is about to go.
+/// A block is about to go; `count` counts it, and says what is alive without it.
 #[inline]
-pub(in crate::memory) fn given_back(block: *const u8, bytes: usize, current_bytes: usize) {
-    if bytes >= THRESHOLD_BYTES.load(Relaxed) {
-        push_here(What::GivenBack, block.addr(), bytes, current_bytes);
+pub(in crate::memory) fn given_back(block: *const u8, bytes: usize, count: impl FnOnce() -> usize) {
+    match bytes < THRESHOLD_BYTES.load(Relaxed) {
+        true => _ = count(),
+        false => push(What::GivenBack, block.addr(), bytes, count),
     }
 }
 
@@ -117,18 +128,20 @@ pub(super) fn watch_gpu(current_bytes: usize) {
 /// A block is there on the GPU that is watched.
 #[cfg(feature = "cuda")]
 pub(super) fn taken_on_gpu(address: usize, bytes: usize) {
-    let current_bytes = GPU_BYTES.fetch_add(bytes, Relaxed) + bytes;
-    if bytes >= GPU_THRESHOLD_BYTES.load(Relaxed) {
-        push_here(What::Taken, address, bytes, current_bytes);
+    let count = || GPU_BYTES.fetch_add(bytes, Relaxed) + bytes;
+    match bytes < GPU_THRESHOLD_BYTES.load(Relaxed) {
+        true => _ = count(),
+        false => push(What::Taken, address, bytes, count),
     }
 }
 
 /// A block of the GPU that is watched is about to go.
 #[cfg(feature = "cuda")]
 pub(super) fn given_back_on_gpu(address: usize, bytes: usize) {
-    let current_bytes = GPU_BYTES.fetch_sub(bytes, Relaxed) - bytes;
-    if bytes >= GPU_THRESHOLD_BYTES.load(Relaxed) {
-        push_here(What::GivenBack, address, bytes, current_bytes);
+    let count = || GPU_BYTES.fetch_sub(bytes, Relaxed) - bytes;
+    match bytes < GPU_THRESHOLD_BYTES.load(Relaxed) {
+        true => _ = count(),
+        false => push(What::GivenBack, address, bytes, count),
     }
 }
 
@@ -140,51 +153,58 @@ fn current_bytes() -> usize {
     }
 }
 
+/// A phase or an op begins or ends at `path`, or the recording does.
+pub(super) fn mark(what: What, path: Path, phase: &'static str) {
+    let thread = thread_number();
+    write(current_bytes, |at_ns, current_bytes| Event {
+        at_ns,
+        what,
+        address: 0,
+        bytes: 0,
+        current_bytes,
+        path,
+        phase,
+        thread,
+    });
+}
+
+/// A block comes or goes where this thread is.
 #[cold]
 #[inline(never)]
-fn push_here(what: What, address: usize, bytes: usize, current_bytes: usize) {
-    push(Event {
-        at_ns: 0,
+fn push(what: What, address: usize, bytes: usize, count: impl FnOnce() -> usize) {
+    let (path, phase, thread) = (probe::current(), probe::current_phase(), thread_number());
+    write(count, |at_ns, current_bytes| Event {
+        at_ns,
         what,
         address,
         bytes,
         current_bytes,
-        path: probe::current(),
-        phase: probe::current_phase(),
-        thread: thread_number(),
-    });
-}
-
-/// A phase or an op begins or ends here.
-pub(super) fn mark(what: What, path: Path, phase: &'static str) {
-    push(Event {
-        at_ns: 0,
-        what,
-        address: 0,
-        bytes: 0,
-        current_bytes: current_bytes(),
         path,
         phase,
-        thread: thread_number(),
+        thread,
     });
 }
 
-/// Writes an event with the time, if a recording runs and has room.
-fn push(event: Event) {
-    WRITERS.fetch_add(1, SeqCst);
-    let buffer = BUFFER.load(SeqCst);
-    if !buffer.is_null() {
-        // SAFETY: `stop` takes the pointer away first, and frees the buffer when no thread writes any more; a
-        // thread that read the pointer before that is counted among the writers.
-        let buffer = unsafe { &*buffer };
-        let place = buffer.claimed.fetch_add(1, Relaxed);
-        if place < buffer.capacity {
-            let at_ns = buffer.start.elapsed().as_nanos() as u64;
-            // SAFETY: inside of the buffer, and no other thread has claimed this place.
-            unsafe { buffer.events.add(place).write(Event { at_ns, ..event }) };
-        }
+/// Counts, and writes the event of this time and this count if a recording runs and has room.
+fn write(count: impl FnOnce() -> usize, event: impl FnOnce(u64, usize) -> Event) {
+    let mut buffer = buffer();
+    let current_bytes = count();
+    let Some(buffer) = buffer.as_mut() else {
+        return;
+    };
+    if buffer.written == buffer.capacity {
+        buffer.lost += 1;
+        return;
     }
-    WRITERS.fetch_sub(1, SeqCst);
+    let at_ns = buffer.start.elapsed().as_nanos() as u64;
+    // SAFETY: inside of the buffer.
+    unsafe {
+        buffer
+            .events
+            .add(buffer.written)
+            .write(event(at_ns, current_bytes))
+    };
+    buffer.written += 1;
 }
 
 /// Why a recording does not begin.
@@ -204,21 +224,19 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
     let Some(events) = events else {
         return Err(Refusal::NoMemory { wanted_bytes });
     };
-    let buffer = Box::into_raw(Box::new(Buffer {
+    let new = Buffer {
         start: Instant::now(),
         events: events.cast(),
         capacity,
-        claimed: AtomicUsize::new(0),
-    }));
-    let null = std::ptr::null_mut();
-    if BUFFER
-        .compare_exchange(null, buffer, SeqCst, SeqCst)
-        .is_err()
-    {
-        // SAFETY: from `into_raw` above, and it was not shared.
-        drop(unsafe { Box::from_raw(buffer) });
+        written: 0,
+        lost: 0,
+    };
+    let mut running = buffer();
+    if running.is_some() {
         return Err(Refusal::AlreadyRecording);
     }
+    *running = Some(new);
+    drop(running);
     let threshold = match place {
         Place::Host => &THRESHOLD_BYTES,
         Place::Gpu => &GPU_THRESHOLD_BYTES,
@@ -231,40 +249,22 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
 pub(super) fn stop() -> (Vec<Event>, u64) {
     THRESHOLD_BYTES.store(usize::MAX, SeqCst);
     GPU_THRESHOLD_BYTES.store(usize::MAX, SeqCst);
-    let buffer = BUFFER.swap(std::ptr::null_mut(), SeqCst);
-    if buffer.is_null() {
-        return (Vec::new(), 0);
-    }
-    while WRITERS.load(SeqCst) > 0 {
-        std::hint::spin_loop();
-    }
-    // SAFETY: from `into_raw` in `start`, taken out above, and its last writer is gone.
-    let buffer = unsafe { Box::from_raw(buffer) };
-    let claimed = buffer.claimed.load(SeqCst);
-    let written = claimed.min(buffer.capacity);
-    // SAFETY: who claims a place writes it before it is a writer no more.
-    let events = unsafe { std::slice::from_raw_parts(buffer.events.as_ptr(), written) };
-    let mut events = events.to_vec();
-    // A thread takes its place first and the time after: another may come between.
-    let mut latest_ns = 0;
-    for event in &mut events {
-        latest_ns = latest_ns.max(event.at_ns);
-        event.at_ns = latest_ns;
-    }
-    (events, (claimed - written) as u64)
+    let buffer = buffer().take();
+    buffer.map_or_else(Default::default, |buffer| {
+        (buffer.events().to_vec(), buffer.lost)
+    })
 }
 
 /// How many events there have been.
 pub(super) fn position() -> usize {
-    WRITERS.fetch_add(1, SeqCst);
-    let buffer = BUFFER.load(SeqCst);
-    let position = match buffer.is_null() {
-        true => 0,
-        // SAFETY: as in `push`.
-        false => unsafe { &*buffer }.claimed.load(SeqCst),
-    };
-    WRITERS.fetch_sub(1, SeqCst);
-    position
+    buffer().as_ref().map_or(0, |buffer| buffer.written)
+}
+
+impl Buffer {
+    fn events(&self) -> &[Event] {
+        // SAFETY: so many have been written.
+        unsafe { std::slice::from_raw_parts(self.events.as_ptr(), self.written) }
+    }
 }
 
 impl Drop for Buffer {
