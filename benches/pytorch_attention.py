@@ -2,8 +2,8 @@
 
     python3 benches/pytorch_attention.py [--threads 2] [--steps 7]
 
-Prints one JSON line a shape: medians in milliseconds, of forward without a graph and of forward and backward. Run it and the
-example in turn, several times: machines drift.
+Prints one JSON line a shape: medians in milliseconds, of forward without a graph and of forward and backward. Run it
+and the example in turn, several times: machines drift.
 """
 
 import argparse

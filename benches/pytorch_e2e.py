@@ -120,7 +120,8 @@ def main():
     row = {f.__name__: median_ms(f) for f in (forward, forward_backward, step)}
     row["parameters"] = sum(p.numel() for p in module.parameters())
     row["resident_peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(json.dumps({"torch": torch.__version__, "size": flags.size, "compile": flags.compile, "sdpa": flags.sdpa, "threads": flags.threads, **row}))
+    settings = {name: getattr(flags, name) for name in ("size", "compile", "sdpa", "threads")}
+    print(json.dumps({"torch": torch.__version__, **settings, **row}))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ impl Question<'_> {
                 Algorithm::Flash => "L BHT in f32; in half precision also L BTD in half",
             };
             let start = format!(
-                "Beside its inputs and output, {algorithm} attention keeps {formula} for backward (% of all activations)"
+                "Beside its inputs and output, {algorithm} attention keeps {formula} for backward (% of all \
+                 activations)"
             );
             notes.push(list_in_note(&start, &words));
         }
