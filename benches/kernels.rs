@@ -189,6 +189,7 @@ fn flash(bench: &Bench) {
                 k,
                 v,
                 first_keys: &[],
+                dropout: None,
             };
             flash::forward(&sizes, &tiles, inputs, outputs);
         });
@@ -203,6 +204,7 @@ fn flash(bench: &Bench) {
                 lse: &lse,
                 d_out,
                 first_keys: &[],
+                dropout: None,
             };
             let gradients = flash::Gradients {
                 dq: &mut dq,

@@ -96,6 +96,10 @@ struct Flags {
     #[arg(long, default_value_t = 1, value_parser = values::count(), conflicts_with = "module")]
     documents: usize,
 
+    /// Drop probabilities with this probability (eager naive and flash)
+    #[arg(long, default_value_t = 0.0, value_name = "P", value_parser = values::from_0, conflicts_with = "module")]
+    dropout: f64,
+
     /// Instead of a precision, the one dtype of inputs and weights: f64, or bf16 and f16 as with --full-half
     #[arg(long, value_enum, conflicts_with_all = ["precision", "autocast", "full_half", "drop_casts"])]
     dtype: Option<DTypeFlag>,
@@ -161,12 +165,15 @@ impl Flags {
         if !self.is_any_planned() {
             return;
         }
-        if matches!(self.dtype, Some(DTypeFlag::F64)) {
-            let words = "attention is not planned with --dtype f64: compare naive and flash";
-            Self::command()
-                .error(ErrorKind::ArgumentConflict, words)
-                .exit();
-        }
+        let conflict = match (self.dtype, self.dropout) {
+            (Some(DTypeFlag::F64), _) => "--dtype f64",
+            (_, 0.0) => return,
+            _ => "--dropout",
+        };
+        let words = format!("attention is not planned with {conflict}: compare naive and flash");
+        Self::command()
+            .error(ErrorKind::ArgumentConflict, words)
+            .exit();
     }
 
     fn is_any_planned(&self) -> bool {
@@ -304,6 +311,7 @@ impl Flags {
         };
         fields.insert("mask", mask.to_string());
         fields.insert("documents", (self.documents > 1).then_some(self.documents));
+        fields.insert("dropout", (self.dropout != 0.0).then_some(self.dropout));
         let names: Vec<&str> = arithmetic.iter().map(|one| one.name()).collect();
         fields.insert("precision", names.join(", "));
         fields.insert("warm-up", sampling.warmup_steps);

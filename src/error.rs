@@ -174,7 +174,8 @@ pub enum Error {
 
     /// A resumed run that differs from the one that was saved.
     #[error(
-        "{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start again without it",
+        "{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start again without \
+         it",
         path.display()
     )]
     Resume {

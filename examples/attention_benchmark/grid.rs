@@ -274,6 +274,7 @@ impl Flags {
             head_dim: width,
             mask: self.mask(),
             documents: self.documents,
+            dropout: self.dropout,
             dtype: arithmetic.attention_dtype(),
         };
         What::Attention(AttentionRun {

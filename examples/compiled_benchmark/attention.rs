@@ -121,6 +121,7 @@ impl AttentionFlags {
                 head_dim,
                 mask: self.mask(),
                 documents: 1,
+                dropout: 0.0,
                 dtype: setting.precision.dtype(),
             },
             sampling: Sampling {

@@ -96,8 +96,8 @@ pub struct ModelFlags {
     #[arg(long, default_value_t = Algorithm::Naive)]
     pub attention: Algorithm,
 
-    /// Drop elements with this probability in training: of embeddings, of what is added to the residual stream and, of
-    /// naive attention, of its probabilities [default: 0; of a --family what its files say]
+    /// Drop elements with this probability in training: of embeddings, of attention's probabilities and of what is
+    /// added to the residual stream [default: 0; of a --family what its files say]
     #[arg(long, value_name = "P", value_parser = values::from_0)]
     pub dropout: Option<f64>,
 
@@ -318,13 +318,7 @@ impl ModelFlags {
 
     /// What is dropped, if that is said.
     pub fn dropout_rates(&self) -> Option<DropoutRates> {
-        self.dropout.map(|probability| DropoutRates {
-            attention: match self.attention {
-                Algorithm::Naive => probability,
-                Algorithm::Flash => 0.0,
-            },
-            ..DropoutRates::all(probability)
-        })
+        self.dropout.map(DropoutRates::all)
     }
 }
 

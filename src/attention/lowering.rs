@@ -2,6 +2,12 @@
 
 use crate::graph::Room;
 use crate::kernels::attention::Sizes;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::flash_attention::Dropped;
+use crate::kernels::{Dropout, DropoutMask};
+use crate::ops::dropout::of_attributes;
+#[cfg(feature = "cuda")]
+use crate::ops::lowering::Operands;
 use crate::ops::lowering::{Calls, Check, Kernel, Named, Signature, Slices, Slot};
 use candle_core::Result;
 
@@ -10,23 +16,58 @@ const INPUTS: [(&str, Slot); 3] = [
     ("k", Slot::Input(1)),
     ("v", Slot::Input(2)),
 ];
-/// [`INPUTS`], and the first keys where the op reads them.
+/// What an op reads of so many tensors beside q, k and v, by number: first keys, and then the key of dropout.
+pub(crate) fn reads(count: usize, drops: bool) -> [Option<usize>; 2] {
+    let key = if drops { count.checked_sub(1) } else { None };
+    [key.unwrap_or(count).checked_sub(1), key]
+}
+
+fn reads_of(signature: &Signature<'_>) -> [Option<usize>; 2] {
+    let drops = of_attributes(signature.attributes).is_some();
+    reads(signature.reads.len(), drops)
+}
+
+/// [`INPUTS`], and what the op reads beside.
 pub(super) fn inputs(signature: &Signature<'_>) -> Named<Slot> {
-    let first_keys = (!signature.reads.is_empty()).then_some(Slot::Read(0));
-    Named::from(INPUTS).with_some("first_keys", first_keys)
+    let [first_keys, key] = reads_of(signature).map(|read| read.map(Slot::Read));
+    let inputs = Named::from(INPUTS).with_some("first_keys", first_keys);
+    inputs.with_some("dropout_key", key)
 }
 
 /// Calls of which a run checks the first keys, if the op reads them.
 pub(super) fn checked(signature: &Signature<'_>) -> Calls {
-    match signature.reads.is_empty() {
-        true => Calls::default(),
-        false => Calls::default().checked(0, Check::FirstKeys),
+    match reads_of(signature)[0] {
+        None => Calls::default(),
+        Some(read) => Calls::default().checked(read, Check::FirstKeys),
     }
 }
 
 /// The first keys of a call, (B, Tq), or nothing.
 pub(super) fn first_keys<'a>(s: &Slices<'a>) -> Result<&'a [u32]> {
     Ok(s.some_x("first_keys")?.unwrap_or_default())
+}
+
+/// Which probabilities of a call with so many keys stay, if some are dropped.
+pub(super) fn dropout_mask(
+    dropout: Option<Dropout>,
+    s: &Slices<'_>,
+    keys: usize,
+) -> Result<Option<DropoutMask>> {
+    let mask = dropout.map(|dropout| Ok(dropout.mask(s.x("dropout_key")?, keys)));
+    mask.transpose()
+}
+
+/// The same on a GPU.
+#[cfg(feature = "cuda")]
+pub(super) fn dropped<'a>(
+    dropout: Option<Dropout>,
+    l: &Operands<'a>,
+) -> Result<Option<Dropped<'a>>> {
+    let dropped = dropout.map(|dropout| {
+        let key = l.x("dropout_key")?;
+        Ok(Dropped { dropout, key })
+    });
+    dropped.transpose()
 }
 
 pub(super) const GRADIENTS: [(&str, Slot); 3] = [

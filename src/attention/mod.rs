@@ -26,7 +26,7 @@ pub(crate) mod cost;
 pub(crate) mod first_keys;
 pub(crate) mod flash;
 pub(crate) mod in_model;
-mod lowering;
+pub(crate) mod lowering;
 pub(crate) mod naive;
 mod nothing;
 pub mod reference;
@@ -42,7 +42,8 @@ pub use naive::{naive, naive_with_lse};
 pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
 
 use crate::graph::Attribute;
-use crate::ops::Dropout;
+use crate::kernels;
+use crate::ops::{Dropout, dropout};
 use crate::{Error, Result};
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
@@ -57,7 +58,8 @@ pub struct AttentionConfig {
     pub scale: Option<f64>,
     /// The first key that each query sees, of those that the mask leaves; `None` is the first of all.
     pub first_keys: Option<FirstKeys>,
-    /// Which probabilities are dropped, in training: [`naive()`] alone does so. `None` drops none.
+    /// Which probabilities are dropped, in training, after their softmax: those of a query and a key as
+    /// [`dropout`](crate::ops::dropout()) has them of a tensor (..., H, Tq, Tk), by every algorithm. `None` drops none.
     pub dropout: Option<Dropout>,
 }
 
@@ -67,30 +69,41 @@ impl AttentionConfig {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
     }
 
-    /// An error where probabilities are dropped, of what has none in memory, or plans nothing of the kind.
+    /// An error where probabilities are dropped, of what plans nothing of the kind.
     pub(crate) fn refuse_dropout(&self, op: &'static str) -> Result<()> {
         match &self.dropout {
             None => Ok(()),
             Some(dropout) => Err(Error::config(op, "dropout", dropout.probability).must_be(
-                "None: only attention::naive drops probabilities",
-                "choose Algorithm::Naive, or a model whose dropout.attention is 0",
+                "None: every run would drop the same probabilities",
+                "plan a loss by compile::LossStep, whose runs are given a key",
             )),
         }
     }
 
-    /// What ops read beside q, k and v.
+    /// What ops read beside q, k and v: first keys, and then the key of dropout.
     fn reads(&self) -> Vec<Tensor> {
-        let first_keys = self.first_keys.iter();
-        first_keys
-            .map(|first_keys| first_keys.tensor().clone())
-            .collect()
+        let first_keys = self.first_keys.iter().map(FirstKeys::tensor);
+        let keys = self.dropout.iter().map(|dropout| dropout.key.tensor());
+        first_keys.chain(keys).cloned().collect()
+    }
+
+    /// The parameters of a call, as a trace writes them down.
+    fn attributes(&self, head_dim: usize) -> Vec<(&'static str, Attribute)> {
+        let dropout = self.dropout.as_ref().map(Dropout::kernel);
+        attributes(self.scale_for(head_dim), self.mask, dropout)
     }
 }
 
 /// The parameters of a call, as a trace writes them down.
-fn attributes(scale: f64, mask: Mask) -> Vec<(&'static str, Attribute)> {
-    vec![
+fn attributes(
+    scale: f64,
+    mask: Mask,
+    dropout: Option<kernels::Dropout>,
+) -> Vec<(&'static str, Attribute)> {
+    let attributes = [
         ("scale", Attribute::Number(scale)),
         ("mask", Attribute::Mask(mask)),
-    ]
+    ];
+    let of_dropout = dropout.into_iter().flat_map(dropout::attributes);
+    attributes.into_iter().chain(of_dropout).collect()
 }

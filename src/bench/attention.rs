@@ -11,6 +11,7 @@ use crate::memory::{
     smallest_beyond,
 };
 use crate::nn::seeded;
+use crate::ops::Dropout;
 use crate::report::Fields;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -94,6 +95,13 @@ impl AttentionRun {
         let config = AttentionConfig {
             first_keys: match &config.first_keys {
                 Some(first_keys) => Some(first_keys.to_device(device)?),
+                None => None,
+            },
+            dropout: match config.dropout {
+                Some(dropout) => Some(Dropout {
+                    key: dropout.key.to_device(device)?,
+                    ..dropout
+                }),
                 None => None,
             },
             ..config
@@ -232,6 +240,7 @@ impl AttentionRun {
         row.insert("head_dim", w.head_dim);
         row.insert("mask", mask_name(w.mask));
         row.insert("documents", (w.documents > 1).then_some(w.documents));
+        row.insert("dropout", (w.dropout != 0.0).then_some(w.dropout));
         row.insert("dtype", w.dtype.as_str());
         row.insert("composed_bytes", w.composed_bytes());
         row

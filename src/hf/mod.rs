@@ -2,10 +2,9 @@
 //!
 //! What lives here: reading such a folder into a [`TransformerLM`], and writing one that the library `transformers`
 //! reads with equal logits. Llama 3.x, SmolLM2, Mistral with its sliding window, Qwen2.5 and Qwen3 without windows, and
-//! GPT-2 are known; another architecture or setting is an error that names it. A model that drops attention's
-//! probabilities in training, as GPT-2's published files say, trains by naive attention, or
-//! [without](TransformerLM::with_dropout). Weights are read one at a time, into the dtype that is asked for. [`find`]
-//! says where the folder of a name is, [`Tokenizer`] is the one beside a model. What does not live here: downloading.
+//! GPT-2 are known; another architecture or setting is an error that names it. Weights are read one at a time, into the
+//! dtype that is asked for. [`find`] says where the folder of a name is, [`Tokenizer`] is the one beside a model. What
+//! does not live here: downloading.
 //!
 //! ```
 //! use tallow::hf;

@@ -46,6 +46,24 @@ impl Mask {
         }
     }
 
+    /// Query i sees no key after i + this, of so many queries and keys.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn offset(self, queries: usize, keys: usize) -> i64 {
+        match self {
+            Mask::Full => keys as i64,
+            Mask::Causal | Mask::Window(_) => 0,
+            Mask::CausalEnd => keys as i64 - queries as i64,
+        }
+    }
+
+    /// [`window`](Self::window) as kernels on a GPU take it: 0 where it is not limited.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn window_or_0(self) -> i32 {
+        self.window().map_or(0, |keys| {
+            i32::try_from(keys.get()).unwrap_or(i32::MAX) // more than there are
+        })
+    }
+
     /// How many keys before its own a query sees at most, where that is limited.
     pub(crate) fn window(self) -> Option<NonZeroUsize> {
         match self {

@@ -9,7 +9,7 @@ pub mod attention;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
-mod dropout;
+pub(crate) mod dropout;
 pub(crate) mod limits;
 mod mask;
 pub(crate) mod normal;
@@ -22,6 +22,6 @@ mod update;
 pub(crate) mod workspace;
 
 pub use activation::Activation;
-pub use dropout::Dropout;
+pub use dropout::{Dropout, DropoutMask};
 pub use mask::Mask;
 pub use update::Update;

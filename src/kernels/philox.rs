@@ -17,8 +17,12 @@ const BLOCK: usize = 4;
 const LANES: usize = 16;
 /// Words of one call.
 pub(crate) const WORDS: usize = BLOCK * LANES;
+/// Half words of one call.
+pub(crate) const HALVES: usize = 2 * WORDS;
+/// Half words of one counter.
+pub(crate) const BLOCK_HALVES: usize = 2 * BLOCK;
 
-/// A stream of words: one for each element of a tensor.
+/// A stream of words, for the elements of a tensor: one each, or half a word.
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     key: [u32; 2],
@@ -27,7 +31,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Of a step's `words` ([seed, seed >> 32, step, micro-batch]) and a site under 2^24. Of at most 2^42 elements.
+    /// Of a step's `words` ([seed, seed >> 32, step, micro-batch]) and a site under 2^24. Of at most 2^42 words.
     pub fn new(words: [u32; 4], site: u32) -> Self {
         let [seed, seed_high, step, micro_batch] = words;
         Self {
@@ -77,6 +81,17 @@ impl Stream {
         }
         words
     }
+
+    /// The half words from `first` on, a multiple of 8: of each word the lower half and then the upper.
+    #[inline(always)]
+    pub fn halves(&self, first: usize) -> [u16; HALVES] {
+        let words = self.words(first / 2);
+        let mut halves = [0; HALVES];
+        for (pair, word) in halves.as_chunks_mut().0.iter_mut().zip(words) {
+            *pair = [word as u16, (word >> 16) as u16];
+        }
+        halves
+    }
 }
 
 #[cfg(test)]
@@ -115,6 +130,13 @@ mod tests {
         let all: Vec<u32> = (0..4).flat_map(|i| stream.words(i * WORDS)).collect();
         for first in [4, 8, 60, 64, 100] {
             assert_eq!(stream.words(first), all[first..first + WORDS]);
+        }
+        let halves: Vec<u16> = all
+            .iter()
+            .flat_map(|w| [*w as u16, (w >> 16) as u16])
+            .collect();
+        for first in [0, 8, 120, 128] {
+            assert_eq!(stream.halves(first), halves[first..first + HALVES]);
         }
         let beyond = 1 << 34; // the first block whose number has more than 32 bits
         assert_ne!(stream.words(beyond), stream.words(0));

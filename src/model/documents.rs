@@ -50,10 +50,11 @@ impl Documents {
 
 impl TransformerLM {
     /// As [`loss`](Self::loss), where several documents may be packed into a sequence, each ending with the token
-    /// `separator`: a document attends to itself alone, and nothing has to be predicted from a separator. With a key it is a training step's, with dropout.
+    /// `separator`: a document attends to itself alone, and nothing has to be predicted from a separator. With a key it
+    /// is a training step's, with dropout.
     ///
-    /// It is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. A planned step does the same by
-    /// [`PlanConfig::separator`](crate::compile::PlanConfig::separator).
+    /// It is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. A planned step does the same
+    /// by [`PlanConfig::separator`](crate::compile::PlanConfig::separator).
     ///
     /// # Errors
     /// As [`loss_with`](Self::loss_with), also for tokens that are all separators; in a trace, which does not know
@@ -66,9 +67,19 @@ impl TransformerLM {
         dropout: Option<&DropoutKey>,
     ) -> Result<Tensor> {
         let documents = Documents::of(tokens, targets, separator)?;
+        self.loss_of(tokens, documents, dropout.cloned())
+    }
+
+    /// The same of documents that are known.
+    pub(crate) fn loss_of(
+        &self,
+        tokens: &Tensor,
+        documents: Documents,
+        dropout: Option<DropoutKey>,
+    ) -> Result<Tensor> {
         let context = ForwardContext {
             first_keys: Some(documents.first_keys),
-            dropout: dropout.cloned(),
+            dropout,
         };
         self.loss_with(tokens, &documents.targets, &context, Some(IGNORED))
     }

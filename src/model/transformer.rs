@@ -197,8 +197,7 @@ impl TransformerLM {
     /// next. Dropout is at the site of the context's key, embeddings, and at 4 i + 1 to 4 i + 3 further, in block i.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); first keys of another shape; dropout of probabilities by an attention that drops
-    /// none.
+    /// As [`forward`](Self::forward); first keys of another shape.
     pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)

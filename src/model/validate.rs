@@ -12,7 +12,8 @@ impl TransformerConfig {
     /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
     /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
     /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
-    /// flash attention, a dropout that is no probability, a setting that the architecture has no place for; each names its field.
+    /// flash attention, a dropout that is no probability, a setting that the architecture has no place for; each names
+    /// its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))

@@ -171,8 +171,7 @@ impl CausalSelfAttention {
     /// As [`forward`](Self::forward), of documents packed into the sequences, or of a training step.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); first keys of another shape; a dropout that is no probability, or of an attention
-    /// that drops nothing.
+    /// As [`forward`](Self::forward); first keys of another shape; a dropout that is no probability.
     pub fn forward_with(&self, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
         let [q_norm, k_norm] = match &self.norms {

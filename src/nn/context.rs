@@ -63,7 +63,7 @@ impl ForwardContext {
 pub struct DropoutRates {
     /// Of what the first block reads.
     pub embedding: f64,
-    /// Of attention's probabilities; [`flash`](crate::attention::flash()) attention refuses any but 0.
+    /// Of attention's probabilities.
     pub attention: f64,
     /// Of what attention and feed-forward network add to the residual stream.
     pub residual: f64,

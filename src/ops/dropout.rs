@@ -5,9 +5,9 @@
 //! use tallow::ops::{self, Dropout, DropoutKey};
 //!
 //! let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
-//! let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.1, key: DropoutKey::new(42, step)? });
+//! let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? });
 //! let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.9));
+//! assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
 //! let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
 //! let other = ops::dropout(&x, &dropout(1)?)?.flatten_all()?.to_vec1::<f32>()?;
 //! assert!(y == again && y != other);
@@ -16,13 +16,13 @@
 
 use super::cast::cast_for;
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::check_size;
 use super::record::{Spec, like_first, run, wide_input};
 use crate::graph::{self, Attribute};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::dropout as cuda_kernel;
-use crate::kernels::{self, cpu::dropout as kernel, philox::WORDS};
+use crate::kernels::{self, DropoutMask, cpu::dropout as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -32,7 +32,7 @@ const OP: &str = "dropout";
 /// What is dropped: elements with this probability, chosen by a key.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dropout {
-    /// p: from 0, which drops nothing, to under 1.
+    /// p: from 0, which drops nothing, to under 1. It is taken to the nearest multiple of 2^-16.
     pub probability: f64,
     /// What chooses the elements.
     pub key: DropoutKey,
@@ -40,10 +40,10 @@ pub struct Dropout {
 
 /// What chooses the elements that a step drops: a seed, the step's number, and the site in the model.
 ///
-/// An element's random word is a function of these and of its number in the tensor (Philox4x32-10), so that masks are
-/// the same on every device, eager and planned, for any number of threads, and again where a checkpointed block is
-/// recomputed; backward keeps no mask. Two calls drop the same elements if they have the same key: give each its
-/// [site](Self::at).
+/// An element's 16 random bits are a function of these and of its place, its row along the last dimension and its
+/// column (Philox4x32-10), so that masks are the same on every device, eager and planned, for any number of threads,
+/// and again where a checkpointed block is recomputed; backward keeps no mask. Two calls drop the same elements if they
+/// have the same key: give each its [site](Self::at).
 ///
 /// In a plan a key is an [input](Self::input), so that each run has its own.
 #[derive(Clone, Debug)]
@@ -160,17 +160,15 @@ pub fn reference(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
     check_probability("ops::Dropout", "probability", dropout.probability)?;
     check_size(OP, x.dims(), x.dtype(), x.device())?;
     let wide = wide_input(OP, x)?;
-    let kernel = dropout.kernel();
-    let stream = kernel.stream(&dropout.key.words.flatten_all()?.to_vec1()?);
-    let words = (0..x.elem_count()).step_by(WORDS);
-    let words = words.flat_map(|first| stream.words(first));
-    let factors = words
-        .take(x.elem_count())
-        .map(|word| match word >= kernel.threshold() {
-            true => kernel.scale(),
-            false => 0.0,
+    let width = width_of(x.dims());
+    let mask = dropout.mask(width)?;
+    let mut factors = Vec::with_capacity(x.elem_count());
+    for row in 0..x.elem_count().checked_div(width).unwrap_or(0) {
+        mask.each(row, 0..width, |_, stays| {
+            factors.push(if stays { mask.scale() } else { 0.0 });
         });
-    let factors = Tensor::from_iter(factors, &Device::Cpu)?.reshape(x.shape())?;
+    }
+    let factors = Tensor::from_vec(factors, x.shape(), &Device::Cpu)?;
     let factors = factors.to_dtype(wide.dtype())?.to_device(x.device())?;
     let dropped = factors.zeros_like()?;
     let kept = (&wide * &factors)?;
@@ -206,39 +204,78 @@ pub(super) const INFO: OpInfo = OpInfo::new(OP)
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let reads = [("x", Slot::Input(0)), ("key", Slot::Read(0))];
-        let kernel = map("dropout").with_all(signature.attributes);
+        let kernel = map("dropout", signature);
         Calls::default().call(kernel, reads, [("y", Slot::Output)])
     },
     backward: |signature| {
         let reads = [("x", Slot::OutputGradient), ("key", Slot::Read(0))];
-        let kernel = map("dropout_backward").with_all(signature.attributes);
+        let kernel = map("dropout_backward", signature);
         Calls::default().call(kernel, reads, [("y", Slot::Gradient(0))])
     },
 };
 
 /// y from x, or dx from dy.
-fn map(name: &'static str) -> Kernel {
+fn map(name: &'static str, signature: &Signature<'_>) -> Kernel {
     let kernel = kernel!(name, |T, k, s| {
-        kernel::dropout(s.x::<T>("x")?, s.x("key")?, of_call(k)?, s.y("y")?);
+        let width = k.count("width")?;
+        let mask = of_call(k)?.mask(s.x("key")?, width);
+        kernel::dropout(s.x::<T>("x")?, &mask, width, s.y("y")?);
     });
-    on_gpu!(kernel, |k, l| {
-        cuda_kernel::dropout(l.gpu, l.x("x")?, l.x("key")?, of_call(k)?, l.y("y")?)
-    })
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (dropout, width) = (of_call(k)?, k.count("width")?);
+        cuda_kernel::dropout(l.gpu, l.x("x")?, l.x("key")?, dropout, width, l.y("y")?)
+    });
+    let kernel = kernel.sized([("width", width_of(signature.output.dims))]);
+    kernel.with_all(signature.attributes)
 }
 
-fn of_call(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
-    Ok(kernels::Dropout {
-        probability: k.number("probability")?,
-        site: k.count("site")? as u32,
-    })
+/// How long rows are.
+fn width_of(dims: &[usize]) -> usize {
+    dims.last().copied().unwrap_or(1)
+}
+
+/// The attribute that calls have which drop something.
+const PROBABILITY: &str = "probability";
+
+/// The parameters of such a call, as a trace writes them down.
+pub(crate) fn attributes(dropout: kernels::Dropout) -> [(&'static str, Attribute); 2] {
+    [
+        (PROBABILITY, Attribute::Number(dropout.probability)),
+        ("site", Attribute::Count(dropout.site as usize)),
+    ]
+}
+
+/// What a call drops that has these [attributes].
+pub(crate) fn of_attributes(all: &[(&'static str, Attribute)]) -> Option<kernels::Dropout> {
+    let of = |name| all.iter().find(|(other, _)| *other == name);
+    match (of(PROBABILITY)?.1, of("site")?.1) {
+        (Attribute::Number(probability), Attribute::Count(site)) => Some(kernels::Dropout {
+            probability,
+            site: site as u32,
+        }),
+        _ => None,
+    }
+}
+
+/// What a kernel drops.
+pub(crate) fn of_call(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
+    let without = || candle_core::Error::msg(format!("{} has no probability of dropout", k.name()));
+    of_attributes(k.attributes()).ok_or_else(without)
 }
 
 impl Dropout {
-    fn kernel(&self) -> kernels::Dropout {
+    /// As kernels take it, which read the key besides.
+    pub(crate) fn kernel(&self) -> kernels::Dropout {
         kernels::Dropout {
             probability: self.probability,
             site: self.key.site,
         }
+    }
+
+    /// Which elements of rows of `width` stay: of a key with numbers, not of an input's.
+    pub(crate) fn mask(&self, width: usize) -> candle_core::Result<DropoutMask> {
+        let key = self.key.words.flatten_all()?.to_vec1()?;
+        Ok(self.kernel().mask(&key, width))
     }
 }
 
@@ -248,10 +285,7 @@ impl Spec for Dropout {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![
-            ("probability", Attribute::Number(self.probability)),
-            ("site", Attribute::Count(self.key.site as usize)),
-        ]
+        attributes(self.kernel()).into()
     }
 
     fn reads(&self) -> Vec<Tensor> {

@@ -3,7 +3,7 @@
 use super::checks::{check_dtype, check_fits, scaler};
 use super::{DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
-use crate::data::{RandomBatches, SequentialBatches, Tokens};
+use crate::data::{Batch, RandomBatches, SequentialBatches, Tokens};
 use crate::files::PathLock;
 use crate::model::{Documents, TransformerLM};
 use crate::nn::ForwardContext;
@@ -164,12 +164,12 @@ impl Trainer {
         let (mut sum, mut predicted) = (0.0, 0);
         for batch in self.validation.iter(self.model.device()) {
             let batch = batch?;
-            let counted = match self.config.separator {
-                None => batch.num_targets(),
-                Some(separator) => Documents::of(&batch.inputs, &batch.targets, separator)?.counted,
-            };
+            let documents = self.documents(&batch)?;
+            let counted = documents
+                .as_ref()
+                .map_or(batch.num_targets(), |all| all.counted);
             if counted > 0 {
-                let loss = no_grad(|| self.loss(&batch.inputs, &batch.targets, None))?;
+                let loss = no_grad(|| self.loss(&batch, documents, None))?;
                 sum += value_of(&loss)? * counted as f64;
                 predicted += counted;
             }
@@ -238,7 +238,7 @@ impl Trainer {
             let loss = {
                 let _range = probe::phase("forward");
                 let key = self.dropout_key(i as usize)?;
-                self.loss(&batch.inputs, &batch.targets, key)?
+                self.loss(&batch, self.documents(&batch)?, key)?
             };
             let value = value_of(&loss)?;
             let loss = match &self.scaler {
@@ -268,22 +268,28 @@ impl Trainer {
         Ok(Some(key.to_device(self.model.device())?))
     }
 
+    /// The documents that are packed into a batch, if any are.
+    fn documents(&self, batch: &Batch) -> Result<Option<Documents>> {
+        let of = |separator| Documents::of(&batch.inputs, &batch.targets, separator);
+        self.config.separator.map(of).transpose()
+    }
+
     fn loss(
         &self,
-        inputs: &Tensor,
-        targets: &Tensor,
+        batch: &Batch,
+        documents: Option<Documents>,
         dropout: Option<DropoutKey>,
     ) -> Result<Tensor> {
         let model = &self.model;
-        let forward = || match self.config.separator {
+        let forward = || match documents {
             None => {
                 let context = ForwardContext {
                     dropout,
                     ..Default::default()
                 };
-                model.loss_with(inputs, targets, &context, None)
+                model.loss_with(&batch.inputs, &batch.targets, &context, None)
             }
-            Some(id) => model.loss_of_documents(inputs, targets, id, dropout.as_ref()),
+            Some(documents) => model.loss_of(&batch.inputs, documents, dropout),
         };
         self.config.precision.run(forward)
     }

@@ -1,6 +1,10 @@
 //! Flash attention as calls of kernels, on heads as they lie.
 
-use crate::attention::lowering::{GRADIENTS, checked, first_keys, inputs, sized, sizes, taking};
+#[cfg(feature = "cuda")]
+use crate::attention::lowering::dropped;
+use crate::attention::lowering::{
+    GRADIENTS, checked, dropout_mask, first_keys, inputs, sized, sizes, taking,
+};
 use crate::graph::{Room, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
@@ -8,6 +12,7 @@ use crate::kernels::cpu::attention::flash::{self as kernel, Heads, Tiles};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::flash_attention::{self as gpu_kernel, Heads as GpuHeads};
 use crate::kernels::workspace;
+use crate::ops::dropout::of_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
 use crate::ops::lowering::{
@@ -93,6 +98,7 @@ fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
         k: heads(s, "k", of_keys(&sizes))?,
         v: heads(s, "v", of_keys(&sizes))?,
         first_keys: first_keys(s)?,
+        dropout: dropout_mask(of_attributes(k.attributes()), s, sizes.keys)?,
     };
     kernel::forward(&sizes, &tiles, inputs, outputs);
     Ok(())
@@ -114,6 +120,7 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
             false => None,
         },
         first_keys: first_keys(s)?,
+        dropout: dropout_mask(of_attributes(k.attributes()), s, sizes.keys)?,
     };
     let gradients = kernel::Gradients {
         dq: s.y("dq")?,
@@ -134,14 +141,15 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
-    let inputs = [
-        GpuHeads::new(l.lying("q")?, queries),
-        GpuHeads::new(l.lying("k")?, keys),
-        GpuHeads::new(l.lying("v")?, keys),
-    ];
-    let (first_keys, workspace) = (l.some_x("first_keys"), l.y("workspace")?);
-    let tf32 = l.tf32(k);
-    gpu_kernel::forward(l.gpu, &sizes, tf32, inputs, first_keys, outputs, workspace)
+    let inputs = gpu_kernel::ForwardInputs {
+        q: GpuHeads::new(l.lying("q")?, queries),
+        k: GpuHeads::new(l.lying("k")?, keys),
+        v: GpuHeads::new(l.lying("v")?, keys),
+        first_keys: l.some_x("first_keys"),
+        dropout: dropped(of_attributes(k.attributes()), l)?,
+    };
+    let workspace = l.y("workspace")?;
+    gpu_kernel::forward(l.gpu, &sizes, l.tf32(k), inputs, outputs, workspace)
 }
 
 /// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
@@ -159,6 +167,7 @@ fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         lse: l.x("lse")?,
         rounding_error: l.some_x("rounding_error"),
         first_keys: l.some_x("first_keys"),
+        dropout: dropped(of_attributes(k.attributes()), l)?,
     };
     let gradients = gpu_kernel::Gradients {
         dq: GpuHeads::new(l.y("dq")?, queries),

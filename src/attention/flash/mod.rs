@@ -15,6 +15,7 @@ use super::AttentionConfig;
 use super::nothing::{lse_of_nothing, nothing};
 use super::shapes::Shapes;
 use crate::attention::cost;
+use crate::ops::check_probability;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::info::OpInfo;
@@ -64,6 +65,9 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// H Tq Tk Dh FLOPs forward, two and a half times that backward; tiles that the mask or [first keys](super::FirstKeys)
 /// hide are not computed.
 ///
+/// With [dropout](AttentionConfig::dropout) of the probabilities nothing more is kept: which ones are dropped is drawn
+/// again in backward, from the key. `lse` is that of all.
+///
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
 /// 2.
 ///
@@ -81,7 +85,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 ///
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0 or over the limit, mixed
-/// dtypes or devices; first keys of another shape; dropout of probabilities, which are never in memory.
+/// dtypes or devices; first keys of another shape; a dropout that is no probability.
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
@@ -130,7 +134,7 @@ pub fn flash_with_lse(
     let lse = Arc::<OnceLock<Tensor>>::default();
     let op = Flash {
         sizes: shapes.sizes(config),
-        reads: config.reads(),
+        config: config.clone(),
         tf32,
         lse: Arc::clone(&lse),
     };
@@ -170,7 +174,9 @@ fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
 /// Checks what [`flash()`] takes.
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Shapes> {
     let shapes = Shapes::of(NAME, q, k, v, config)?;
-    config.refuse_dropout(NAME)?;
+    if let Some(dropout) = &config.dropout {
+        check_probability("attention::AttentionConfig", "dropout", dropout.probability)?;
+    }
     if shapes.head_dim > MAX_HEAD_DIM || shapes.head_dim != shapes.value_dim {
         return Err(Error::Shape {
             op: NAME,

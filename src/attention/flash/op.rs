@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use crate::attention::attributes;
+use crate::attention::AttentionConfig;
 use crate::graph::{Attribute, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::workspace::flash_lse_parts;
@@ -14,8 +14,7 @@ use std::sync::{Arc, OnceLock};
 /// One call.
 pub(super) struct Flash {
     pub sizes: Sizes,
-    /// The first keys, where there are any.
-    pub reads: Vec<Tensor>,
+    pub config: AttentionConfig,
     /// Whether products of f32 are TF32: on a GPU, in backward as in forward, whatever the switch says by then. lse is
     /// that of the scores as they were computed.
     pub tf32: bool,
@@ -30,7 +29,7 @@ impl Spec for Flash {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        let mut attributes = attributes(self.sizes.scale, self.sizes.mask);
+        let mut attributes = self.config.attributes(self.sizes.head_dim);
         if self.tf32 {
             attributes.push(("tf32", Attribute::Flag(true)));
         }
@@ -38,7 +37,7 @@ impl Spec for Flash {
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        self.reads.clone()
+        self.config.reads()
     }
 
     /// lse, and in half precision what rounding took from the output, (B, H, Tq, Dh).

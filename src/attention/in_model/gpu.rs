@@ -1,6 +1,7 @@
 //! Launches of attention in the model's dimension.
 
 use super::InModel;
+use crate::attention::lowering::dropped;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::{self as flash, Heads, Outputs};
 use crate::kernels::cuda::matmul::Matrix;
@@ -120,10 +121,16 @@ pub(super) fn tiled(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
-    let qkv = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
-    let (first_keys, workspace) = (l.some_x("first_keys"), l.y("workspace")?);
-    let (tf32, sizes) = (l.tf32(kernel), sizes.flash());
-    flash::forward(l.gpu, &sizes, tf32, qkv, first_keys, outputs, workspace)
+    let [q, k, v] = qkv(sizes, &l.reads).map(|x| x.heads(sizes));
+    let inputs = flash::ForwardInputs {
+        q,
+        k,
+        v,
+        first_keys: l.some_x("first_keys"),
+        dropout: dropped(sizes.dropout, l)?,
+    };
+    let (tf32, sizes, workspace) = (l.tf32(kernel), sizes.flash(), l.y("workspace")?);
+    flash::forward(l.gpu, &sizes, tf32, inputs, outputs, workspace)
 }
 
 pub(super) fn tiled_backward(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
@@ -139,6 +146,7 @@ pub(super) fn tiled_backward(kernel: &Kernel, l: &Operands<'_>) -> Result<()> {
         d_out: as_q(sizes, l.x("d_out")?).heads(sizes),
         lse: l.x("lse")?,
         first_keys: l.some_x("first_keys"),
+        dropout: dropped(sizes.dropout, l)?,
     };
     let gradients = flash::Gradients { dq, dk, dv };
     let tf32 = l.tf32(kernel);

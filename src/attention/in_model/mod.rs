@@ -7,17 +7,18 @@ mod gpu;
 
 use super::attributes;
 use super::flash::lowering::KERNELS;
-use super::lowering::first_keys;
 #[cfg(feature = "cuda")]
 use super::lowering::sizes;
+use super::lowering::{dropout_mask, first_keys};
 use crate::graph::Attribute;
-use crate::kernels::Mask;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::attention::flash::{self, Heads, Tiles};
 use crate::kernels::cpu::attention::rotary;
 use crate::kernels::cpu::attention::rotary_heads::{self, Angles};
 use crate::kernels::cpu::heads::{self, HeadSizes};
 use crate::kernels::cpu::{Real, Stored};
+use crate::kernels::{Dropout, Mask};
+use crate::ops::dropout::of_attributes;
 use crate::ops::lowering::{Kernel, Slices, kernel, on_gpu};
 use crate::ops::rope::HALVES;
 use candle_core::Result;
@@ -39,6 +40,8 @@ pub(crate) struct InModel {
     pub mask: Mask,
     /// What scores are multiplied by.
     pub scale: f64,
+    /// What is dropped of the probabilities: by [`tiled`](Self::tiled) alone.
+    pub dropout: Option<Dropout>,
     /// Whether element i of a head rotates with element i + Dh/2, not with its neighbour.
     pub by_halves: bool,
     /// Whether q, k and v lie beside each other in the rows of one buffer, (B, T, (H + 2 Hkv)*Dh), and their gradients
@@ -125,6 +128,7 @@ impl InModel {
             head_dim: k.count("Dh")?,
             mask: k.mask()?,
             scale: k.number("scale")?,
+            dropout: of_attributes(k.attributes()),
             by_halves: k.flag(HALVES),
             packed: k.flag("packed"),
         })
@@ -139,7 +143,7 @@ impl InModel {
             ("Dh", self.head_dim),
         ];
         let kernel = kernel.sized(sizes);
-        let kernel = kernel.with_all(&attributes(self.scale, self.mask));
+        let kernel = kernel.with_all(&attributes(self.scale, self.mask, self.dropout));
         let flags = [(HALVES, self.by_halves), ("packed", self.packed)];
         let flags = flags.into_iter().filter(|(_, set)| *set);
         flags.fold(kernel, |kernel, (name, _)| {
@@ -241,10 +245,10 @@ impl InModel {
         self.compared_by(kernel, 2.0)
     }
 
-    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`, and `first_keys` (B, T) if there are any; writes
-    /// `out`, `lse` (parts, B, H, T), on a GPU `workspace` and, in half precision where backward wants it,
-    /// `rounding_error`, what rounding took from out (B, H, T, Dh). out is (B, H, T, Dh) on the CPU; on a GPU (B, T,
-    /// H*Dh).
+    /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`, `first_keys` (B, T) if there are any, and a
+    /// `dropout_key` (4) where probabilities are dropped; writes `out`, `lse` (parts, B, H, T), on a GPU `workspace`
+    /// and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H, T, Dh). out
+    /// is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
     pub fn tiled(&self) -> Kernel {
         let kernel = kernel!(KERNELS[0], |T, k, s| {
             let sizes = Self::of(k)?;
@@ -255,6 +259,7 @@ impl InModel {
                 k,
                 v,
                 first_keys: first_keys(s)?,
+                dropout: dropout_mask(sizes.dropout, s, sizes.length)?,
             };
             let outputs = flash::Outputs {
                 out: s.y("out")?,
@@ -269,8 +274,8 @@ impl InModel {
     }
 
     /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T), the `first_keys`
-    /// that forward had and, in half precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`, `dv`: (B, H, T, Dh) and
-    /// twice (B, Hkv, T, Dh) on the CPU; on a GPU as q, k and v lie, and `workspace`.
+    /// and `dropout_key` that forward had and, in half precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`,
+    /// `dv`: (B, H, T, Dh) and twice (B, Hkv, T, Dh) on the CPU; on a GPU as q, k and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
         let kernel = kernel!(KERNELS[1], |T, k, s| {
             let sizes = Self::of(k)?;
@@ -289,6 +294,7 @@ impl InModel {
                 },
                 lse: s.x("lse")?,
                 first_keys: first_keys(s)?,
+                dropout: dropout_mask(sizes.dropout, s, sizes.length)?,
             };
             let gradients = flash::Gradients {
                 dq: s.y("dq")?,

@@ -161,7 +161,8 @@ fn dropping(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Res
 }
 
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
-/// `matmul`; with [`dropout`](ops::dropout()) of the probabilities before the last, where there is any. Half precision is widened to f32 before the first and rounded once after the last, in backward too.
+/// `matmul`; with [`dropout`](ops::dropout()) of the probabilities before the last, where there is any. Half precision
+/// is widened to f32 before the first and rounded once after the last, in backward too.
 ///
 /// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
 /// the same keys and values, and their gradients sum over all rows.

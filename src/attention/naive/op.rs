@@ -97,7 +97,7 @@ impl Spec for Naive {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(self.sizes.scale, self.sizes.mask)
+        attributes(self.sizes.scale, self.sizes.mask, None)
     }
 
     fn reads(&self) -> Vec<Tensor> {

@@ -98,8 +98,9 @@ impl Attention {
     /// [`Error::Shape`] for fewer than two dimensions, a size of 0, shapes that do not fit each other; [`Error::DType`]
     /// for another dtype than f32, bf16 and f16; [`Error::Placement`] for a device that is neither the CPU nor a CUDA
     /// GPU of compute capability 8.0 or later; [`Error::OutOfMemory`] for an arena that does not fit the device's
-    /// memory; [`Error::Config`] for dropout. For what flash attention's kernels do not take (heads over 256, on a GPU of no multiple of 8, in f32 of
-    /// 4, or a scale that is not above 0), [`Error::Shape`] and, on a GPU, [`Error::Placement`].
+    /// memory; [`Error::Config`] for dropout. For what flash attention's kernels do not take (heads over 256, on a GPU
+    /// of no multiple of 8, in f32 of 4, or a scale that is not above 0), [`Error::Shape`] and, on a GPU,
+    /// [`Error::Placement`].
     pub fn new(device: &Device, config: &AttentionPlanConfig) -> Result<Self> {
         check_device(device)?;
         let Planned {

@@ -1,35 +1,41 @@
 //! Elements dropped at random.
 
 use super::{Blocks, Real, Stored, parallel, simd};
-use crate::kernels::Dropout;
-use crate::kernels::philox::WORDS;
+use crate::kernels::dropout::{DropoutMask, SIDE_BY_SIDE};
 
-/// `y = x / (1 - p)` where an element stays, else 0. `key` has 4 words. dx from dy is the same.
-pub fn dropout<T: Stored>(x: &[T], key: &[u32], dropout: Dropout, y: &mut [T]) {
+/// `y = x / (1 - p)` where an element stays, else 0: x and y in rows of `width`. dx from dy is the same.
+pub fn dropout<T: Stored>(x: &[T], mask: &DropoutMask, width: usize, y: &mut [T]) {
     assert_eq!(x.len(), y.len());
-    let (stream, threshold) = (dropout.stream(key), dropout.threshold());
-    let scale = T::Wide::real(dropout.scale());
-    // Tasks and blocks begin at multiples of WORDS.
-    parallel::for_rows(y, 1, |first, y| {
-        let x = &x[first..first + y.len()];
+    let scale = T::Wide::real(mask.scale());
+    // Rows with nothing between their half words are one row. Tasks and blocks begin at multiples of SIDE_BY_SIDE.
+    let together = width.is_multiple_of(8);
+    let unit = if together { 1 } else { width };
+    parallel::for_rows(y, unit, |first, y| {
+        let x = &x[first * unit..][..y.len()];
+        let (row, column, length) = match together {
+            true => (0, first, y.len()),
+            false => (first, 0, width),
+        };
         simd::vectorized(
             #[inline(always)]
             || {
-                Blocks::<T, 1, 1>::new().each(
-                    [x],
-                    [y],
-                    #[inline(always)]
-                    |start, [x], [y]| {
-                        let parts = x.chunks(WORDS).zip(y.chunks_mut(WORDS));
-                        for (i, (x, y)) in parts.enumerate() {
-                            let words = stream.words(first + start + i * WORDS);
-                            for ((x, y), word) in x.iter().zip(y).zip(words) {
-                                let stays = word >= threshold;
-                                *y = if stays { *x * scale } else { T::Wide::ZERO };
+                let rows = x.chunks(length).zip(y.chunks_mut(length));
+                for (row, (x, y)) in (row..).zip(rows) {
+                    Blocks::<T, 1, 1>::new().each(
+                        [x],
+                        [y],
+                        #[inline(always)]
+                        |start, [x], [y]| {
+                            let parts = x.chunks(SIDE_BY_SIDE).zip(y.chunks_mut(SIDE_BY_SIDE));
+                            for (i, (x, y)) in parts.enumerate() {
+                                let stay = mask.stay(row, column + start + i * SIDE_BY_SIDE);
+                                for ((x, y), stays) in x.iter().zip(y).zip(stay) {
+                                    *y = if stays { *x * scale } else { T::Wide::ZERO };
+                                }
                             }
-                        }
-                    },
-                );
+                        },
+                    );
+                }
             },
         );
     });

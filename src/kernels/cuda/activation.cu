@@ -70,11 +70,7 @@ template <class Op, class T> __device__ __forceinline__ void forward(const T* x,
     int count = of_block<N>(n, &start);
     x += start, y += start;
     Pack<T, N> of_x[THREAD_PACKS];
-#pragma unroll
-    for (int k = 0; k < THREAD_PACKS; k++) {
-        int first = (k * 256 + threadIdx.x) * N;
-        if (first < count) of_x[k] = load<T, N>(x, first, count, 0.f);
-    }
+    load_packs(x, count, of_x);
 #pragma unroll
     for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
@@ -93,13 +89,8 @@ template <class Op, class T> __device__ __forceinline__ void backward(const T* d
     int count = of_block<N>(n, &start);
     dy += start, x += start, dx += start;
     Pack<T, N> of_dy[THREAD_PACKS], of_x[THREAD_PACKS];
-#pragma unroll
-    for (int k = 0; k < THREAD_PACKS; k++) {
-        int first = (k * 256 + threadIdx.x) * N;
-        if (first >= count) continue;
-        of_dy[k] = load<T, N>(dy, first, count, 0.f);
-        of_x[k] = load<T, N>(x, first, count, 0.f);
-    }
+    load_packs(dy, count, of_dy);
+    load_packs(x, count, of_x);
 #pragma unroll
     for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;

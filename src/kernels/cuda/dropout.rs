@@ -1,7 +1,7 @@
 //! Elements dropped at random; see `dropout.cu`.
 
 use super::source::{PRELUDE, Source};
-use super::{PHILOX, View, check_alike, flat_config, in_vector, suffix};
+use super::{DROPOUT, PHILOX, View, check_alike, flat_config, in_vector, suffix};
 use crate::kernels::Dropout;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
@@ -9,15 +9,17 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
     name: "dropout",
-    parts: &[PRELUDE, PHILOX, include_str!("dropout.cu")],
+    parts: &[PRELUDE, PHILOX, DROPOUT, include_str!("dropout.cu")],
 };
 
-/// `y = x / (1 - p)` where an element stays, else 0: x and y (n), key (4) u32. y may be the buffer of x.
+/// `y = x / (1 - p)` where an element stays, else 0: x and y (n) in rows of `width`, key (4) u32. y may be the buffer
+/// of x.
 pub(crate) fn dropout(
     gpu: &CudaDevice,
     x: View,
     key: View,
     dropout: Dropout,
+    width: usize,
     y: View,
 ) -> Result<()> {
     check_alike("dropout", x, y)?;
@@ -25,10 +27,20 @@ pub(crate) fn dropout(
         return Ok(());
     }
     let kernel = SOURCE.kernel(gpu, "dropout", suffix(x.dtype))?;
-    let (n, threshold, scale) = (x.len as i64, dropout.threshold(), dropout.scale() as f32);
+    // Rows with nothing between their half words are one.
+    let width = if width.is_multiple_of(8) {
+        x.len
+    } else {
+        width
+    } as i64;
+    let (n, threshold, scale) = (
+        x.len as i64,
+        u32::from(dropout.threshold()),
+        dropout.scale() as f32,
+    );
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&key.pointer).arg(&y.pointer);
-    launch.arg(&n).arg(&dropout.site);
+    launch.arg(&n).arg(&width).arg(&dropout.site);
     launch.arg(&threshold).arg(&scale);
     let config = flat_config(x.len.div_ceil(in_vector(x.dtype)));
     // SAFETY: the arguments are those of the kernel, buffers of n elements and a key of 4.

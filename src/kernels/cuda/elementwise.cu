@@ -47,13 +47,8 @@ __device__ __forceinline__ void map(const T* a, const T* b, T* y, long long n, f
     int count = of_block<N>(n, &start);
     a += start, b += start, y += start;
     Pack<T, N> of_a[THREAD_PACKS], of_b[THREAD_PACKS];
-#pragma unroll
-    for (int k = 0; k < THREAD_PACKS; k++) {
-        int first = (k * 256 + threadIdx.x) * N;
-        if (first >= count) continue;
-        of_a[k] = load<T, N>(a, first, count, 0.f);
-        if (Op::READS_B) of_b[k] = load<T, N>(b, first, count, 0.f);
-    }
+    load_packs(a, count, of_a);
+    if (Op::READS_B) load_packs(b, count, of_b);
 #pragma unroll
     for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;

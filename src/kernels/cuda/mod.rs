@@ -51,6 +51,8 @@ use candle_core::{DType, Result, bail};
 
 /// The generator of random words, in front of the kernels that draw.
 const PHILOX: &str = include_str!("philox.cuh");
+/// Behind it: which elements are dropped.
+const DROPOUT: &str = include_str!("dropout.cuh");
 
 /// What the kernels' names call a dtype.
 fn suffix(dtype: DType) -> &'static str {

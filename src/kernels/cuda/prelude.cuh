@@ -232,6 +232,16 @@ template <int N> __device__ __forceinline__ int of_block(long long n, long long*
     return left < ELEMENTS ? (int)left : ELEMENTS;
 }
 
+// What this thread has of the block's: every 256th pack.
+template <class T, int N>
+__device__ __forceinline__ void load_packs(const T* x, int count, Pack<T, N> (&packs)[THREAD_PACKS]) {
+#pragma unroll
+    for (int k = 0; k < THREAD_PACKS; k++) {
+        int first = (k * 256 + threadIdx.x) * N;
+        if (first < count) packs[k] = load<T, N>(x, first, count, 0.f);
+    }
+}
+
 // ---- Arithmetic.
 
 // 2^x within 2 ulp; results under 2^-126 are 0.

@@ -31,11 +31,7 @@ pub(crate) struct Scores<'a> {
 impl Scores<'_> {
     /// Query q sees the keys under q + 1 + shift.
     pub(super) fn shift(&self) -> i64 {
-        match self.mask {
-            Mask::Full => self.keys as i64,
-            Mask::Causal | Mask::Window(_) => 0,
-            Mask::CausalEnd => self.keys as i64 - self.queries as i64,
-        }
+        self.mask.offset(self.queries, self.keys)
     }
 
     /// The kernel called `stem_dtype`; without first keys it has no code for them.
@@ -85,9 +81,7 @@ impl Arguments {
             first_keys: scores.first_keys.map_or(0, |all| all.pointer),
             heads: scores.heads as i32,
             first_head: scores.first_head as i32,
-            window: scores.mask.window().map_or(0, |keys| {
-                i32::try_from(keys.get()).unwrap_or(i32::MAX) // more than there are
-            }),
+            window: scores.mask.window_or_0(),
         }
     }
 

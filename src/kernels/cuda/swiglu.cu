@@ -38,13 +38,8 @@ template <class T> __device__ __forceinline__ void forward(const T* gate, const 
     int count = of_block<N>(n, &start);
     gate += start, up += start, y += start;
     Pack<T, N> of_gate[THREAD_PACKS], of_up[THREAD_PACKS];
-#pragma unroll
-    for (int k = 0; k < THREAD_PACKS; k++) {
-        int first = (k * 256 + threadIdx.x) * N;
-        if (first >= count) continue;
-        of_gate[k] = load<T, N>(gate, first, count, 0.f);
-        of_up[k] = load<T, N>(up, first, count, 0.f);
-    }
+    load_packs(gate, count, of_gate);
+    load_packs(up, count, of_up);
 #pragma unroll
     for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;
@@ -64,14 +59,9 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
     int count = of_block<N>(n, &start);
     dy += start, gate += start, up += start, dgate += start, dup += start;
     Pack<T, N> of_dy[THREAD_PACKS], of_gate[THREAD_PACKS], of_up[THREAD_PACKS];
-#pragma unroll
-    for (int k = 0; k < THREAD_PACKS; k++) {
-        int first = (k * 256 + threadIdx.x) * N;
-        if (first >= count) continue;
-        of_dy[k] = load<T, N>(dy, first, count, 0.f);
-        of_gate[k] = load<T, N>(gate, first, count, 0.f);
-        of_up[k] = load<T, N>(up, first, count, 0.f);
-    }
+    load_packs(dy, count, of_dy);
+    load_packs(gate, count, of_gate);
+    load_packs(up, count, of_up);
 #pragma unroll
     for (int k = 0; k < THREAD_PACKS; k++) {
         int first = (k * 256 + threadIdx.x) * N;

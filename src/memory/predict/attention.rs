@@ -5,6 +5,7 @@ use super::replay::{Buffer, Formula, What, elements};
 use super::{Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::graph;
+use crate::ops::{Dropout, DropoutKey};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
@@ -26,6 +27,8 @@ pub struct AttentionWorkload {
     /// How many documents, as long as each other as can be, are packed into a sequence, each of which attends to itself
     /// alone; 1 is none but the sequence, and at most there are as many as tokens.
     pub documents: usize,
+    /// The probability with which probabilities are dropped; 0 drops none.
+    pub dropout: f64,
     /// Of q, k and v.
     pub dtype: DType,
 }
@@ -41,6 +44,7 @@ impl Default for AttentionWorkload {
             head_dim: 64,
             mask: Mask::Full,
             documents: 1,
+            dropout: 0.0,
             dtype: DType::F32,
         }
     }
@@ -78,7 +82,7 @@ impl AttentionWorkload {
         self.algorithm.attend(&q?, &k?, &v?, &self.config()?)
     }
 
-    /// How it attends; first keys, if there are several documents, on the CPU.
+    /// How it attends; first keys, if there are several documents, and the key of dropout on the CPU.
     ///
     /// # Errors
     /// [`Error::Config`] for no document.
@@ -91,9 +95,17 @@ impl AttentionWorkload {
             let lengths = self.document_lengths().collect();
             FirstKeys::of_lengths(&vec![lengths; self.batch_size])
         });
+        let probability = self.dropout;
+        let dropout = (probability != 0.0).then(|| {
+            Ok::<_, Error>(Dropout {
+                probability,
+                key: DropoutKey::new(0, 0)?,
+            })
+        });
         Ok(AttentionConfig {
             mask: self.mask,
             first_keys: first_keys.transpose()?,
+            dropout: dropout.transpose()?,
             ..Default::default()
         })
     }

@@ -74,6 +74,7 @@ impl SelfAttentionWorkload {
             head_dim: self.d_model / self.heads.max(1),
             mask: Mask::Causal,
             documents: 1,
+            dropout: 0.0,
             dtype: self.compute_dtype(),
         }
     }

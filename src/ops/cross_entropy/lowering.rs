@@ -227,8 +227,8 @@ pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
 
 /// Loss and gradient of some rows, where the loss is the mean of `counted` rows in all and nothing but the loss scale
 /// comes before it. Reads `targets` (rows) and, where some are ignored, `dloss` (1), the gradient of their losses' sum
-/// times `counted`; writes `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient, and
-/// `losses` (rows).
+/// times `counted`; writes `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient,
+/// and `losses` (rows).
 pub(crate) fn in_place(
     [rows, classes, row_stride]: [usize; 3],
     counted: usize,

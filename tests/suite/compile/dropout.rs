@@ -20,11 +20,7 @@ fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig
         architecture,
         dropout: DropoutRates {
             embedding: 0.2,
-            attention: if attention == Algorithm::Naive {
-                0.1
-            } else {
-                0.0
-            },
+            attention: 0.1,
             residual: 0.3,
         },
         ..super::config(2, 4, 16, 96, attention)
@@ -157,21 +153,9 @@ fn nothing_is_dropped_unless_it_is_asked_for() {
     assert!(calls.contains("dropout_backward"), "{calls}");
 }
 
+/// Its runs have no key.
 #[test]
-fn flash_attention_refuses() {
-    let dropped = TransformerConfig {
-        dropout: DropoutRates::all(0.1),
-        ..config(Architecture::Llama, Algorithm::Flash)
-    };
-    let plan = PlanConfig {
-        dropout_seed: Some(1),
-        sequence_length: 33,
-        ..Default::default()
-    };
-    let error = TrainStep::plan_for(&dropped, &plan)
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("dropout.attention"), "{error}");
+fn a_plan_of_attention_alone_refuses() {
     let alone = AttentionPlanConfig {
         attention: AttentionConfig {
             dropout: Some(Dropout {

@@ -55,6 +55,7 @@ impl Golden {
                 ..Default::default()
             },
             first_keys: Vec::new(),
+            factors: Vec::new(),
             q: self.numbers(case, "q"),
             k: self.numbers(case, "k"),
             v: self.numbers(case, "v"),

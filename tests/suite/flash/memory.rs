@@ -54,6 +54,7 @@ fn scratch_stays_small() {
         k,
         v,
         first_keys: &[],
+        dropout: None,
     };
     forward(&sizes, &tiles, inputs, outputs);
     let inputs = Inputs {
@@ -65,6 +66,7 @@ fn scratch_stays_small() {
         lse: &lse,
         d_out,
         first_keys: &[],
+        dropout: None,
     };
     let gradients = Gradients {
         dq: &mut dq,

@@ -80,7 +80,8 @@ struct Head {
 impl Head {
     /// Everything that one query gives: its rows of out, lse and dq, and its part of dk and dv.
     ///
-    /// With p = softmax(s), out = sum_j p_j v_j, dp_j = dO v_j, D = dO out, ds_j = scale p_j (dp_j - D), the terms of
+    /// With p = softmax(s), f what dropout multiplies it by, out = sum_j f_j p_j v_j, dp_j = f_j dO v_j, D = dO out,
+    /// ds_j = scale p_j (dp_j - D), the terms of (without dropout)
     ///
     /// - out are p_j |v_j|, summed over the keys;
     /// - dv_j are p_j |dO|, summed over the queries;
@@ -113,20 +114,30 @@ impl Head {
         terms.lse[self.lse_start + query] = visible.clone().map(score_terms).fold(0.0, f64::max);
         let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / sum).collect();
 
+        let factor = |j: usize| problem.factor(self.lse_start / sizes.queries, query, j);
         for (j, p) in visible.clone().zip(&p) {
-            add(&mut results.out[row.clone()], *p, &problem.v[key(j)]);
-            add_sizes(&mut terms.out[row.clone()], *p, &problem.v[key(j)]);
+            add(
+                &mut results.out[row.clone()],
+                factor(j) * p,
+                &problem.v[key(j)],
+            );
+            add_sizes(
+                &mut terms.out[row.clone()],
+                factor(j) * p,
+                &problem.v[key(j)],
+            );
         }
         let delta = dot(d_out, &results.out[row.clone()]);
         let delta_terms = dot_of_sizes(d_out, &terms.out[row.clone()]);
         for (j, p) in visible.zip(p) {
             let (k, v) = (&problem.k[key(j)], &problem.v[key(j)]);
-            let ds = scale * p * (dot(d_out, v) - delta);
-            let ds_terms = (scale * p).abs() * (dot_of_sizes(d_out, v) + delta_terms);
-            add(&mut results.dv[key(j)], p, d_out);
+            let stayed = factor(j) * p;
+            let ds = scale * p * (factor(j) * dot(d_out, v) - delta);
+            let ds_terms = (scale * p).abs() * (factor(j) * dot_of_sizes(d_out, v) + delta_terms);
+            add(&mut results.dv[key(j)], stayed, d_out);
             add(&mut results.dq[row.clone()], ds, k);
             add(&mut results.dk[key(j)], ds, q);
-            add_sizes(&mut terms.dv[key(j)], p, d_out);
+            add_sizes(&mut terms.dv[key(j)], stayed, d_out);
             add_sizes(&mut terms.dq[row.clone()], ds_terms, k);
             add_sizes(&mut terms.dk[key(j)], ds_terms, q);
         }

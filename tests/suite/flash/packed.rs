@@ -11,12 +11,12 @@ use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
 
-fn window(keys: usize) -> Mask {
+pub fn window(keys: usize) -> Mask {
     Mask::Window(NonZeroUsize::new(keys).unwrap())
 }
 
 /// The first keys of documents of these lengths, sequence after sequence.
-fn of_lengths(lengths: &[&[usize]]) -> Vec<u32> {
+pub fn of_lengths(lengths: &[&[usize]]) -> Vec<u32> {
     let lengths: Vec<Vec<usize>> = lengths.iter().map(|lengths| lengths.to_vec()).collect();
     let first_keys = FirstKeys::of_lengths(&lengths).unwrap();
     first_keys
@@ -93,7 +93,7 @@ fn by_others(
     }
 }
 
-fn naive_there(
+pub fn naive_there(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

@@ -8,6 +8,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
+use tallow::ops::{self, Dropout};
 
 pub const MASKS: [Mask; 4] = [
     Mask::Full,
@@ -114,6 +115,8 @@ pub struct Problem {
     pub config: AttentionConfig,
     /// Those of the configuration, (B, Tq), or nothing.
     pub first_keys: Vec<u32>,
+    /// What probabilities are multiplied by where some are dropped, (B, H, Tq, Tk), or nothing.
+    pub factors: Vec<f64>,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
@@ -161,6 +164,7 @@ impl Problem {
                 ..Default::default()
             },
             first_keys: Vec::new(),
+            factors: Vec::new(),
             q: normal(sizes.q_shape()),
             k: normal(sizes.k_shape()),
             v: normal(sizes.k_shape()),
@@ -183,6 +187,28 @@ impl Problem {
             first_keys,
             ..self
         }
+    }
+
+    /// The same with dropout: that of a tensor of probabilities.
+    pub fn with_dropout(self, dropout: Dropout) -> Self {
+        let Sizes { queries, keys, .. } = self.sizes;
+        let shape = (self.sizes.batch * self.sizes.heads, queries, keys);
+        let ones = Tensor::ones(shape, DType::F64, &Device::Cpu).expect("a tensor");
+        Self {
+            factors: numbers(&ops::dropout(&ones, &dropout).expect("dropout")),
+            config: AttentionConfig {
+                dropout: Some(dropout),
+                ..self.config
+            },
+            ..self
+        }
+    }
+
+    /// What the probability of a query of matrix `head` (of B H) for a key is multiplied by.
+    pub fn factor(&self, head: usize, query: usize, key: usize) -> f64 {
+        let Sizes { queries, keys, .. } = self.sizes;
+        let factor = self.factors.get((head * queries + query) * keys + key);
+        factor.copied().unwrap_or(1.0)
     }
 
     /// The keys that a query of sequence `batch` sees.

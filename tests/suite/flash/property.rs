@@ -158,6 +158,7 @@ impl Case {
             sizes,
             config,
             first_keys: Vec::new(),
+            factors: Vec::new(),
         };
         if self.documents > 1 {
             problem = problem.with_first_keys(self.first_keys());

@@ -48,10 +48,15 @@ fn naive_in_tf32(problem: &Problem) -> Results {
         .map(lse_of_row)
         .collect();
     let p = tensor(&p, scores.dims(), DType::F32);
+    let factors = match problem.factors.is_empty() {
+        true => p.ones_like().unwrap(),
+        false => tensor(&problem.factors, scores.dims(), DType::F32),
+    };
+    let stayed = (&p * &factors).unwrap();
     let turned = |x: &Tensor| x.t().and_then(|x| x.contiguous()).unwrap();
-    let out = matmul(&to_tf32(&p), &v).unwrap();
-    let dv = matmul(&turned(&to_tf32(&p)), &d_out).unwrap();
-    let dp = matmul_transposed(&d_out, &v).unwrap();
+    let out = matmul(&to_tf32(&stayed), &v).unwrap();
+    let dv = matmul(&turned(&to_tf32(&stayed)), &d_out).unwrap();
+    let dp = (matmul_transposed(&d_out, &v).unwrap() * factors).unwrap();
     let delta = (&p * &dp).and_then(|x| x.sum_keepdim(3)).unwrap();
     let ds = dp.broadcast_sub(&delta).and_then(|x| x * &p).unwrap();
     let ds = to_tf32(&(ds * scale).unwrap());
@@ -129,6 +134,23 @@ fn packed() {
     set_tf32(&crate::gpu(), true).unwrap();
     for head_dim in [16, 64, 80, 128, 256] {
         for problem in problems(head_dim) {
+            let problem = thirds(problem);
+            let narrow = with_own_heads(&problem, naive_in_tf32);
+            judge(&problem, &narrow)
+                .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn dropped() {
+    if child::ran("flash::tf32::dropped") {
+        return;
+    }
+    set_tf32(&crate::gpu(), true).unwrap();
+    for head_dim in [16, 64, 80, 128, 256] {
+        for problem in super::dropped::problems(head_dim) {
             let problem = thirds(problem);
             let narrow = with_own_heads(&problem, naive_in_tf32);
             judge(&problem, &narrow)

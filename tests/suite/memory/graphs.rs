@@ -557,19 +557,12 @@ impl Mine {
     }
 }
 
-/// A model that drops wherever this attention can: no mask is kept.
+/// A model that drops wherever it can: no mask is kept.
 fn dropping(attention: Algorithm) -> Result<TransformerLM> {
     let config = TransformerConfig {
         architecture: Architecture::Gpt2,
         attention,
-        dropout: DropoutRates {
-            attention: if attention == Algorithm::Naive {
-                0.1
-            } else {
-                0.0
-            },
-            ..DropoutRates::all(0.1)
-        },
+        dropout: DropoutRates::all(0.1),
         ..config(64, 160, 4, 300)
     };
     TransformerLM::new(&config, 0, &Device::Cpu)

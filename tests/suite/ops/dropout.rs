@@ -13,22 +13,28 @@ fn dropout(probability: f64, key: DropoutKey) -> Dropout {
     Dropout { probability, key }
 }
 
+/// A probability as it is taken.
+fn taken(probability: f64) -> f64 {
+    (probability * 65_536.0).round() / 65_536.0
+}
+
 /// Which of so many elements stay.
 fn stay(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
     let x = Tensor::ones(elements, DType::F32, &CPU).unwrap();
     let y = ops::dropout(&x, &dropout(probability, key.clone())).unwrap();
     let y = y.to_vec1::<f32>().unwrap();
-    let scale = (1.0 / (1.0 - probability)) as f32;
+    let scale = (1.0 / (1.0 - taken(probability))) as f32;
     assert!(y.iter().all(|y| *y == 0.0 || *y == scale));
     y.into_iter().map(|y| y != 0.0).collect()
 }
 
-/// Counts within five standard deviations: of all elements, of every fourth (a word of the generator), of neighbours
-/// alike.
+/// Counts within five standard deviations: of all elements, of every eighth (its place in a counter's words), of
+/// neighbours alike.
 #[rstest]
 fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
     let elements = 1_000_003;
     let stay = stay(p, &DropoutKey::new(3, 0).unwrap(), elements);
+    let p = taken(p);
     let near = |count: usize, of: usize, expected: f64| {
         let (mean, deviation) = (
             of as f64 * expected,
@@ -44,8 +50,8 @@ fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
         elements,
         1.0 - p,
     );
-    for word in 0..4 {
-        let words: Vec<bool> = stay.iter().skip(word).step_by(4).copied().collect();
+    for place in 0..8 {
+        let words: Vec<bool> = stay.iter().skip(place).step_by(8).copied().collect();
         near(
             words.iter().filter(|stays| **stays).count(),
             words.len(),
@@ -58,7 +64,7 @@ fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
             .filter(|(a, b)| **a && **b)
             .count()
     };
-    for apart in [1, 4, 64, 512, 16_384] {
+    for apart in [1, 2, 8, 128, 1024, 16_384] {
         near(both(apart), elements - apart, (1.0 - p).powi(2));
     }
 }
@@ -165,7 +171,7 @@ fn of_a_hollow_key() {
     assert!(traced(true).is_err());
 }
 
-/// Attention's probabilities are dropped after their softmax; flash attention has none to drop.
+/// Attention's probabilities are dropped after their softmax.
 #[rstest]
 fn of_attention(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
     let draw = |heads: usize, seed| {
@@ -218,15 +224,33 @@ fn of_attention(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
             name,
         );
     }
+    let certain = AttentionConfig {
+        dropout: Some(dropout(1.0, DropoutKey::new(1, 2).unwrap())),
+        ..config
+    };
     for error in [
-        attention::flash(&q, &k, &v, &config).unwrap_err(),
-        attention::reference::flash(&q, &k, &v, &config).unwrap_err(),
+        attention::naive(&q, &k, &v, &certain).unwrap_err(),
+        attention::flash(&q, &k, &v, &certain).unwrap_err(),
+        attention::reference::flash(&q, &k, &v, &certain).unwrap_err(),
     ] {
         let error = error.to_string();
-        assert!(
-            error.contains("attention::flash") && error.contains("Naive"),
-            "{error}"
-        );
+        assert!(error.contains("from 0 to under 1"), "{error}");
+    }
+}
+
+/// Rows of the last dimension have bits of their own, of whatever length: a longer row begins with those of a shorter.
+#[test]
+fn rows_begin_anew() {
+    let key = DropoutKey::new(5, 1).unwrap();
+    let of = |width: usize| {
+        let x = Tensor::ones((3, width), DType::F32, &CPU).unwrap();
+        let y = ops::dropout(&x, &dropout(0.5, key.clone())).unwrap();
+        y.to_vec2::<f32>().unwrap()
+    };
+    for (short, long) in [(17, 24), (1, 5), (121, 128), (129, 136), (300, 304)] {
+        for (short, long) in of(short).iter().zip(of(long)) {
+            assert_eq!(short[..], long[..short.len()]);
+        }
     }
 }
 
@@ -273,7 +297,12 @@ fn of_packed_attention(#[values(DType::F32, DType::BF16)] dtype: DType) {
 #[ignore = "needs a CUDA device"]
 fn on_a_gpu(#[values(DType::F32, DType::F16, DType::BF16)] dtype: DType) {
     let gpu = crate::gpu();
-    for elements in [1, 3, 64, 4096, 4099, 1_000_003] {
+    let shapes = [1, 3, 64, 4096, 4099, 1_000_003].map(|elements| (1, elements));
+    for (rows, width) in shapes
+        .into_iter()
+        .chain([(1000, 1), (999, 3), (77, 41), (30, 4099)])
+    {
+        let elements = rows * width;
         for (p, micro_batch, site, skipped) in [(0.1, 0, 0, 0), (0.5, 3, 70_000, 1), (0.0, 1, 5, 3)]
         {
             let x = normal(&[elements + skipped], 4).to_dtype(dtype).unwrap();
@@ -285,19 +314,21 @@ fn on_a_gpu(#[values(DType::F32, DType::F16, DType::BF16)] dtype: DType) {
                     .unwrap()
                     .narrow(0, skipped, elements)
                     .unwrap();
+                let x = x.reshape((rows, width)).unwrap();
                 let x = Var::from_tensor(&x).unwrap();
                 let y = ops::dropout(&x, &dropped).unwrap();
                 let loss = (&y * &y).unwrap().sum_all().unwrap();
                 let dx = tallow::backward(loss).unwrap().remove(&x).unwrap();
                 [y.detach(), dx].map(|x| {
                     let x = x.to_device(&CPU).unwrap().to_dtype(DType::F32).unwrap();
+                    let x = x.flatten_all().unwrap();
                     let x = x.to_vec1::<f32>().unwrap().into_iter();
                     x.map(f32::to_bits).collect::<Vec<_>>()
                 })
             };
             assert!(
                 at(&CPU) == at(&gpu),
-                "{elements} elements in {dtype:?}, p {p}"
+                "{rows} rows of {width} in {dtype:?}, p {p}"
             );
         }
     }

@@ -4,21 +4,22 @@
 //! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and
 //! B_c are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
-//! Not in its listings: the scale, the masks, queries that see no key, and query heads that share a key head. The heads
-//! of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's rows then
-//! add up the group's part of dk and dv by themselves.
+//! Not in its listings: the scale, the masks, dropout, queries that see no key, and query heads that share a key head.
+//! The heads of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's
+//! rows then add up the group's part of dk and dv by themselves.
 
 mod seen;
 
 use super::{NAME, check};
 use crate::Result;
+use crate::attention::AttentionConfig;
 use crate::attention::computed::Computed;
 use crate::attention::first_keys::HostSeen;
 use crate::attention::nothing::{lse_of_nothing, nothing};
 use crate::attention::shapes::Shapes;
-use crate::attention::{AttentionConfig, attributes};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, MemoryStep, Room, Target};
+use crate::kernels::DropoutMask;
 use crate::ops::check_float;
 use crate::ops::record::{Spec, apply, like_first, traced, widen};
 use crate::probe::{self, Kind, Operand};
@@ -62,6 +63,10 @@ pub fn reference(
         shapes,
         seen: HostSeen::new(config, &shapes)?,
         scale: config.scale_for(shapes.head_dim),
+        dropout: match &config.dropout {
+            Some(dropout) => Some(dropout.mask(shapes.keys)?),
+            None => None,
+        },
     };
     let (wide_out, softmax) = {
         const TILES: &str = "attention::flash tiles";
@@ -99,10 +104,7 @@ impl Spec for Traced {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(
-            self.config.scale_for(self.shapes.head_dim),
-            self.config.mask,
-        )
+        self.config.attributes(self.shapes.head_dim)
     }
 
     /// out as it was computed, and the maxima and sums that are lse.
@@ -150,6 +152,8 @@ struct Attention {
     shapes: Shapes,
     seen: HostSeen,
     scale: f64,
+    /// Which probabilities (B H Tq, Tk) stay, where some are dropped.
+    dropout: Option<DropoutMask>,
 }
 
 impl Attention {
@@ -181,6 +185,7 @@ impl Attention {
                 let p = s.broadcast_sub(&subtrahend(&m)?)?.exp()?;
                 let rescale = (m_before - subtrahend(&m)?)?.exp()?;
                 l = ((&rescale * l)? + p.sum_keepdim(D::Minus1)?)?;
+                let p = self.dropped(&p, &i, &j)?;
                 o = (o.broadcast_mul(&rescale)? + seen.product(&p, &v_j)?)?; // line 10
             }
             // A query that has seen no key has l = 0; it keeps its o = 0, and its lse is -inf + ln 0.
@@ -225,8 +230,9 @@ impl Attention {
                 let p = s.broadcast_sub(&subtrahend(&m_i)?)?.exp()?; // line 11
                 let p = p.broadcast_div(&l_i)?;
                 let p = seen.select(&p, 0.0)?;
-                dv_j = (dv_j + seen.product_of_transposed(&p, &d_out_i)?)?; // line 12
-                let dp = d_out_i.matmul(&v_j.t()?)?; // line 13
+                let stayed = self.dropped(&p, &i, &j)?;
+                dv_j = (dv_j + seen.product_of_transposed(&stayed, &d_out_i)?)?; // line 12
+                let dp = self.dropped(&d_out_i.matmul(&v_j.t()?)?, &i, &j)?; // line 13
                 let ds = (p * dp.broadcast_sub(&delta_i)?)?; // line 14
                 let ds = seen.select(&(ds * self.scale)?, 0.0)?;
                 *dq_i = (&*dq_i + seen.product(&ds, &k_j)?)?; // line 15
@@ -247,6 +253,27 @@ impl Attention {
     /// `scale q_i k_j^T` (G, R Br, Bc).
     fn scores(&self, q_i: &Tensor, k_j: &Tensor) -> candle_core::Result<Tensor> {
         q_i.matmul(&k_j.t()?)? * self.scale
+    }
+
+    /// x (G, R Br, Bc) times 1 / (1 - p) where the pair's probability stays, and 0 where it is dropped.
+    fn dropped(
+        &self,
+        x: &Tensor,
+        i: &Range<usize>,
+        j: &Range<usize>,
+    ) -> candle_core::Result<Tensor> {
+        let Some(mask) = &self.dropout else {
+            return Ok(x.clone());
+        };
+        let (mut stay, queries) = (Vec::with_capacity(x.elem_count()), self.shapes.queries);
+        for matrix in 0..self.shapes.batch * self.shapes.heads {
+            for query in i.clone() {
+                let row = matrix * queries + query;
+                mask.each(row, j.clone(), |_, stays| stay.push(u8::from(stays)));
+            }
+        }
+        let stay = Tensor::from_vec(stay, x.shape(), x.device())?;
+        stay.where_cond(&(x * mask.scale())?, &x.zeros_like()?)
     }
 
     /// Which of the tile's pairs are seen; none if none is.

@@ -6,7 +6,9 @@ use super::super::{Job, Target, attribute, linear, place_of};
 use super::Attention;
 use crate::attention::Mask;
 use crate::attention::in_model::InModel;
+use crate::attention::lowering::reads as read_beside;
 use crate::graph::{self, Attribute, Node, ValueId};
+use crate::ops::dropout::of_attributes;
 use crate::ops::rope::HALVES;
 use crate::ops::strided;
 use candle_core::DType;
@@ -63,6 +65,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     if node.composed || !matches!(mask, Mask::Causal | Mask::Window(_)) {
         return None;
     }
+    let dropout = of_attributes(&node.attributes);
     let heads = |place: usize| Heads::of(program, &node.inputs[place], i);
     let [q, k, v] = [heads(0)?, heads(1)?, heads(2)?];
     let merge = program.only_reader(node.output)?;
@@ -86,6 +89,7 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         head_dim,
         mask,
         scale,
+        dropout,
         by_halves: q.by_halves,
         packed: false,
     };
@@ -132,7 +136,8 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         is_naive,
         qkv: [q, k, v].map(|x| x.projection),
         angles,
-        first_keys: node.reads.first().cloned(),
+        reads: read_beside(node.reads.len(), dropout.is_some())
+            .map(|read| Some(node.reads[read?].clone())),
         kept: node.kept.iter().map(|kept| kept.value).collect(),
         output: merged.output,
         is_wanted: program.is_wanted(node.output),

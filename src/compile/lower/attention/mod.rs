@@ -25,8 +25,8 @@ struct Attention {
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
     angles: Option<[graph::ValueRef; 2]>,
-    /// (B, T).
-    first_keys: Option<graph::ValueRef>,
+    /// What is read beside: first keys (B, T), the key of dropout (4).
+    reads: [Option<graph::ValueRef>; 2],
     /// What is kept for backward: the probabilities; or the log-sum-exp of the scores, and in half precision what
     /// rounding took from the output.
     kept: Vec<ValueId>,
@@ -46,10 +46,12 @@ impl Attention {
         self.dtype != DType::F32
     }
 
-    /// What attention reads: q, k and v, or what they are packed in, and first keys.
+    /// What attention reads: q, k and v, or what they are packed in, and what it reads beside.
     fn compared(&self, lower: &mut Lower<'_>) -> Named<BufferRange> {
-        let first_keys = self.first_keys.as_ref().map(|value| lower.read(value));
-        self.qkv(lower).with_some("first_keys", first_keys)
+        let beside = self.reads.each_ref();
+        let [first_keys, key] = beside.map(|value| Some(lower.read(value.as_ref()?)));
+        let compared = self.qkv(lower).with_some("first_keys", first_keys);
+        compared.with_some("dropout_key", key)
     }
 
     /// q, k and v, or what they are packed in.
@@ -245,7 +247,7 @@ impl Form for Attention {
         if let (Target::Cpu { threads }, true) = (lower.job.function.target, self.is_naive) {
             return self.naive_forward(lower, threads);
         }
-        if let Some(first_keys) = &self.first_keys {
+        if let [Some(first_keys), _] = &self.reads {
             lower.checks.push((first_keys.value, Check::FirstKeys));
         }
         let qkv = self.qkv(lower);

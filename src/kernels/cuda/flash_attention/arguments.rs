@@ -1,6 +1,6 @@
 //! What the kernels are given, as their sources declare it.
 
-use super::offset;
+use crate::kernels::Dropout;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
 use candle_core::DType;
@@ -75,12 +75,42 @@ impl CallSizes {
             queries: sizes.queries as i32,
             keys: sizes.keys as i32,
             head_dim: sizes.head_dim as i32,
-            offset: offset(sizes),
+            offset: sizes.mask.offset(sizes.queries, sizes.keys) as i32,
             heads_at_once: heads_at_once.max(1) as i32,
             scale: sizes.scale as f32,
-            window: sizes.mask.window().map_or(0, |keys| {
-                i32::try_from(keys.get()).unwrap_or(i32::MAX) // more than there are
-            }),
+            window: sizes.mask.window_or_0(),
+        }
+    }
+}
+
+/// Which probabilities are dropped.
+#[derive(Clone, Copy)]
+pub(crate) struct Dropped<'a> {
+    pub dropout: Dropout,
+    /// (4) u32: seed, seed >> 32, step, micro-batch.
+    pub key: View<'a>,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct DropoutArguments {
+    /// (4) u32, or null.
+    key: u64,
+    site: u32,
+    threshold: u32,
+    scale: f32,
+    unused: u32,
+}
+
+impl DropoutArguments {
+    pub(super) fn new(dropped: Option<Dropped<'_>>) -> Self {
+        let dropout = dropped.map(|dropped| dropped.dropout);
+        Self {
+            key: dropped.map_or(0, |dropped| dropped.key.pointer),
+            site: dropout.map_or(0, |dropout| dropout.site),
+            threshold: dropout.map_or(0, |dropout| dropout.threshold().into()),
+            scale: dropout.map_or(1.0, |dropout| dropout.scale() as f32),
+            unused: 0,
         }
     }
 }
@@ -101,6 +131,7 @@ pub(super) struct ForwardArguments {
     pub sizes: CallSizes,
     /// (B, Tq) u32, or null.
     pub first_keys: u64,
+    pub dropout: DropoutArguments,
 }
 
 #[repr(C, align(64))]
@@ -116,6 +147,7 @@ pub(super) struct ForwardHopperArguments {
     pub sizes: CallSizes,
     /// (B, Tq) u32, or null.
     pub first_keys: u64,
+    pub dropout: DropoutArguments,
 }
 
 #[repr(C)]
@@ -145,6 +177,7 @@ pub(super) struct BackwardArguments {
     pub sizes: CallSizes,
     /// (B, Tq) u32, or null.
     pub first_keys: u64,
+    pub dropout: DropoutArguments,
 }
 
 /// q, k, v and d_out, for the copy engine.
@@ -201,5 +234,5 @@ unsafe impl DeviceRepr for BackwardMaps {}
 
 // What the kernels' parameters take up.
 const _: () = assert!(size_of::<ForwardHopperArguments>() == 512);
-const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 40 + 8);
-const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 40 + 8);
+const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 40 + 8 + 24);
+const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 40 + 8 + 24);

@@ -6,6 +6,7 @@
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
 //   aligned lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
+//   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
 //   and one more: int dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the
@@ -159,6 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Blocks<ROW_BYTES, BY_ROWS> k_rows =
         Blocks<ROW_BYTES, BY_ROWS>(k_tile, 0, lane).from_column(warp % DQ_COLUMN_WARPS * 16);
     const float to_log2 = sizes.scale * LOG2_E;
+    const Dropped dropped(arguments.dropout, sizes);
 
     float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
 
@@ -259,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     for (int step = 0; step < steps; step++) {
         const int stage = step % 2;
-        const int first_query = next.tile * QUERIES;
+        const int first_query = next.tile * QUERIES, head_in_all = next.head;
         sums_2 = sums_1, sums_1 = sums_now, sums_now = next.head * query_tiles + next.tile;
         next.advance(first_tile, end_tile);
         wait_groups<0>();
@@ -310,8 +312,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
 
             Factor p, ds;
+            u32 stay[K_BLOCKS][2];
 #pragma unroll
             for (int n = 0; n < AT_ONCE / 8; n++) {
+                if (DROPOUT && n % 2 == 0) {
+#pragma unroll
+                    for (int m = 0; m < K_BLOCKS; m++)
+                        dropped.by_keys(stay[m], head_in_all, first_key + warp_key + m * 16,
+                                        first_query + warp_query + part + n * 8, lane);
+                }
                 const float4 row =
                     read_shared_floats(statistics_tiles + stage * STATISTICS_BYTES +
                                        (warp_query + part + n * 8 + quad_column) * 8); // lse, delta, lse, delta
@@ -321,10 +330,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     for (int half = 0; half < 2; half++) {
                         const float p0 = power_of_2(fmaf(s[m][n][half * 2], to_log2, -row.x));
                         const float p1 = power_of_2(fmaf(s[m][n][half * 2 + 1], to_log2, -row.z));
+                        float dp0 = dp[m][n][half * 2], dp1 = dp[m][n][half * 2 + 1];
                         const int word = n % 2 * 2 + half;
-                        p[n / 2][m][word] = E::pack(p0, p1);
-                        ds[n / 2][m][word] =
-                            E::pack(p0 * (dp[m][n][half * 2] - row.y), p1 * (dp[m][n][half * 2 + 1] - row.w));
+                        if (DROPOUT) {
+                            const bool stays0 = stay[m][n % 2] >> 8 * half & 1,
+                                       stays1 = stay[m][n % 2] >> 8 * (2 + half) & 1;
+                            dp0 = stays0 ? dp0 * arguments.dropout.scale : 0;
+                            dp1 = stays1 ? dp1 * arguments.dropout.scale : 0;
+                            p[n / 2][m][word] = E::pack(stays0 ? p0 : 0, stays1 ? p1 : 0);
+                        } else {
+                            p[n / 2][m][word] = E::pack(p0, p1);
+                        }
+                        ds[n / 2][m][word] = E::pack(p0 * (dp0 - row.y), p1 * (dp1 - row.w));
                     }
             }
 
@@ -362,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (steps > 0 && threadIdx.x == 0) fence(), write_turn(turns + sums_1, key_tile + 1);
 
     // dK and dV, by way of the tiles of K and V.
+    const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
 #pragma unroll
     for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
@@ -372,7 +390,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     Swizzle<ROW_BYTES>::at(warp_key + m * 16 + quad_row + half * 8, warp_dim / 8 + n) + quad_column * 2;
                 store_shared(k_tile + at,
                              E::pack(dk[m][n][half * 2] * sizes.scale, dk[m][n][half * 2 + 1] * sizes.scale));
-                store_shared(v_tile + at, E::pack(dv[m][n][half * 2], dv[m][n][half * 2 + 1]));
+                store_shared(v_tile + at,
+                             E::pack(dv[m][n][half * 2] * stay_scale, dv[m][n][half * 2 + 1] * stay_scale));
             }
     __syncthreads();
     E* dk_out = arguments.dk + batch * arguments.dk_strides.batch + kv_head * arguments.dk_strides.head +

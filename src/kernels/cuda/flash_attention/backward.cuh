@@ -28,6 +28,7 @@ struct BackwardArguments {
     Strides q_strides, k_strides, v_strides, out_strides, d_out_strides, dq_strides, dk_strides, dv_strides;
     Sizes sizes;
     const u32* first_keys; // (B, Tq), null without FIRST_KEYS
+    DropoutArguments dropout;
 };
 
 // ---- which tiles of keys and of queries meet

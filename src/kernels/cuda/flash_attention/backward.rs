@@ -1,6 +1,8 @@
 //! The backward's launches: statistics of the rows, the products, and dq rounded.
 
-use super::arguments::{BackwardArguments, BackwardMaps, CallSizes, Heads, Map, Strides};
+use super::arguments::{
+    BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Dropped, Heads, Map, Strides,
+};
 use super::element;
 use super::form::{Backward as Form, definitions, line, pointer_to};
 use super::tiles::{self, compiled_head_dim};
@@ -16,7 +18,10 @@ use candle_core::{DType, Result};
 const SOURCE: Source = Source {
     name: "flash_backward",
     parts: &[
+        include_str!("../philox.cuh"),
+        include_str!("../dropout.cuh"),
         include_str!("common.cuh"),
+        include_str!("dropped.cuh"),
         include_str!("backward.cuh"),
         include_str!("backward.cu"),
     ],
@@ -24,7 +29,10 @@ const SOURCE: Source = Source {
 const HOPPER: Source = Source {
     name: "flash_backward_hopper",
     parts: &[
+        include_str!("../philox.cuh"),
+        include_str!("../dropout.cuh"),
         include_str!("common.cuh"),
+        include_str!("dropped.cuh"),
         include_str!("hopper.cuh"),
         include_str!("backward.cuh"),
         include_str!("backward_hopper.cuh"),
@@ -46,6 +54,8 @@ pub(crate) struct Inputs<'a> {
     pub lse: View<'a>,
     /// (B, Tq) u32, contiguous: as forward had them.
     pub first_keys: Option<View<'a>>,
+    /// Which probabilities forward dropped, if it did.
+    pub dropout: Option<Dropped<'a>>,
 }
 
 /// What is written.
@@ -116,6 +126,7 @@ pub(crate) fn backward(
     let head_dim = compiled_head_dim(sizes.head_dim);
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
+    let drops = inputs.dropout.is_some();
     let hopper = of_hopper(gpu, dtype, head_dim);
     let launch_generic = form_for(dtype, tf32, head_dim);
     let (source, tiles, queries) = match &hopper {
@@ -126,7 +137,7 @@ pub(crate) fn backward(
             launch_generic.queries,
         ),
     };
-    let definitions = definitions(sizes, element, inputs.first_keys, tiles);
+    let definitions = definitions(sizes, element, inputs.first_keys, drops, tiles);
     let kernel = |stem| source.kernel_with(gpu, &definitions, stem, element);
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
@@ -163,6 +174,7 @@ pub(crate) fn backward(
         dv_strides: Strides::from(&gradients.dv),
         sizes: CallSizes::new(sizes, heads_at_once),
         first_keys: pointer_to(inputs.first_keys),
+        dropout: DropoutArguments::new(inputs.dropout),
     };
     let run = |kernel: &Kernel, blocks, threads, shared_bytes| -> Result<()> {
         kernel.allow_shared_bytes(shared_bytes)?;

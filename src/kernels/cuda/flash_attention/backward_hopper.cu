@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     take_registers<240>();
     const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
     const float to_log2 = sizes.scale * LOG2_E;
+    const Dropped dropped(arguments.dropout, sizes);
     const Described known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
     const Blocks<128, BY_ROWS> ds_blocks(at.ds_tiles, warpgroup * 64 + warp_row, lane);
     // This group's rows of dS and columns of K, for dQ.
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
 #endif
     int tile = END_TILE(work) - 1, head = work.first_head;
-    // From S to P, in place, while dP is computed.
+    // From S to P, in place, while dP is computed; what is dropped with a minus.
     auto exponentiate = [&](int stage) {
         float lse[16];
         read_statistics(lse, stage, 0);
@@ -178,6 +179,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     x = power_of_2(fmaf(x, to_log2, -lse[n * 2 + i % 2]));
                 }
         }
+        if (DROPOUT) {
+#pragma unroll
+            for (int pair = 0; pair < QUERIES / 16; pair++) {
+                u32 stay[2];
+                dropped.by_keys(stay, head, first_key + warp_row, tile * QUERIES + pair * 16, lane);
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    if (!(stay[i / 4] >> 8 * (i % 2 * 2 + i / 2 % 2) & 1)) s[pair * 8 + i] = -s[pair * 8 + i];
+            }
+        }
     };
     barrier_wait(at.queries_full, 0);
     // One group begins later, so that its exponentials come under the other's products.
@@ -213,7 +224,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 float delta[16];
                 read_statistics(delta, stage, QUERIES + half * 64);
 #pragma unroll
-                for (int k = 0; k < 16; k++) p[k / 4][k % 4] = E::pack(s[half * 32 + k * 2], s[half * 32 + k * 2 + 1]);
+                for (int k = 0; k < 16; k++) {
+                    const float p0 = s[half * 32 + k * 2], p1 = s[half * 32 + k * 2 + 1];
+                    p[k / 4][k % 4] = E::pack(DROPOUT && p0 < 0 ? 0 : p0, DROPOUT && p1 < 0 ? 0 : p1);
+                }
                 products_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
@@ -225,8 +239,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                     for (int k = 0; k < 4; k += 2) {
                         const int at = half * 32 + n * 4 + k;
+                        float dp0 = dp[at], dp1 = dp[at + 1], p0 = s[at], p1 = s[at + 1];
+                        if (DROPOUT) {
+                            dp0 = p0 < 0 ? 0 : dp0 * arguments.dropout.scale;
+                            dp1 = p1 < 0 ? 0 : dp1 * arguments.dropout.scale;
+                            p0 = fabsf(p0), p1 = fabsf(p1);
+                        }
                         ds[n / 2][n % 2 * 2 + k / 2] =
-                            E::pack(s[at] * (dp[at] - delta[n * 2]), s[at + 1] * (dp[at + 1] - delta[n * 2 + 1]));
+                            E::pack(p0 * (dp0 - delta[n * 2]), p1 * (dp1 - delta[n * 2 + 1]));
                     }
 #pragma unroll
                 for (int k = 0; k < 4; k++)
@@ -276,14 +296,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             issue_scores(next_stage, keys_stage ^ last);
             products_commit();
             if (last) {
-                const float as_it_is[2] = {1, 1}, scaled[2] = {sizes.scale, sizes.scale};
+                const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
+                const float stayed[2] = {stay_scale, stay_scale}, scaled[2] = {sizes.scale, sizes.scale};
                 const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
                 const int my_key = work.key_tile * KEYS + warpgroup * 64 + warp_row + quad_row;
                 const int batch = head / sizes.heads, kv_head = head % sizes.heads / (sizes.heads / sizes.kv_heads);
                 write_rows<HEAD_DIM>(dk, scaled,
                                      arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + my_key * of_dk.row,
                                      of_dk.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
-                write_rows<HEAD_DIM>(dv, as_it_is,
+                write_rows<HEAD_DIM>(dv, stayed,
                                      arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row,
                                      of_dv.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
                 if (more) barrier_wait(at.v_full, turn + 1);

@@ -6,6 +6,7 @@
 //   HEAD_DIM  16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond that
 //             are zeros in shared memory, so they add nothing
 //   FIRST_KEYS  1 where a call has first keys beside the mask: packed documents, sliding windows; else 0
+//   DROPOUT   1 where probabilities are dropped; else 0
 //   and the tile sizes that the kernels name; each has a default by HEAD_DIM.
 
 typedef unsigned int u32;
@@ -19,6 +20,9 @@ typedef unsigned long long u64;
 #endif
 #ifndef FIRST_KEYS
 #define FIRST_KEYS 0
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
 #endif
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -237,6 +241,14 @@ struct Sizes {
     int heads_at_once;
     float scale; // > 0
     int window;  // keys that a query sees up to its own, or 0: all
+};
+
+// Which probabilities are dropped, and what the others are multiplied by; null without DROPOUT. See dropped.cuh.
+struct DropoutArguments {
+    const u32* key; // (4): seed, seed >> 32, step, micro-batch
+    u32 site, threshold;
+    float scale; // 1 without DROPOUT
+    u32 unused;
 };
 
 // First keys (B, Tq), of one sequence, and a window's: query i sees no key before the i-th, which never falls from one

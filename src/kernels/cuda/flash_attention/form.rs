@@ -31,16 +31,18 @@ pub(super) struct Backward {
 }
 
 /// Definitions that all kernels share. Without first keys, of which a window makes some, the kernels have no code for
-/// them.
+/// them; nor for dropout where nothing is dropped.
 pub(super) fn definitions(
     sizes: &Sizes,
     element: &'static str,
     first_keys: Option<View>,
+    drops: bool,
     mut tiles: Vec<Definition>,
 ) -> Vec<Definition> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let first_keys = first_keys.is_some() || sizes.mask.window().is_some();
     tiles.push(Definition::Size("FIRST_KEYS", usize::from(first_keys)));
+    tiles.push(Definition::Size("DROPOUT", usize::from(drops)));
     tiles.push(Definition::Size("HEAD_DIM", head_dim));
     tiles.push(Definition::Type("ELEMENT", element));
     tiles

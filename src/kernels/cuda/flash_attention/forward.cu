@@ -4,6 +4,7 @@
 //   aligned lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero rounded_off (B, H,
 //   Tq, Dh): ELEMENT, contiguous, may be null: what rounding took from out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
+//   dropout: see dropped.cuh; lse is that of all probabilities
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows; S, P and O stay in its registers: the layout in which a product leaves its 16 x 8
@@ -45,6 +46,7 @@ struct ForwardArguments {
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
+    DropoutArguments dropout;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -99,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Blocks<ROW_BYTES, BY_COLUMNS> k_blocks(k_tiles, 0, lane);
     const Blocks<ROW_BYTES, BY_ROWS> v_blocks(v_tiles, 0, lane);
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const Dropped dropped(arguments.dropout, sizes);
 
     float o[M_BLOCKS][HEAD_DIM / 8][4] = {};
     float largest[M_BLOCKS][2], sum[M_BLOCKS][2]; // of rows quad_row and quad_row + 8
@@ -221,16 +224,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int step = 0; step < COLUMNS / 16; step++) {
             u32 a[M_BLOCKS][4]; // P
 #pragma unroll
-            for (int m = 0; m < M_BLOCKS; m++)
+            for (int m = 0; m < M_BLOCKS; m++) {
+                u32 stay = 0;
+                if (DROPOUT)
+                    stay = dropped.by_queries(head_in_all, first_row + warp_row + m * 16, tile * COLUMNS + step * 16,
+                                              lane);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int half = i % 2;
                     const float (&pair)[4] = s[m][2 * step + i / 2];
-                    const float p0 = power_of_2(fmaf(pair[half * 2], to_log2, less[m][half]));
-                    const float p1 = power_of_2(fmaf(pair[half * 2 + 1], to_log2, less[m][half]));
+                    float p0 = power_of_2(fmaf(pair[half * 2], to_log2, less[m][half]));
+                    float p1 = power_of_2(fmaf(pair[half * 2 + 1], to_log2, less[m][half]));
                     sum[m][half] += p0 + p1;
+                    if (DROPOUT && !(stay >> 8 * i & 1)) p0 = 0;
+                    if (DROPOUT && !(stay >> 8 * i & 2)) p1 = 0;
                     a[m][i] = E::pack(p0, p1);
                 }
+            }
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 16; n++) {
                 u32 b[4];
@@ -253,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             float total = sum[m][half];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            inverse[m][half] = total == 0 ? 0 : 1 / total;
+            inverse[m][half] = total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total;
             const int row = warp_row + m * 16 + quad_row + half * 8;
             if (row < rows && quad_column == 0) {
                 const float log2 = total == 0 ? -INFINITE : largest[m][half] * to_log2 + logarithm_2(total);

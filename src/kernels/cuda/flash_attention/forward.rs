@@ -1,6 +1,9 @@
 //! The forward's launches.
 
-use super::arguments::{CallSizes, ForwardArguments, ForwardHopperArguments, Heads, Map, Strides};
+use super::arguments::{
+    CallSizes, DropoutArguments, Dropped, ForwardArguments, ForwardHopperArguments, Heads, Map,
+    Strides,
+};
 use super::element;
 use super::form::{Forward as Form, definitions, line, pointer_to};
 use super::tiles::{self, compiled_head_dim};
@@ -15,16 +18,38 @@ use candle_core::{DType, Result};
 
 const SOURCE: Source = Source {
     name: "flash_forward",
-    parts: &[include_str!("common.cuh"), include_str!("forward.cu")],
+    parts: &[
+        include_str!("../philox.cuh"),
+        include_str!("../dropout.cuh"),
+        include_str!("common.cuh"),
+        include_str!("dropped.cuh"),
+        include_str!("forward.cu"),
+    ],
 };
 const HOPPER: Source = Source {
     name: "flash_forward_hopper",
     parts: &[
+        include_str!("../philox.cuh"),
+        include_str!("../dropout.cuh"),
         include_str!("common.cuh"),
+        include_str!("dropped.cuh"),
         include_str!("hopper.cuh"),
         include_str!("forward_hopper.cu"),
     ],
 };
+
+/// What is read.
+#[derive(Clone, Copy)]
+pub(crate) struct ForwardInputs<'a> {
+    pub q: Heads<'a>,
+    pub k: Heads<'a>,
+    pub v: Heads<'a>,
+    /// (B, Tq) u32, contiguous: a query of any head sees no key before the one that its sequence has there; it never
+    /// falls from one query to the next.
+    pub first_keys: Option<View<'a>>,
+    /// Which probabilities are dropped, if any are.
+    pub dropout: Option<Dropped<'a>>,
+}
 
 /// What is written.
 #[derive(Clone, Copy)]
@@ -73,23 +98,22 @@ fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::For
 /// Numbers from which Hopper's blocks draw their work.
 const TICKETS: usize = 2;
 
-/// Attention of q, k and v, products of f32 in TF32 or exact. With `first_keys` (B, Tq) u32, contiguous, a query of any
-/// head sees no key before the one that its sequence has there; it never falls from one query to the next. `workspace`
+/// Attention of q, k and v, products of f32 in TF32 or exact. `workspace`
 /// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside
 /// one another need their own.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     sizes: &Sizes,
     tf32: bool,
-    heads: [Heads; 3],
-    first_keys: Option<View>,
+    inputs: ForwardInputs,
     outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
+    let first_keys = inputs.first_keys;
     debug_assert!(first_keys.is_none_or(|all| all.len == sizes.batch * sizes.queries));
-    match of_hopper(gpu, heads[0].view.dtype, sizes) {
-        Some(tiles) => hopper(gpu, sizes, &tiles, heads, first_keys, outputs, workspace),
-        None => launch_generic(gpu, sizes, tf32, heads, first_keys, outputs),
+    match of_hopper(gpu, inputs.q.view.dtype, sizes) {
+        Some(tiles) => hopper(gpu, sizes, &tiles, inputs, outputs, workspace),
+        None => launch_generic(gpu, sizes, tf32, inputs, outputs),
     }
 }
 
@@ -105,13 +129,20 @@ fn launch_generic(
     gpu: &CudaDevice,
     sizes: &Sizes,
     tf32: bool,
-    [q, k, v]: [Heads; 3],
-    first_keys: Option<View>,
+    inputs: ForwardInputs,
     outputs: Outputs,
 ) -> Result<()> {
+    let ForwardInputs {
+        q,
+        k,
+        v,
+        first_keys,
+        dropout,
+    } = inputs;
     let form = form_for(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
-    let definitions = definitions(sizes, element, first_keys, form.tiles);
+    let drops = dropout.is_some();
+    let definitions = definitions(sizes, element, first_keys, drops, form.tiles);
     let kernel = (form.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
     kernel.allow_shared_bytes(form.shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
@@ -128,6 +159,7 @@ fn launch_generic(
         out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, all_heads),
         first_keys: pointer_to(first_keys),
+        dropout: DropoutArguments::new(dropout),
     };
     let blocks = sizes.queries.div_ceil(form.rows) * all_heads;
     let mut launch = kernel.builder();
@@ -141,13 +173,20 @@ fn hopper(
     gpu: &CudaDevice,
     sizes: &Sizes,
     tiles: &tiles::ForwardHopper,
-    [q, k, v]: [Heads; 3],
-    first_keys: Option<View>,
+    inputs: ForwardInputs,
     outputs: Outputs,
     workspace: View,
 ) -> Result<()> {
+    let ForwardInputs {
+        q,
+        k,
+        v,
+        first_keys,
+        dropout,
+    } = inputs;
     let element = element(q.view.dtype);
-    let definitions = definitions(sizes, element, first_keys, tiles.definitions());
+    let drops = dropout.is_some();
+    let definitions = definitions(sizes, element, first_keys, drops, tiles.definitions());
     let kernel = HOPPER.kernel_with(gpu, &definitions, "flash_forward_hopper", element)?;
     let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
@@ -168,6 +207,7 @@ fn hopper(
         out_strides: Strides::from(&outputs.out),
         sizes: CallSizes::new(sizes, at_once),
         first_keys: pointer_to(first_keys),
+        dropout: DropoutArguments::new(dropout),
     };
     let tiles_in_all = sizes.queries.div_ceil(tiles.rows()) * sizes.batch * sizes.heads;
     let blocks = tiles_in_all.min(multiprocessors(gpu)?);

@@ -35,6 +35,7 @@ struct ForwardHopperArguments {
     Strides out_strides;
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
+    DropoutArguments dropout;
 };
 
 // What a block does for one tile of queries.
@@ -134,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     const int lane = threadIdx.x % 32, warp_row = (threadIdx.x / 32 - 4) * 16;
     const int quad_row = lane / 4, quad_column = lane % 4 * 2;
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const Dropped dropped(arguments.dropout, sizes);
     const u32 my_q = q_tiles + warpgroup * 64 * 128;
     // Whose turn it is to issue: a barrier a group, which the group before arrives at.
     const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % WARPGROUPS;
@@ -166,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                     multiply_registers<1>(o[span], p[step], b.at(span * (SPAN / 64) * COLUMNS * 128 + step * 2048),
                                           true);
         };
-        // The scores of a tile become powers of two; returns by what O must be multiplied.
+        // The scores of a tile become powers of two, 0 where they are dropped; returns by what O must be multiplied.
         auto softmax = [&](int tile, bool masked, float (&factor)[2], bool& grown) {
             if (masked) {
 #pragma unroll
@@ -211,6 +213,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                     total += s[n * 4 + half * 2] + s[n * 4 + half * 2 + 1];
                 }
                 sum[half] = sum[half] * factor[half] + total;
+            }
+            if (DROPOUT) {
+#pragma unroll
+                for (int step = 0; step < COLUMNS / 16; step++) {
+                    const u32 stay =
+                        dropped.by_queries(work.head_in_all, row - quad_row, tile * COLUMNS + step * 16, lane);
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        if (!(stay >> (8 * (i / 2) + i % 2) & 1)) s[step * 8 + i] = 0;
+                }
             }
         };
         auto round_scores = [&] {
@@ -262,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 float total = sum[half];
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
-                inverse[half] = total == 0 ? 0 : 1 / total;
+                inverse[half] = total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total;
                 if (row + half * 8 < sizes.queries && quad_column == 0)
                     arguments.lse[(long long)work.head_in_all * sizes.queries + row + half * 8] =
                         total == 0 ? -INFINITE : (largest[half] * to_log2 + logarithm_2(total)) * LN_2;

@@ -20,24 +20,14 @@ mod tf32;
 mod tiles;
 mod workspace;
 
-pub(crate) use arguments::Heads;
+pub(crate) use arguments::{Dropped, Heads};
 pub(crate) use backward::{Gradients, Inputs, backward};
-pub(crate) use forward::{Outputs, forward};
+pub(crate) use forward::{ForwardInputs, Outputs, forward};
 
 use super::{in_vector, source};
-use crate::kernels::Mask;
 use crate::kernels::attention::Sizes;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
-
-/// Query i sees the keys up to i + offset.
-fn offset(sizes: &Sizes) -> i32 {
-    match sizes.mask {
-        Mask::Full => sizes.keys as i32,
-        Mask::Causal | Mask::Window(_) => 0,
-        Mask::CausalEnd => sizes.keys as i32 - sizes.queries as i32,
-    }
-}
 
 /// Whether the GPU has kernels for such a call (`tf32` matters to f32 alone): rows of whole 16 bytes (8 elements, in
 /// f32 4), a scale that leaves the largest score the largest, and tiles that a block's shared memory holds, forward and

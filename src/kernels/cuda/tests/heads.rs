@@ -1,6 +1,8 @@
 //! Flash attention on heads that lie side by side in wider rows: the bits of heads that lie apart.
 
-use super::super::flash_attention::{self as flash, Gradients, Heads, Inputs, Outputs};
+use super::super::flash_attention::{
+    self as flash, ForwardInputs, Gradients, Heads, Inputs, Outputs,
+};
 use super::{Buffer, Element, bits, gpu, numbers};
 use crate::kernels::attention::Sizes;
 use crate::kernels::{Mask, workspace};
@@ -89,7 +91,7 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
     // What was there before has no say.
     let room = |len| Buffer::<u32>::room(gpu, len, 0);
 
-    let run = |q: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
+    let run = |[q, k, v]: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
         let (lse, work) = (
             Buffer::<f32>::room(gpu, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
             room(workspace::flash_forward()),
@@ -99,17 +101,25 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
             rounding_error: None,
             lse: lse.view(gpu),
         };
-        flash::forward(gpu, sizes, tf32, q, None, outputs, work.view(gpu)).unwrap();
+        let inputs = ForwardInputs {
+            q,
+            k,
+            v,
+            first_keys: None,
+            dropout: None,
+        };
+        flash::forward(gpu, sizes, tf32, inputs, outputs, work.view(gpu)).unwrap();
         work.read(gpu);
         let inputs = Inputs {
-            q: q[0],
-            k: q[1],
-            v: q[2],
+            q,
+            k,
+            v,
             out,
             rounding_error: None,
             d_out,
             lse: lse.view(gpu),
             first_keys: None,
+            dropout: None,
         };
         let work = room(workspace::flash_backward(sizes));
         flash::backward(gpu, sizes, tf32, inputs, gradients, work.view(gpu)).unwrap();

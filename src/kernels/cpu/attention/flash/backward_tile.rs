@@ -5,12 +5,14 @@ use super::score_gradient::{Query, ScoreGradient};
 use super::transpose::{load_block, to_columns};
 use super::turns::Turns;
 use super::{Sizes, Tiles};
+use crate::kernels::DropoutMask;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
 use crate::probe::parts::Part;
 use std::ops::Range;
+use std::slice;
 
 /// What forward took and gave, and the gradient of its output.
 #[derive(Clone, Copy)]
@@ -31,6 +33,8 @@ pub struct Inputs<'a, T: Stored> {
     pub d_out: Heads<'a, T>,
     /// The first key that each query sees, (B, Tq), or nothing.
     pub first_keys: &'a [u32],
+    /// Which probabilities (B H Tq, Tk) stayed in forward, where some were dropped.
+    pub dropout: Option<DropoutMask>,
 }
 
 /// What the tasks of one call share, and which tile of keys this is.
@@ -73,6 +77,8 @@ pub(super) struct Scratch<T> {
     /// dP, then dS: (q_tile, k_tile).
     ds: Vec<T>,
     queries: Vec<Query<T>>,
+    /// What a query's probabilities are multiplied by where some are dropped: (k_tile), or nothing.
+    factors: Vec<T>,
     /// Rows on their way to columns: (COLUMNS, Dh).
     block: Vec<T>,
 }
@@ -103,11 +109,12 @@ impl<T: Lanes> Scratch<T> {
             p: zeros(q_tile, k_tile),
             ds: zeros(q_tile, k_tile),
             queries: Vec::with_capacity(q_tile),
+            factors: Vec::new(),
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
     }
 
-    /// How many elements [`new`](Self::new) takes. (In f64: huge sizes do not overflow.)
+    /// How many elements [`new`](Self::new) takes; dropout takes k_tile more. (In f64: huge sizes do not overflow.)
     pub(super) fn elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
         let (head_dim, width) = (sizes.head_dim as f64, padded_width(sizes));
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1) as f64;
@@ -168,8 +175,11 @@ impl<T: Lanes> Scratch<T> {
                 let by_all = inside(last).start..inside(first).end;
                 let together = by_all == by_tile || self.finite(range.len());
                 let step = if together { range.len() } else { 1 };
+                // Its rows are those of lse; its columns are keys.
+                let dropout = inputs.dropout.as_ref();
+                let dropout = dropout.map(|mask| (mask, first_row + range.start, keys.clone()));
                 for first in (0..range.len()).step_by(step) {
-                    self.queries(sizes, first..first + step);
+                    self.queries(sizes, first..first + step, dropout.clone());
                 }
                 let q_tile = start / self.q_tile;
                 // A tile of queries meets tiles of keys without a gap: from its first key's on every task comes by.
@@ -256,8 +266,14 @@ impl<T: Lanes> Scratch<T> {
         self.queries[rows.start].seen.start..self.queries[rows.end - 1].seen.end
     }
 
-    /// The queries `rows` of the tile against the keys that they see: all but their dq.
-    fn queries(&mut self, sizes: &Sizes, rows: Range<usize>) {
+    /// The queries `rows` of the tile against the keys that they see: all but their dq. Dropout is a mask, its row of
+    /// the tile's first query, and the tile's keys.
+    fn queries(
+        &mut self,
+        sizes: &Sizes,
+        rows: Range<usize>,
+        dropout: Option<(&DropoutMask, usize, Range<usize>)>,
+    ) {
         let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
         let seen = self.seen_by(&rows);
         if seen.is_empty() {
@@ -269,6 +285,7 @@ impl<T: Lanes> Scratch<T> {
         let d_out = &self.d_out[rows.start * width..];
         let p = &mut self.p[rows.start * k_tile..];
         let ds = &mut self.ds[rows.start * k_tile..];
+        let first_row = rows.start;
         let rows = rows.len();
         // Line 10: S = (scale Q) K^T, in the bits that forward had.
         let product = Product {
@@ -303,14 +320,33 @@ impl<T: Lanes> Scratch<T> {
         };
         product.run(Part::Values);
         // Lines 11 and 14.
-        let elements = ScoreGradient {
-            queries,
-            scores: p,
-            dp: ds,
-            row: k_tile,
-            keys: columns,
-        };
-        elements.run();
+        match dropout {
+            None => ScoreGradient {
+                queries,
+                scores: p,
+                dp: ds,
+                row: k_tile,
+                keys: columns,
+            }
+            .run(),
+            // dP of what is dropped is 0; and P, once dS is made of it.
+            Some((mask, row, keys)) => {
+                let each = p.chunks_mut(k_tile).zip(ds.chunks_mut(k_tile)).zip(queries);
+                for (i, ((p, dp), query)) in each.enumerate() {
+                    mask.factors(row + first_row + i, keys.clone(), &mut self.factors);
+                    multiply(dp, &self.factors);
+                    ScoreGradient {
+                        queries: slice::from_ref(query),
+                        scores: p,
+                        dp,
+                        row: k_tile,
+                        keys: columns,
+                    }
+                    .run();
+                    multiply(p, &self.factors);
+                }
+            }
+        }
         // Line 12: dV += P^T dO.
         let product = Product {
             a: &p[seen.start..],
@@ -367,4 +403,20 @@ impl<T: Lanes> Scratch<T> {
         };
         product.run(Part::Scores);
     }
+}
+
+/// x times the factors, and 0 where one is 0, whatever x is.
+fn multiply<T: Lanes>(x: &mut [T], factors: &[T]) {
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            for (x, factor) in x.iter_mut().zip(factors) {
+                *x = if *factor == T::ZERO {
+                    T::ZERO
+                } else {
+                    *x * *factor
+                };
+            }
+        },
+    );
 }

@@ -1,20 +1,16 @@
 //! Forward: algorithm 1, a task for each tile of queries.
 
 use super::heads::Rows;
-use super::online_softmax::{OnlineSoftmax, State};
-use super::transpose::{load_block, to_columns, to_rows};
+use super::panel::{PANEL, Panel, SeenByPanel};
+use super::transpose::to_rows;
 use super::{Heads, Sizes, Tiles};
+use crate::kernels::DropoutMask;
 use crate::kernels::attention::Seen;
 use crate::kernels::cpu::Lanes;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::parallel::{Shared, for_tasks_with};
-use crate::kernels::cpu::simd::{all_finite, vectorized};
 use crate::kernels::cpu::{Real, Stored};
-use crate::probe::parts::Part;
 use std::ops::Range;
-
-/// Queries of a panel: its scores' rows are three AVX-512 registers of `f32`, the best width for the products.
-const PANEL: usize = 3 * COLUMNS;
 
 /// What forward writes.
 pub struct Outputs<'a, T: Stored> {
@@ -38,11 +34,14 @@ pub struct ForwardInputs<'a, T> {
     pub v: Heads<'a, T>,
     /// The first key that each query sees, (B, Tq), or nothing.
     pub first_keys: &'a [u32],
+    /// Which probabilities (B H Tq, Tk) stay, where some are dropped.
+    pub dropout: Option<DropoutMask>,
 }
 
 /// `out = softmax(scale q k^T) v` and the log-sum-exp of each row of scores.
 ///
-/// A query that sees no key gets out 0 and lse -inf.
+/// A query that sees no key gets out 0 and lse -inf. lse is that of all scores, also where some probabilities are
+/// dropped.
 pub fn forward<T: Stored>(
     sizes: &Sizes,
     tiles: &Tiles,
@@ -54,6 +53,7 @@ pub fn forward<T: Stored>(
         k,
         v,
         first_keys,
+        dropout,
     } = inputs;
     let length = sizes.batch * sizes.heads * sizes.queries;
     let Outputs {
@@ -85,15 +85,19 @@ pub fn forward<T: Stored>(
             let start = tile * tiles.forward_q_tile;
             let range = start..sizes.queries.min(start + tiles.forward_q_tile);
             let kv_head = head / sizes.group();
+            let first_row = matrix * sizes.queries;
             scratch.attend(
                 sizes,
                 &sizes.seen(first_keys, batch),
+                dropout.as_ref().map(|mask| (mask, first_row)),
                 range.clone(),
-                q.matrix(batch, head),
-                k.matrix(batch, kv_head),
-                v.matrix(batch, kv_head),
+                [
+                    q.matrix(batch, head),
+                    k.matrix(batch, kv_head),
+                    v.matrix(batch, kv_head),
+                ],
             );
-            let first = matrix * sizes.queries + range.start;
+            let first = first_row + range.start;
             let (at, count) = (first * sizes.head_dim, range.len() * sizes.head_dim);
             // SAFETY: each task writes its own queries.
             let (out, lse) = unsafe { (out.range(at, count), lse.range(first, range.len())) };
@@ -101,7 +105,8 @@ pub fn forward<T: Stored>(
             let rest = keeps_rest.then(|| unsafe { rest.range(at, count) });
             // SAFETY: as above.
             let lse_rest = keeps_lse_rest.then(|| unsafe { lse_rest.range(first, range.len()) });
-            scratch.finish(sizes.head_dim, out, rest, lse, lse_rest);
+            let scale = T::Wide::real(dropout.map_or(1.0, |mask| mask.scale()));
+            scratch.finish(scale, sizes.head_dim, out, rest, lse, lse_rest);
         },
     );
 }
@@ -138,62 +143,32 @@ struct Scratch<T> {
     block: Vec<T>,
 }
 
-/// From which key on, and up to which, each query of a panel sees a tile.
-struct SeenByPanel<T> {
-    first: [T; PANEL],
-    end: [T; PANEL],
-}
-
-/// Up to [`PANEL`] queries side by side.
-struct Panel<T> {
-    queries: Range<usize>,
-    /// Lanes in use: the queries, filled up to a multiple of [`COLUMNS`].
-    lanes: usize,
-    /// scale Q^T: (Dh, lanes).
-    q: Vec<T>,
-    /// O^T, not yet divided by the sums: (Dh, lanes).
-    out: Vec<T>,
-    max: [T; PANEL],
-    sum: [T; PANEL],
-    rescale: [T; PANEL],
-}
-
 impl<T: Lanes> Scratch<T> {
     fn new(sizes: &Sizes, tiles: &Tiles) -> Self {
-        let panel = || Panel {
-            queries: 0..0,
-            lanes: 0,
-            q: vec![T::ZERO; sizes.head_dim * PANEL],
-            out: vec![T::ZERO; sizes.head_dim * PANEL],
-            max: [T::ZERO; PANEL],
-            sum: [T::ZERO; PANEL],
-            rescale: [T::ZERO; PANEL],
-        };
         let longest = sizes.queries.min(tiles.forward_q_tile);
         let k_tile = tiles.forward_k_tile.min(sizes.keys);
         Self {
             k_tile,
-            panels: (0..longest.div_ceil(PANEL)).map(|_| panel()).collect(),
+            panels: (0..longest.div_ceil(PANEL))
+                .map(|_| Panel::new(sizes.head_dim))
+                .collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
-            seen: SeenByPanel {
-                first: [T::ZERO; PANEL],
-                end: [T::ZERO; PANEL],
-            },
+            seen: SeenByPanel::new(),
             k: vec![T::ZERO; k_tile * sizes.head_dim],
             v: vec![T::ZERO; k_tile * sizes.head_dim],
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
     }
 
-    /// Attends for the queries `range` of one head, up to the division by the sums.
+    /// Attends for the queries `range` of one head, up to the division by the sums. Dropout is a mask and its row of
+    /// the head's first query.
     fn attend<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
         seen: &Seen<'_>,
+        dropout: Option<(&DropoutMask, usize)>,
         range: Range<usize>,
-        q: Rows<'_, S>,
-        k: Rows<'_, S>,
-        v: Rows<'_, S>,
+        [q, k, v]: [Rows<'_, S>; 3],
     ) {
         let scale = T::real(sizes.scale);
         let mut start = range.start;
@@ -232,14 +207,19 @@ impl<T: Lanes> Scratch<T> {
                 }
                 let skipped = first - keys.start;
                 let (k, v) = ((&k.0[skipped * k.1..], k.1), (&v.0[skipped * v.1..], v.1));
-                panel.step(k, v, scores, &self.seen, by_all);
+                panel.probabilities(k, scores, &self.seen, by_all.clone());
+                if let Some((mask, first_row)) = dropout {
+                    panel.drop_some(scores, mask, first_row, first);
+                }
+                panel.add(v, scores, &self.seen, by_all);
             }
         }
     }
 
-    /// Divides by the sums, and writes the queries' rows of the outputs.
+    /// Multiplies by `scale`, divides by the sums, and writes the queries' rows of the outputs.
     fn finish<S: Stored<Wide = T>>(
         &mut self,
+        scale: T,
         head_dim: usize,
         out: &mut [S],
         mut rest: Option<&mut [S]>,
@@ -261,7 +241,7 @@ impl<T: Lanes> Scratch<T> {
                     }
                     // Nothing seen: 0 / 0 otherwise. A NaN stays one.
                     if *sum != T::ZERO {
-                        *factor = T::ONE / *sum;
+                        *factor = scale / *sum;
                     }
                 }
                 let columns = &panel.out[lane..];
@@ -292,130 +272,4 @@ fn sum_and_rest<T: Lanes>(a: T, b: T) -> (T, T) {
     }
     let of_b = sum - a;
     (sum, (a - (sum - of_b)) + (b - of_b))
-}
-
-impl<T: Lanes> Panel<T> {
-    /// Restarts with `queries`, rows of `q`; `block` is (COLUMNS, Dh) to work in.
-    fn begin<S: Stored<Wide = T>>(
-        &mut self,
-        queries: Range<usize>,
-        scale: T,
-        q: Rows<'_, S>,
-        block: &mut [T],
-    ) {
-        let head_dim = block.len() / COLUMNS;
-        self.lanes = queries.len().next_multiple_of(COLUMNS);
-        self.max.fill(T::NEG_INFINITY);
-        self.sum.fill(T::ZERO);
-        self.q.resize(head_dim * self.lanes, T::ZERO);
-        self.out.clear();
-        self.out.resize(head_dim * self.lanes, T::ZERO);
-        for first in (0..self.lanes).step_by(COLUMNS) {
-            let start = queries.start + first;
-            load_block(q, start..queries.end.min(start + COLUMNS), head_dim, block);
-            to_columns(block, head_dim, scale, &mut self.q[first..], self.lanes);
-        }
-        self.queries = queries;
-    }
-
-    /// Takes in one tile of keys, of which all see `by_all`: k and v (keys, Dh) with their row strides, scores (keys,
-    /// lanes) to work in.
-    fn step(
-        &mut self,
-        (k, k_row): (&[T], usize),
-        (v, v_row): (&[T], usize),
-        scores: &mut [T],
-        seen: &SeenByPanel<T>,
-        by_all: Range<usize>,
-    ) {
-        let lanes = self.lanes;
-        let head_dim = self.q.len() / lanes;
-        let keys = scores.len() / lanes;
-        // Line 8: S^T = K (scale Q^T).
-        let product = Product {
-            a: k,
-            a_row: k_row,
-            a_col: 1,
-            b: &self.q,
-            b_row: lanes,
-            b_unit: COLUMNS,
-            c: scores,
-            c_row: lanes,
-            rows: keys,
-            columns: lanes,
-            depth: head_dim,
-            accumulate: false,
-        };
-        product.run(Part::Scores);
-        // Line 9.
-        let step = OnlineSoftmax {
-            scores,
-            queries: lanes,
-            first: &seen.first[..lanes],
-            end: &seen.end[..lanes],
-            by_all: by_all.clone(),
-            state: State {
-                max: &mut self.max[..lanes],
-                sum: &mut self.sum[..lanes],
-                rescale: &mut self.rescale[..lanes],
-            },
-        };
-        // Line 10: O^T = O^T rescale + V^T P^T.
-        if step.run() {
-            let rescale = &self.rescale[..lanes];
-            let out = &mut self.out;
-            vectorized(
-                #[inline(always)]
-                || {
-                    for row in out.chunks_exact_mut(lanes) {
-                        for (value, factor) in row.iter_mut().zip(rescale) {
-                            *value *= *factor;
-                        }
-                    }
-                },
-            );
-        }
-        let mut next = 0;
-        for key in (0..by_all.start).chain(by_all.end.max(by_all.start)..keys) {
-            let row = &v[key * v_row..][..head_dim];
-            if all_finite(row) {
-                continue;
-            }
-            // A hidden p is 0, and 0 NaN is NaN: who does not see this key must not meet it.
-            self.add_values(v, v_row, scores, next..key);
-            for (lane, p) in scores[key * lanes..][..lanes].iter().enumerate() {
-                let key = T::real(key as f64);
-                if seen.first[lane] <= key && key < seen.end[lane] {
-                    for (out, value) in self.out.chunks_mut(lanes).zip(row) {
-                        out[lane] += *p * *value;
-                    }
-                }
-            }
-            next = key + 1;
-        }
-        self.add_values(v, v_row, scores, next..keys);
-    }
-
-    /// `O^T += V^T P^T` for some keys of a tile: v (keys, Dh), p (keys, lanes).
-    fn add_values(&mut self, v: &[T], v_row: usize, p: &[T], keys: Range<usize>) {
-        let lanes = self.lanes;
-        if keys.is_empty() {
-            return;
-        }
-        let product = Product {
-            a: &v[keys.start * v_row..],
-            a_row: 1,
-            a_col: v_row,
-            b: &p[keys.start * lanes..],
-            b_row: lanes,
-            b_unit: COLUMNS,
-            rows: self.out.len() / lanes,
-            c: &mut self.out,
-            c_row: lanes,
-            columns: lanes,
-            depth: keys.len(),
-            accumulate: true,
-        };
-        product.run(Part::Values);
-    }
 }

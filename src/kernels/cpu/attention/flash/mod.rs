@@ -20,6 +20,7 @@ mod backward_tile;
 mod forward;
 mod heads;
 mod online_softmax;
+mod panel;
 mod score_gradient;
 mod tiles;
 mod transpose;

@@ -7,6 +7,7 @@
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, and what rounding took from it;  rounded_off: null
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
+//   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 3): f32, lse log2(e), delta, what rounding took from the first
 //   turns (B, H, ceil(Tq / QUERIES)) and one more: int
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     float* const my_ds = ds_tile + lane_key * Exchange::PITCH;
     const float* const my_statistics = statistics + STATISTICS * lane_column;
     const float to_log2 = sizes.scale * LOG2_E;
+    const Dropped dropped(arguments.dropout, sizes);
     // And of dQ.
     const int dq_place =
         warp / DQ_COLUMN_WARPS * (QUERIES / DQ_ROW_WARPS) + (lane_row | lane_column / DQ_LANES * 4) * DQ_ROWS;
@@ -155,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int* const turns = arguments.turns;
     int sums_now = 0, sums_before = 0; // the numbers of this step's tile of dq_sums and of the one before
     for (int step = 0; step < steps; step++) {
-        const int first_query = next.tile * QUERIES;
+        const int first_query = next.tile * QUERIES, head_in_all = next.head;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
         next.advance(first_tile, end_tile);
         wait_groups<0>();
@@ -196,6 +198,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 const float lse = my_statistics[n * 8 * STATISTICS], rest = my_statistics[n * 8 * STATISTICS + 2];
 #pragma unroll
                 for (int m = 0; m < M; m++) s[m][n] = power_of_2(fmaf(s[m][n], to_log2, -lse) - rest);
+                if (DROPOUT) {
+                    // What is dropped is written with a minus. Each lane of a column draws eight of the warp's keys.
+                    u32 mine = 0;
+                    if (lane_row < M / 2)
+                        mine = dropped.eight_keys(head_in_all, first_query + lane_column + n * 8,
+                                                  first_key + warp_key + lane_row * 8);
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        const u32 stay = __shfl_sync(~0u, mine, lane_of(m / 2, lane_column));
+                        if (!(stay >> (m % 2 * 4 + lane_row) & 1)) s[m][n] = -s[m][n];
+                    }
+                }
             }
 #pragma unroll
             for (int m = 0; m < M; m++) Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
@@ -210,12 +224,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 float p[N];
                 Exchange::read(p, my_p + m * 4 * Exchange::PITCH, lane_column);
 #pragma unroll
-                for (int n = 0; n < N; n++) s[m][n] = p[n] * (s[m][n] - delta[n]);
+                for (int n = 0; n < N; n++) {
+                    if (DROPOUT) s[m][n] = p[n] < 0 ? 0 : s[m][n] * arguments.dropout.scale;
+                    s[m][n] = (DROPOUT ? fabsf(p[n]) : p[n]) * (s[m][n] - delta[n]);
+                }
                 Exchange::write(my_ds + m * 4 * Exchange::PITCH, lane_column, s[m]);
             }
             __syncwarp();
         }
-        multiply_columns<M, N>(gradient, right ? my_ds : my_p, factor);
+        if (DROPOUT && !right) multiply_columns<M, N, true>(gradient, my_p, factor);
+        else multiply_columns<M, N>(gradient, right ? my_ds : my_p, factor);
 
         if (threadIdx.x == 0 && turn < key_tile) {
             do turn = read_turn(turns + sums_now);
@@ -236,5 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
     for (int m = 0; m < M; m++)
         if (lane_key + 4 * m < keys)
-            write_row(rows + 4 * m * of_gradient.row, gradient[m], lane_column, dim, right ? sizes.scale : 1);
+            write_row(rows + 4 * m * of_gradient.row, gradient[m], lane_column, dim,
+                      right     ? sizes.scale
+                      : DROPOUT ? arguments.dropout.scale
+                                : 1);
 }

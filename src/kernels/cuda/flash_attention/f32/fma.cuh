@@ -8,6 +8,9 @@
 // differ in bits 1 and 3: so what two lanes read of the same place is fetched once.
 __device__ __forceinline__ int row_of(int lane) { return (lane >> 1 & 1) | (lane >> 2 & 2); }
 __device__ __forceinline__ int column_of(int lane) { return (lane & 1) | (lane >> 1 & 2) | (lane >> 2 & 4); }
+__device__ __forceinline__ int lane_of(int row, int column) {
+    return (column & 1) | (row & 1) << 1 | (column & 2) << 1 | (row & 2) << 2 | (column & 4) << 2;
+}
 // The lanes of one row.
 __device__ __forceinline__ float sum_over_columns(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
@@ -87,8 +90,9 @@ template <int PART> __device__ __forceinline__ void read_columns(float (&y)[PART
 }
 
 // o[m] += sum over n and the lanes' columns c of p's row 4 m, place (c, n), by v's row c + 8 n; `v` at the lane's first
-// column. The tile is summed by itself: one sum over all tiles would lose several times as much.
-template <int M, int N>
+// column. The tile is summed by itself: one sum over all tiles would lose several times as much. With DROPS a p below 0
+// counts as 0.
+template <int M, int N, bool DROPS = false>
 __device__ __forceinline__ void multiply_columns(float (&o)[M][DIMS], const float* p, const float* v) {
     // So many columns at a time: their sums are in registers beside those over all tiles.
     constexpr int PART = M * DIMS <= 96 || DIMS % (2 * WIDTH) != 0 ? DIMS : DIMS / 2;
@@ -118,7 +122,10 @@ __device__ __forceinline__ void multiply_columns(float (&o)[M][DIMS], const floa
 #pragma unroll
                     for (int j = 0; j < PART; j++)
 #pragma unroll
-                        for (int m = 0; m < M; m++) sum[m][j] = fmaf(part(x[m], i), y[j], sum[m][j]);
+                        for (int m = 0; m < M; m++) {
+                            const float p = part(x[m], i);
+                            sum[m][j] = fmaf(DROPS && p < 0 ? 0 : p, y[j], sum[m][j]);
+                        }
                 }
             }
         }

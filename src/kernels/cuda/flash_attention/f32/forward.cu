@@ -5,6 +5,7 @@
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
 //   is zero
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
+//   dropout: see dropped.cuh; lse is that of all probabilities
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared
@@ -75,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const float* const my_v = v_tile + lane_column * WIDTH;
     float* const my_p = p_tile + (warp_row + lane_row) * Exchange::PITCH;
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const Dropped dropped(arguments.dropout, sizes);
 
     float o[M][DIMS] = {}, largest[M], sum[M]; // of rows 4 m; the sum of this lane's columns
 #pragma unroll
@@ -145,6 +147,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                 for (int n = 1; n < N; n++) tile_sum += s[m][n];
                 sum[m] += tile_sum;
+                if (DROPOUT) {
+                    // Each lane of a row draws the n-th eight keys for one n.
+                    u32 mine = 0;
+                    if (lane_column < N)
+                        mine = dropped.eight_keys(block.head_in_all, first_row + warp_row + lane_row + 4 * m,
+                                                  first_key + lane_column * 8);
+#pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        const u32 stay = __shfl_sync(~0u, mine, lane_of(lane_row, n));
+                        if (!(stay >> lane_column & 1)) s[m][n] = 0;
+                    }
+                }
                 Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
             }
         }
@@ -167,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const float total = sum_over_columns(sum[m]);
         if (row >= rows) continue;
         if (lane_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m], to_log2), total);
-        write_row(out + row * arguments.out_strides.row, o[m], lane_column, dim, total == 0 ? 0 : 1 / total);
+        write_row(out + row * arguments.out_strides.row, o[m], lane_column, dim,
+                  total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total);
     }
 }

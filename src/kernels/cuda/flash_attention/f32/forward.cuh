@@ -14,6 +14,7 @@ struct ForwardArguments {
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
+    DropoutArguments dropout;
 };
 
 // ROWS queries of one head, or those that are left, and the keys that they see.

@@ -11,7 +11,10 @@ use crate::kernels::cuda::source::Source;
 const FORWARD: Source = Source {
     name: "flash_forward_f32",
     parts: &[
+        include_str!("../../philox.cuh"),
+        include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
+        include_str!("../dropped.cuh"),
         include_str!("forward.cuh"),
         include_str!("tiles.cuh"),
         include_str!("fma.cuh"),
@@ -21,7 +24,10 @@ const FORWARD: Source = Source {
 const BACKWARD: Source = Source {
     name: "flash_backward_f32",
     parts: &[
+        include_str!("../../philox.cuh"),
+        include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
+        include_str!("../dropped.cuh"),
         include_str!("../backward.cuh"),
         include_str!("tiles.cuh"),
         include_str!("backward.cuh"),

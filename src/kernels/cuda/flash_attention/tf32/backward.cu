@@ -8,6 +8,7 @@
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (B, H, Tq), whose rest is nothing beside TF32's rounding: f32;  rounded_off: null
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
+//   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
 // Scratch, all of it written before it is read:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
 //   and one more: int dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const float *const my_q = q_tile + in_group + warp_dim, *const my_d_out = d_out_tile + in_group + warp_dim;
     float* const my_ds = ds_tile + (warp_key + quad_row) * DS_PITCH + quad_column;
     const float to_log2 = sizes.scale * LOG2_E;
+    const Dropped dropped(arguments.dropout, sizes);
 
     float dk[1][WARP_DIMS / 8][4] = {}, dv[1][WARP_DIMS / 8][4] = {};
 
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int* const turns = arguments.turns;
     int sums_now = 0, sums_before = 0; // the numbers of this step's tile of dq_sums and of the one before
     for (int step = 0; step < steps; step++) {
-        const int first_query = next.tile * QUERIES;
+        const int first_query = next.tile * QUERIES, head_in_all = next.head;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
         next.advance(first_tile, end_tile);
         wait_groups<0>();
@@ -179,14 +181,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     if (8 < first) s[0][n][odd + 2] = -INFINITE;
                 }
         }
+        u32 stay[2];
 #pragma unroll
         for (int n = 0; n < N; n++) {
+            if (DROPOUT && n % 2 == 0)
+                dropped.by_keys(stay, head_in_all, first_key + warp_key, first_query + n * 8, lane);
             const float4 row = read4(statistics + (n * 8 + quad_column) * 2); // lse, delta, lse, delta
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float p = power_of_2(fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x));
-                s[0][n][i] = rounded(p);
-                dp[0][n][i] = rounded(p * (dp[0][n][i] - (i % 2 ? row.w : row.y)));
+                const bool stays = !DROPOUT || stay[n % 2] >> 8 * (i % 2 * 2 + i / 2) & 1;
+                const float of_dp = DROPOUT ? stays ? dp[0][n][i] * arguments.dropout.scale : 0 : dp[0][n][i];
+                s[0][n][i] = stays ? rounded(p) : 0;
+                dp[0][n][i] = rounded(p * (of_dp - (i % 2 ? row.w : row.y)));
             }
             if (SHARE == 1 || warp_dim == 0) {
                 *reinterpret_cast<float2*>(my_ds + n * 8) = make_float2(dp[0][n][0], dp[0][n][1]);
@@ -217,6 +224,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int key = warp_key + quad_row + half * 8;
         if (key >= keys) continue;
         write_row(dk_rows + key * of_dk.row, dk[0], half, lane, dim - warp_dim, sizes.scale);
-        write_row(dv_rows + key * of_dv.row, dv[0], half, lane, dim - warp_dim, 1);
+        write_row(dv_rows + key * of_dv.row, dv[0], half, lane, dim - warp_dim, DROPOUT ? arguments.dropout.scale : 1);
     }
 }

@@ -6,6 +6,7 @@
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
 //   is zero
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
+//   dropout: see dropped.cuh; lse is that of all probabilities
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied
@@ -74,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u32 q_blocks = left_blocks(q_tile + warp_row * PITCH, lane), k_blocks = right_blocks(k_tiles, lane);
     const float* const my_v = v_tiles + quad_column * PITCH + quad_row * GROUP;
     const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const Dropped dropped(arguments.dropout, sizes);
 
     float o[M][HEAD_DIM / 8][4] = {};
     float largest[M][2], sum[M][2]; // of rows quad_row and quad_row + 8; the sum of this thread's columns
@@ -175,6 +177,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         s[m][n][i] = rounded(p);
                     }
             }
+        if (DROPOUT) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n += 2) {
+                    const u32 stay =
+                        dropped.by_queries(block.head_in_all, first_row + warp_row + m * 16, first_key + n * 8, lane);
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        if (!(stay >> (8 * (i / 4 * 2 + i / 2 % 2) + i % 2) & 1)) s[m][n + i / 4][i % 4] = 0;
+                }
+        }
         multiply_result(o, s, my_v + stage);
     }
     wait_groups<0>();
@@ -190,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int row = warp_row + m * 16 + quad_row + half * 8;
             if (row >= rows) continue;
             if (quad_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m][half], to_log2), total);
-            write_row(out + row * arguments.out_strides.row, o[m], half, lane, dim, total == 0 ? 0 : 1 / total);
+            write_row(out + row * arguments.out_strides.row, o[m], half, lane, dim,
+                      total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total);
         }
 }

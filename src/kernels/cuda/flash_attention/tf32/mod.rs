@@ -11,7 +11,10 @@ use crate::kernels::cuda::source::Source;
 const FORWARD: Source = Source {
     name: "flash_forward_tf32",
     parts: &[
+        include_str!("../../philox.cuh"),
+        include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
+        include_str!("../dropped.cuh"),
         include_str!("../f32/forward.cuh"),
         include_str!("../f32/tiles.cuh"),
         include_str!("mma.cuh"),
@@ -21,7 +24,10 @@ const FORWARD: Source = Source {
 const BACKWARD: Source = Source {
     name: "flash_backward_tf32",
     parts: &[
+        include_str!("../../philox.cuh"),
+        include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
+        include_str!("../dropped.cuh"),
         include_str!("../backward.cuh"),
         include_str!("../f32/tiles.cuh"),
         include_str!("../f32/backward.cuh"),

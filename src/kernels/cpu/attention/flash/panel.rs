@@ -1,0 +1,213 @@
+//! A panel of queries, which meets tiles of keys one after another.
+
+use super::heads::Rows;
+use super::online_softmax::{OnlineSoftmax, State};
+use super::transpose::{load_block, to_columns};
+use crate::kernels::DropoutMask;
+use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::simd::{all_finite, vectorized};
+use crate::kernels::cpu::{Lanes, Stored};
+use crate::probe::parts::Part;
+use std::ops::Range;
+
+/// Queries of a panel: its scores' rows are three AVX-512 registers of `f32`, the best width for the products.
+pub(super) const PANEL: usize = 3 * COLUMNS;
+
+/// From which key on, and up to which, each query of a panel sees a tile.
+pub(super) struct SeenByPanel<T> {
+    pub first: [T; PANEL],
+    pub end: [T; PANEL],
+}
+
+/// Up to [`PANEL`] queries side by side.
+pub(super) struct Panel<T> {
+    pub queries: Range<usize>,
+    /// Lanes in use: the queries, filled up to a multiple of [`COLUMNS`].
+    pub lanes: usize,
+    /// scale Q^T: (Dh, lanes).
+    q: Vec<T>,
+    /// O^T, not yet divided by the sums: (Dh, lanes).
+    pub out: Vec<T>,
+    pub max: [T; PANEL],
+    pub sum: [T; PANEL],
+    rescale: [T; PANEL],
+}
+
+impl<T: Lanes> SeenByPanel<T> {
+    pub fn new() -> Self {
+        Self {
+            first: [T::ZERO; PANEL],
+            end: [T::ZERO; PANEL],
+        }
+    }
+}
+
+impl<T: Lanes> Panel<T> {
+    /// Without queries.
+    pub fn new(head_dim: usize) -> Self {
+        Self {
+            queries: 0..0,
+            lanes: 0,
+            q: vec![T::ZERO; head_dim * PANEL],
+            out: vec![T::ZERO; head_dim * PANEL],
+            max: [T::ZERO; PANEL],
+            sum: [T::ZERO; PANEL],
+            rescale: [T::ZERO; PANEL],
+        }
+    }
+
+    /// Restarts with `queries`, rows of `q`; `block` is (COLUMNS, Dh) to work in.
+    pub fn begin<S: Stored<Wide = T>>(
+        &mut self,
+        queries: Range<usize>,
+        scale: T,
+        q: Rows<'_, S>,
+        block: &mut [T],
+    ) {
+        let head_dim = block.len() / COLUMNS;
+        self.lanes = queries.len().next_multiple_of(COLUMNS);
+        self.max.fill(T::NEG_INFINITY);
+        self.sum.fill(T::ZERO);
+        self.q.resize(head_dim * self.lanes, T::ZERO);
+        self.out.clear();
+        self.out.resize(head_dim * self.lanes, T::ZERO);
+        for first in (0..self.lanes).step_by(COLUMNS) {
+            let start = queries.start + first;
+            load_block(q, start..queries.end.min(start + COLUMNS), head_dim, block);
+            to_columns(block, head_dim, scale, &mut self.q[first..], self.lanes);
+        }
+        self.queries = queries;
+    }
+
+    /// The scores of one tile of keys k (keys, Dh), with its row stride, become probabilities not yet divided by the
+    /// sums, (keys, lanes); all see `by_all` of the keys. What is summed so far is brought to their scale.
+    pub fn probabilities(
+        &mut self,
+        (k, k_row): (&[T], usize),
+        scores: &mut [T],
+        seen: &SeenByPanel<T>,
+        by_all: Range<usize>,
+    ) {
+        let lanes = self.lanes;
+        let head_dim = self.q.len() / lanes;
+        let keys = scores.len() / lanes;
+        // Line 8: S^T = K (scale Q^T).
+        let product = Product {
+            a: k,
+            a_row: k_row,
+            a_col: 1,
+            b: &self.q,
+            b_row: lanes,
+            b_unit: COLUMNS,
+            c: scores,
+            c_row: lanes,
+            rows: keys,
+            columns: lanes,
+            depth: head_dim,
+            accumulate: false,
+        };
+        product.run(Part::Scores);
+        // Line 9.
+        let step = OnlineSoftmax {
+            scores,
+            queries: lanes,
+            first: &seen.first[..lanes],
+            end: &seen.end[..lanes],
+            by_all,
+            state: State {
+                max: &mut self.max[..lanes],
+                sum: &mut self.sum[..lanes],
+                rescale: &mut self.rescale[..lanes],
+            },
+        };
+        // Line 10: O^T rescale.
+        if step.run() {
+            let rescale = &self.rescale[..lanes];
+            let out = &mut self.out;
+            vectorized(
+                #[inline(always)]
+                || {
+                    for row in out.chunks_exact_mut(lanes) {
+                        for (value, factor) in row.iter_mut().zip(rescale) {
+                            *value *= *factor;
+                        }
+                    }
+                },
+            );
+        }
+    }
+
+    /// Sets to 0 what is dropped of a tile's probabilities (keys, lanes): those of the keys from `first_key` on. The
+    /// head's first query has row `first_row` of the mask.
+    pub fn drop_some(&self, p: &mut [T], mask: &DropoutMask, first_row: usize, first_key: usize) {
+        let lanes = self.lanes;
+        let keys = first_key..first_key + p.len() / lanes;
+        vectorized(
+            #[inline(always)]
+            || {
+                for (lane, query) in self.queries.clone().enumerate() {
+                    mask.each(first_row + query, keys.clone(), |key, stays| {
+                        let p = &mut p[key * lanes + lane];
+                        *p = if stays { *p } else { T::ZERO };
+                    });
+                }
+            },
+        );
+    }
+
+    /// Takes in the values v (keys, Dh) of a tile, with their row stride, times its probabilities (keys, lanes).
+    pub fn add(
+        &mut self,
+        (v, v_row): (&[T], usize),
+        p: &[T],
+        seen: &SeenByPanel<T>,
+        by_all: Range<usize>,
+    ) {
+        let lanes = self.lanes;
+        let head_dim = self.q.len() / lanes;
+        let keys = p.len() / lanes;
+        // Line 10: O^T += V^T P^T.
+        let mut next = 0;
+        for key in (0..by_all.start).chain(by_all.end.max(by_all.start)..keys) {
+            let row = &v[key * v_row..][..head_dim];
+            if all_finite(row) {
+                continue;
+            }
+            // A hidden p is 0, and 0 NaN is NaN: who does not see this key must not meet it.
+            self.add_values(v, v_row, p, next..key);
+            for (lane, p) in p[key * lanes..][..lanes].iter().enumerate() {
+                let key = T::real(key as f64);
+                if seen.first[lane] <= key && key < seen.end[lane] {
+                    for (out, value) in self.out.chunks_mut(lanes).zip(row) {
+                        out[lane] += *p * *value;
+                    }
+                }
+            }
+            next = key + 1;
+        }
+        self.add_values(v, v_row, p, next..keys);
+    }
+
+    /// `O^T += V^T P^T` for some keys of a tile: v (keys, Dh), p (keys, lanes).
+    fn add_values(&mut self, v: &[T], v_row: usize, p: &[T], keys: Range<usize>) {
+        let lanes = self.lanes;
+        if keys.is_empty() {
+            return;
+        }
+        let product = Product {
+            a: &v[keys.start * v_row..],
+            a_row: 1,
+            a_col: v_row,
+            b: &p[keys.start * lanes..],
+            b_row: lanes,
+            b_unit: COLUMNS,
+            rows: self.out.len() / lanes,
+            c: &mut self.out,
+            c_row: lanes,
+            columns: lanes,
+            depth: keys.len(),
+            accumulate: true,
+        };
+        product.run(Part::Values);
+    }
+}

@@ -1,0 +1,83 @@
+//! Probabilities dropped: against the oracle, whose factors are those of `ops::dropout` of a tensor of probabilities.
+
+use super::judge::judge;
+use super::oracle::Oracle;
+use super::packed::{naive_there, of_lengths, window};
+use super::problem::{
+    Attend, FLASH, MASKS, Problem, REFERENCE, Sizes, device, dtypes_with_kernels,
+};
+use candle_core::DType;
+use rstest::rstest;
+use tallow::attention::Mask;
+use tallow::ops::{Dropout, DropoutKey};
+
+fn dropout(probability: f64) -> Dropout {
+    let key = DropoutKey::of_micro_batch(1 << 40 | 3, 9, 2).unwrap();
+    let key = key.at(70_000);
+    Dropout { probability, key }
+}
+
+/// Over several tiles, whose ends are no multiples of eight keys, in groups of heads.
+pub fn problems(head_dim: usize) -> Vec<Problem> {
+    let odd = Sizes::new((2, 4, 2), (300, 331), head_dim);
+    let each = MASKS.map(|mask| Problem::random(odd, mask, None, 61).with_dropout(dropout(0.2)));
+    let square = Sizes::new((2, 2, 2), (424, 424), head_dim);
+    let packed = [Mask::Causal, window(90)].map(|mask| {
+        let problem = Problem::random(square, mask, None, 62);
+        let packed = problem.with_first_keys(of_lengths(&[&[64, 3, 192, 165], &[1, 423]]));
+        packed.with_dropout(dropout(0.7))
+    });
+    // One key, fewer than eight, and a probability that drops nothing.
+    let few = [(1, 0.5), (5, 0.5), (40, 1e-9)].map(|(keys, probability)| {
+        let sizes = Sizes::new((1, 2, 1), (37, keys), head_dim);
+        Problem::random(sizes, Mask::Full, None, 63).with_dropout(dropout(probability))
+    });
+    each.into_iter().chain(packed).chain(few).collect()
+}
+
+#[rstest]
+fn over_tiles(#[values(16, 32, 64, 80, 96, 128, 256)] head_dim: usize) {
+    if ![16, 80].contains(&head_dim) && !device().is_cuda() {
+        return; // the CPU has one kernel for all
+    }
+    for problem in problems(head_dim) {
+        let oracle = Oracle::of(&problem);
+        for dtype in dtypes_with_kernels() {
+            judge(&problem, &oracle, dtype, FLASH)
+                .unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.config));
+        }
+    }
+}
+
+#[rstest]
+fn by_others(
+    #[values(REFERENCE, naive_there)] attend: Attend,
+    #[values(DType::F32, DType::F64)] dtype: DType,
+) {
+    if dtype == DType::F64 && device().is_cuda() {
+        return;
+    }
+    for problem in problems(8) {
+        let oracle = Oracle::of(&problem);
+        judge(&problem, &oracle, dtype, attend)
+            .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
+    }
+}
+
+/// Another key drops others; the same one the same, whatever the run.
+#[test]
+fn the_key_says_which() {
+    let sizes = Sizes::new((1, 2, 2), (90, 90), 16);
+    let problem = Problem::random(sizes, Mask::Causal, None, 64);
+    let of = |site| {
+        let dropout = dropout(0.5);
+        let key = dropout.key.at(site);
+        let problem = problem.clone().with_dropout(Dropout { key, ..dropout });
+        problem.run(DType::F32, FLASH).bits()
+    };
+    assert_eq!(of(0), of(0));
+    let [out, lse, ..] = of(0);
+    let [other_out, other_lse, ..] = of(1);
+    assert_ne!(out, other_out);
+    assert_eq!(lse, other_lse);
+}
