@@ -13,11 +13,14 @@
 //! cargo run --example train -- --data my.txt --compile --precision bf16
 //! cargo run --example train -- --data my.txt --compile --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
+//! cargo run --example train --features cuda -- --data my.txt --size small --compile --precision bf16 --gpus 2
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 //!
 //! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the
 //! trained one as `transformers` reads it.
+//!
+//! With `--gpus` it starts a rank for each GPU, which train the same model together; torchrun and mpirun start them too.
 //!
 //! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
 //! status 130 or 143; a second one ends it at once.
@@ -34,6 +37,7 @@ mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
+use common::ranks::{ExchangeFlags, RankFlags};
 use common::{Common, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
@@ -47,6 +51,7 @@ use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
+use tallow::dist::Communicator;
 use tallow::model::TransformerConfig;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -66,6 +71,10 @@ struct Flags {
     family: FamilyFlags,
     #[command(flatten)]
     training: TrainingFlags,
+    #[command(flatten)]
+    ranks: RankFlags,
+    #[command(flatten)]
+    exchange: ExchangeFlags,
     /// Plan the step beforehand: faster, in less memory (with f32 weights, on the CPU); evaluations and files are the
     /// same, and a run may be resumed with or without
     #[arg(long, help_heading = "Training")]
@@ -81,6 +90,9 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
+    if let Some(code) = flags.ranks.launched() {
+        return code;
+    }
     let mut stopped = None;
     let code = common::run(|| {
         stopped = flags.common.around(|| flags.run())?;
@@ -96,7 +108,10 @@ impl Flags {
         // Whatever can be refused is refused before the first step, not after the last.
         let sampling = self.sample.config(self.common.seed);
         sampling.validate()?;
-        self.files.check()?;
+        let communicator = self.ranks.join(&self.common)?;
+        if communicator.rank() == 0 {
+            self.files.check()?;
+        }
         let family = self.family.open(&self.model, &self.data)?;
         let tokenizer = family.as_ref().and_then(|family| family.tokenizer.as_ref());
         let data = match tokenizer {
@@ -118,8 +133,19 @@ impl Flags {
             self.training
                 .config(self.model.context_length, self.common.seed, precision)?;
         config.keep = self.files.keep.map_or(1, usize::from);
-        let header = self.header(family.as_ref(), &model, &config, &train, &validation)?;
-        let mut trainer = self.trainer(family.as_ref(), model, config, train, validation)?;
+        config.accumulation = self
+            .training
+            .accumulation
+            .unwrap_or(communicator.world_size());
+        let header = self.header(
+            family.as_ref(),
+            &model,
+            &config,
+            [&train, &validation],
+            &communicator,
+        )?;
+        let data = [train, validation];
+        let mut trainer = self.trainer(family.as_ref(), model, config, data, &communicator)?;
         let text = header.to_text(&common::outputs::terminal_layout());
         self.say(format!("{}\n", text.trim_end()))?;
 
@@ -179,11 +205,11 @@ impl Flags {
         family: Option<&Family>,
         model: TransformerConfig,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        [train, validation]: [Tokens; 2],
+        communicator: &Communicator,
     ) -> Result<Trainer> {
-        let device = self.common.device()?;
-        self.check_memory(&model, &config, &device)?;
+        let device = communicator.device().clone();
+        self.check_memory(&model, &config, communicator)?;
         let mut trainer = match &self.files.checkpoint {
             Some(path) if self.files.resume => {
                 Trainer::resume(path, &model, config, train, validation, &device)
@@ -204,6 +230,9 @@ impl Flags {
                 Trainer::new(model, config, train, validation)
             }
         }?;
+        if communicator.world_size() > 1 {
+            trainer.replicate(communicator, self.exchange.config())?;
+        }
         match (self.compile, self.optimizer_in_backward) {
             (false, _) => {}
             (true, false) => trainer.compile()?,
@@ -218,8 +247,8 @@ impl Flags {
         family: Option<&Family>,
         model: &TransformerConfig,
         config: &TrainConfig,
-        train: &Tokens,
-        validation: &Tokens,
+        [train, validation]: [&Tokens; 2],
+        communicator: &Communicator,
     ) -> Result<Report> {
         let count = |n: usize| group_digits(n as u64);
         let mut fields = Fields::new();
@@ -256,6 +285,17 @@ impl Flags {
             false => Execution::Eager,
         };
         fields.insert("execution", execution.name());
+        if communicator.world_size() > 1 {
+            let (ranks, exchange) = (communicator.world_size(), self.exchange.config());
+            let dtype = exchange
+                .dtype
+                .map_or("their own dtype", |dtype| dtype.as_str());
+            let exchange = exchange.exchange;
+            fields.insert(
+                "ranks",
+                format!("{ranks}, gradients {exchange}, in {dtype}"),
+            );
+        }
         fields.insert(
             "step",
             format!(
@@ -288,7 +328,7 @@ impl Flags {
             ),
         );
         Ok(Report {
-            environment: self.common.environment(&self.common.device()?),
+            environment: self.common.environment(communicator.device()),
             configuration: fields,
             ..Default::default()
         })
@@ -384,8 +424,13 @@ impl Flags {
         &self,
         model: &TransformerConfig,
         config: &TrainConfig,
-        device: &Device,
+        communicator: &Communicator,
     ) -> Result<()> {
+        let device = communicator.device();
+        let config = &TrainConfig {
+            accumulation: config.accumulation.div_ceil(communicator.world_size()),
+            ..config.clone()
+        };
         let wanted_bytes = match self.compile {
             true => planned_bytes(model, config, self.optimizer_in_backward, device)?,
             false => eager_bytes(model, config, device)?,

@@ -119,6 +119,19 @@ pub enum Error {
         hint: String,
     },
 
+    /// A rank of a distributed job that failed, or that is not heard of any more.
+    #[error("rank {rank}, in {during}: {problem}; {hint}")]
+    Rank {
+        /// Whose fault it is.
+        rank: usize,
+        /// What the ranks were doing together.
+        during: String,
+        /// What became of the rank.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
+
     /// An op without a kernel for a device and dtype, where kernels are demanded.
     #[error(
         "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation \

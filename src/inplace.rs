@@ -53,6 +53,44 @@ pub(crate) fn with_mut_slice<T: Element>(
     tensor.inplace_op1(&Lend(Cell::new(Some(f)), std::marker::PhantomData))
 }
 
+/// An in-place op that hands a tensor's memory to a function.
+struct LendMemory<F>(Cell<Option<F>>);
+
+impl<F: FnOnce(*mut u8, usize)> InplaceOp1 for LendMemory<F> {
+    fn name(&self) -> &'static str {
+        "lend"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            candle_core::bail!("expected a contiguous tensor");
+        };
+        let first: *mut u8 = match storage {
+            CpuStorage::U8(x) => x[start..end].as_mut_ptr(),
+            CpuStorage::U32(x) => x[start..end].as_mut_ptr().cast(),
+            CpuStorage::I64(x) => x[start..end].as_mut_ptr().cast(),
+            CpuStorage::F16(x) => x[start..end].as_mut_ptr().cast(),
+            CpuStorage::BF16(x) => x[start..end].as_mut_ptr().cast(),
+            CpuStorage::F32(x) => x[start..end].as_mut_ptr().cast(),
+            CpuStorage::F64(x) => x[start..end].as_mut_ptr().cast(),
+            _ => candle_core::bail!("expected floats, u8, u32 or i64"),
+        };
+        if let Some(f) = self.0.take() {
+            f(first, end - start);
+        }
+        Ok(())
+    }
+}
+
+/// Calls `f` with the first element of a contiguous CPU tensor of any dtype but the smallest floats, for writing, and
+/// how many there are.
+pub(crate) fn with_mut_memory(
+    tensor: &Tensor,
+    f: impl FnOnce(*mut u8, usize),
+) -> candle_core::Result<()> {
+    tensor.inplace_op1(&LendMemory(Cell::new(Some(f))))
+}
+
 /// As [`with_mut_slice`] for all of `tensors` at once, which must be on storages of their own: `f` gets their elements,
 /// in order.
 pub(crate) fn with_mut_slices<T: Element>(

@@ -111,6 +111,7 @@ pub mod bench;
 pub mod compile;
 #[cfg(feature = "train")]
 pub mod data;
+pub mod dist;
 mod error;
 #[cfg(feature = "files")]
 mod files;

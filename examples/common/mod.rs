@@ -7,6 +7,7 @@ pub mod ops;
 pub mod outputs;
 pub mod phases;
 pub mod precision;
+pub mod ranks;
 pub mod stdout;
 pub mod values;
 pub mod words;
@@ -147,10 +148,12 @@ pub fn progress(text: impl Display) {
 pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     keep_freed_pages();
     tallow::init();
-    match example() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => ExitCode::from(status(&error)),
-    }
+    code_of(example().map(|()| ExitCode::SUCCESS))
+}
+
+/// The exit code, and an error in words on stderr.
+fn code_of(result: Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| ExitCode::from(status(&error)))
 }
 
 /// Ends the program from within a step, where no error can be returned.

@@ -3,13 +3,25 @@
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use tallow::{Error, Result};
 
 /// What errors call it.
 const NAME: &str = "stdout";
 
+/// Whether what is written goes nowhere.
+static IS_SILENT: AtomicBool = AtomicBool::new(false);
+
+/// Has nothing more written: of a job's ranks one speaks.
+pub fn silence() {
+    IS_SILENT.store(true, Ordering::Relaxed);
+}
+
 /// Writes all of it, and flushes.
 pub fn write(bytes: &[u8]) -> Result<()> {
+    if IS_SILENT.load(Ordering::Relaxed) {
+        return Ok(());
+    }
     let mut out = std::io::stdout().lock();
     out.write_all(bytes)
         .and_then(|()| out.flush())

@@ -122,9 +122,9 @@ pub struct TrainingFlags {
     #[arg(long, default_value_t = 12)]
     pub batch_size: usize,
 
-    /// Batches in a step, whose gradients are averaged
-    #[arg(long, default_value_t = 1)]
-    pub accumulation: usize,
+    /// Batches in a step, on all ranks, whose gradients are averaged [default: one a rank]
+    #[arg(long)]
+    pub accumulation: Option<usize>,
 
     /// Steps of the whole run; a resumed one may be given more
     #[arg(long, default_value_t = 2000, value_parser = values::count())]
@@ -332,7 +332,7 @@ impl TrainingFlags {
         let config = TrainConfig {
             batch_size: self.batch_size,
             sequence_length,
-            accumulation: self.accumulation,
+            accumulation: self.accumulation.unwrap_or(1),
             steps: self.steps,
             schedule: self.schedule(),
             optimizer: AdamWConfig {

@@ -16,7 +16,7 @@ pub fn environment(on: &Device) -> Fields {
         ("serde", cfg!(feature = "serde")),
         ("cuda", cfg!(feature = "cuda")),
         ("cudnn", cfg!(feature = "cudnn")),
-        ("nccl", cfg!(feature = "nccl")),
+        ("mpi", cfg!(feature = "mpi")),
         ("nvtx", cfg!(feature = "nvtx")),
         ("metal", cfg!(feature = "metal")),
         ("mkl", cfg!(feature = "mkl")),

@@ -7,14 +7,15 @@ use crate::probe::{self, Kind};
 use candle_core::DType;
 use std::ops::{ControlFlow, Range};
 
-/// Runs calls in order, until one ends the step: whether it goes on.
+/// Runs calls of a micro-batch in order, until one ends the step: whether it goes on.
 pub(super) fn run(
     plan: &Plan,
     calls: Range<usize>,
+    micro_batch: usize,
     mut compute: impl FnMut(usize, &Call) -> Result<ControlFlow<()>>,
 ) -> Result<ControlFlow<()>> {
     let mut phase = ProbedPhase::default();
-    for index in calls {
+    for index in calls.filter(|index| plan.is_run_in(*index, micro_batch)) {
         let call = &plan.calls()[index];
         let next = if probe::is_listening() {
             phase.enter(call.phase);

@@ -1,5 +1,6 @@
 //! What to plan for.
 
+use crate::dist::ReplicatedConfig;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::{Precision, Regime};
@@ -22,6 +23,9 @@ pub struct StepConfig {
     /// Update each parameter in backward, as soon as its gradient is complete and nothing reads the parameter any more.
     /// Goes with neither clipping, accumulation nor loss scaling, which need all gradients first.
     pub optimizer_in_backward: bool,
+    /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how. Does not go with an
+    /// optimizer in backward.
+    pub replicated: Option<ReplicatedConfig>,
 }
 
 /// One micro-batch, nothing else.
@@ -33,6 +37,7 @@ impl Default for StepConfig {
             accumulation: 1,
             memory_budget_bytes: None,
             optimizer_in_backward: false,
+            replicated: None,
         }
     }
 }
@@ -52,10 +57,14 @@ impl StepConfig {
         if let Some(norm) = self.clip_norm {
             check_clip_norm(config, norm)?;
         }
+        if let Some(replicated) = &self.replicated {
+            replicated.validate()?;
+        }
         let beside = [
             (self.clip_norm.is_some(), "false with clip_norm"),
             (self.accumulation > 1, "false with accumulation"),
             (self.loss_scaling, "false with loss_scaling"),
+            (self.replicated.is_some(), "false with replicated"),
         ];
         let beside = beside.into_iter().find(|(is_there, _)| *is_there);
         match beside {
@@ -64,8 +73,8 @@ impl StepConfig {
                 field: "optimizer_in_backward",
                 expected: expected.into(),
                 got: "true".into(),
-                hint: "clipping, accumulation and loss scaling need all gradients before the first update; leave one \
-                       out"
+                hint: "clipping, accumulation, loss scaling and averages over ranks need all gradients before the first \
+                       update; leave one out"
                     .into(),
             }),
             _ => Ok(()),
@@ -122,6 +131,9 @@ pub struct PlanConfig {
     /// The seed of dropout, of a model whose configuration has any: a step is then that of a
     /// [key](crate::ops::DropoutKey) of this seed and the optimizer's steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
+    /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how, for
+    /// [`TrainStep::replicated`](super::TrainStep::replicated). Does not go with an optimizer in backward.
+    pub replicated: Option<ReplicatedConfig>,
 }
 
 /// Four sequences of 256 tokens, nothing else.
@@ -139,6 +151,7 @@ impl Default for PlanConfig {
             optimizer_in_backward: false,
             separator: None,
             dropout_seed: None,
+            replicated: None,
         }
     }
 }
@@ -175,6 +188,7 @@ impl PlanConfig {
             accumulation: self.accumulation,
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer_in_backward: self.optimizer_in_backward,
+            replicated: self.replicated,
         }
     }
 

@@ -48,7 +48,11 @@ impl Executor {
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         match self {
             Self::Cpu(executor) => on_cpu(tensors, |lent| {
-                executor.run_micro_batches(plan, lent, &Controls::default())
+                let controls = Controls {
+                    communicator: tensors.communicator,
+                    ..Default::default()
+                };
+                executor.run_micro_batches(plan, lent, &controls)
             }),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run_micro_batches(plan, tensors),
@@ -83,6 +87,7 @@ impl Executor {
             updates: &updates,
             clip_norm,
             loss_scale,
+            communicator: tensors.communicator,
         };
         match self {
             Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),

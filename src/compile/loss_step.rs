@@ -11,6 +11,7 @@ use super::planned::Planned;
 use super::run::Tensors;
 use super::step::{ScaledStep, Step};
 use super::traced::TracedFunction;
+use crate::dist::Replicated;
 use crate::graph::Graph;
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
@@ -108,6 +109,37 @@ impl LossStep {
         let function = TracedFunction::new(OP, Executor::target(&device), named, loss)?;
         let planned = Self::planned(function, config)?;
         Self::of(planned, parameters, &device, config, "StepConfig")
+    }
+
+    /// As [`new`](Self::new), with gradients and loss averaged over the ranks of `replicated`, as
+    /// [its configuration](crate::dist::ReplicatedConfig) says. Every rank runs the step at the same time, each on its
+    /// own part of the batch.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Error::Config`] for gradients exchanged in bf16 on the CPU.
+    pub fn replicated(
+        optimizer: &AdamW,
+        config: &StepConfig,
+        replicated: &Replicated,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        let config = StepConfig {
+            replicated: Some(replicated.config()),
+            ..config.clone()
+        };
+        let mut step = Self::new(optimizer, &config, loss)?;
+        step.replicate(replicated)?;
+        Ok(step)
+    }
+
+    /// Has every run average over these ranks, for which it was planned.
+    pub(super) fn replicate(&mut self, replicated: &Replicated) -> Result<()> {
+        self.step.replicate(replicated)
+    }
+
+    /// This rank's number, 0 in a step of one.
+    pub(super) fn rank(&self) -> usize {
+        self.step.rank()
     }
 
     /// The plan alone, on `device`, of a loss over [hollow weights](crate::graph::weights): what a step would do, and

@@ -1,4 +1,4 @@
-//! What a call does: a kernel, or a part of the update.
+//! What a call does: a kernel, an exchange with other ranks, or a part of the update.
 
 use crate::ops::lowering::Kernel;
 
@@ -9,6 +9,11 @@ use crate::ops::lowering::Kernel;
 pub enum Op {
     /// A kernel. Operands as what plans it names them.
     Kernel(Kernel),
+    /// Writes `x`, in place: its mean over the ranks of a job. Of a step's micro-batches the last alone has it.
+    AllReduce {
+        /// Of x.
+        elements: usize,
+    },
     /// A gradient over the loss scale. Writes `gradient`, in place, and `found` (1): whether all of it is finite; on a
     /// GPU, whether it is not.
     Unscale {
@@ -50,7 +55,7 @@ impl From<Kernel> for Op {
 }
 
 impl Op {
-    /// The kernel, unless it is a part of the update.
+    /// The kernel, unless it is an exchange or a part of the update.
     pub fn kernel(&self) -> Option<&Kernel> {
         match self {
             Self::Kernel(kernel) => Some(kernel),
@@ -62,6 +67,7 @@ impl Op {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Kernel(kernel) => kernel.name(),
+            Self::AllReduce { .. } => "all_reduce",
             Self::Unscale { .. } => "unscale",
             Self::CheckOverflow { .. } => "check_overflow",
             Self::SumOfSquares { .. } => "sum_of_squares",
@@ -90,7 +96,7 @@ impl Op {
     pub fn reads_what_it_writes(&self) -> bool {
         match self {
             Self::Kernel(kernel) => kernel.reads_what_it_writes(),
-            Self::AdamW { .. } | Self::Unscale { .. } => true,
+            Self::AllReduce { .. } | Self::AdamW { .. } | Self::Unscale { .. } => true,
             _ => false,
         }
     }
@@ -99,7 +105,8 @@ impl Op {
     pub fn sizes(&self) -> String {
         match self {
             Self::Kernel(kernel) => kernel.sizes(),
-            Self::Unscale { elements }
+            Self::AllReduce { elements }
+            | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
             | Self::AdamW { elements, .. } => elements.to_string(),
             Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {

@@ -3,6 +3,7 @@
 use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Location};
 pub use super::call::{BufferRange, Call, Phase};
+use super::op::Op;
 use super::parts::{self, PartCost};
 use crate::optim::Moments;
 use candle_core::DType;
@@ -250,9 +251,18 @@ impl Plan {
     pub fn times(&self, index: usize) -> usize {
         match index {
             _ if self.runs.first_run_only.contains(&index) => 0,
-            _ if self.runs.per_micro_batch.contains(&index) => self.runs.micro_batches,
-            _ => 1,
+            _ if !self.runs.per_micro_batch.contains(&index) => 1,
+            _ => (0..self.runs.micro_batches)
+                .filter(|micro_batch| self.is_run_in(index, *micro_batch))
+                .count(),
         }
+    }
+
+    /// Whether a micro-batch has call number `index`: of those that all have, exchanges are the last one's alone.
+    pub(super) fn is_run_in(&self, index: usize, micro_batch: usize) -> bool {
+        let is_last = micro_batch + 1 == self.runs.micro_batches;
+        let is_exchange = matches!(self.calls[index].op, Op::AllReduce { .. });
+        is_last || !is_exchange || !self.runs.per_micro_batch.contains(&index)
     }
 
     /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its

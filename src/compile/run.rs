@@ -3,6 +3,7 @@
 use super::buffer::Location;
 use super::plan::Plan;
 use crate::Error;
+use crate::dist::Communicator;
 use crate::kernels::Update;
 use crate::optim::PlannedUpdate;
 use candle_core::{Tensor, Var};
@@ -17,6 +18,8 @@ pub(super) struct Controls<'a> {
     /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check
     /// either.
     pub loss_scale: Option<f64>,
+    /// Of the ranks that gradients are averaged over.
+    pub communicator: Option<&'a Communicator>,
 }
 
 /// What lies outside of a plan's arena, lent for one run.
@@ -30,6 +33,8 @@ pub(super) struct Tensors<'a> {
     /// What is read where it lies, by number, contiguous, inputs with all of their micro-batches; those that the run's
     /// calls do not read may be missing.
     pub arguments: &'a [&'a Tensor],
+    /// Of the ranks that gradients are averaged over, where a plan has it.
+    pub communicator: Option<&'a Communicator>,
 }
 
 /// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.

@@ -8,9 +8,10 @@ use super::parameters;
 use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
+use crate::dist::{Communicator, Replicated};
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 
 /// What a step with a loss scale has come to.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,6 +42,8 @@ pub(super) struct Step {
     norm: Option<BufferRange>,
     gradients: Vec<Option<BufferRange>>,
     config: StepConfig,
+    /// The ranks that gradients are averaged over.
+    communicator: Option<Communicator>,
     /// What its users know the configuration as.
     config_name: &'static str,
     has_run: bool,
@@ -62,6 +65,15 @@ impl Step {
         config: &StepConfig,
         config_name: &'static str,
     ) -> Result<Self> {
+        if let Some(replicated) = &config.replicated
+            && replicated.dtype == Some(DType::BF16)
+            && device.is_cpu()
+        {
+            return Err(Error::config("ReplicatedConfig", "dtype", "bf16").must_be(
+                "None or f32 in a plan for the CPU",
+                "its update reads gradients in f32; eager steps exchange bf16 on the CPU too",
+            ));
+        }
         Ok(Self {
             op,
             executor: Executor::new(&lowered.plan, device)?,
@@ -71,11 +83,30 @@ impl Step {
             norm: lowered.norm,
             gradients: lowered.gradients,
             config: config.clone(),
+            communicator: None,
             config_name,
             has_run: false,
             last_norm: None,
             steps_seen: None,
         })
+    }
+
+    /// Has every run average gradients and loss over these ranks.
+    ///
+    /// # Errors
+    /// Ranks whose tensors are elsewhere than the parameters.
+    pub fn replicate(&mut self, replicated: &Replicated) -> Result<()> {
+        let communicator = replicated.communicator();
+        for (_, var) in &self.parameters {
+            communicator.check_device(var.device())?;
+        }
+        self.communicator = Some(communicator.clone());
+        Ok(())
+    }
+
+    /// This rank's number, 0 in a step of one.
+    pub fn rank(&self) -> usize {
+        self.communicator.as_ref().map_or(0, Communicator::rank)
     }
 
     /// Has the copies of weights that last from run to run renewed in the next.
@@ -88,6 +119,8 @@ impl Step {
     /// # Errors
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
     pub fn run(&mut self, optimizer: &mut AdamW, tensors: &Tensors<'_>) -> Result<f32> {
+        let ranks = self.communicator.clone();
+        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         self.run_with(optimizer, tensors, None)?;
         self.loss()
     }
@@ -102,6 +135,8 @@ impl Step {
         scaler: &mut GradScaler,
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
+        let ranks = self.communicator.clone();
+        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         let loss_scale = scaler.planned_scale(self.op)?;
         if loss_scale.is_some() && !self.config.loss_scaling {
             return Err(Error::Config {
@@ -141,6 +176,7 @@ impl Step {
         let tensors = Tensors {
             parameters: &self.parameters,
             updates: &planned,
+            communicator: self.communicator.as_ref(),
             ..*tensors
         };
         let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
@@ -171,8 +207,11 @@ impl Step {
                 hint: "plan with optimizer_in_backward: false".into(),
             });
         }
+        let ranks = self.communicator.clone();
+        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         let tensors = Tensors {
             parameters: &self.parameters,
+            communicator: self.communicator.as_ref(),
             ..*tensors
         };
         (self.has_run, self.last_norm) = (false, None); // until it is over
@@ -185,6 +224,9 @@ impl Step {
     /// The last run's.
     fn loss(&mut self) -> Result<f32> {
         let loss = self.first(&self.loss.clone())?;
+        if let Some(ranks) = &self.communicator {
+            ranks.check()?; // a rank that failed leaves no mean
+        }
         Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // (1)
     }
 

@@ -9,6 +9,7 @@ use super::plan::Plan;
 use super::step::ScaledStep;
 use super::{least, parameters};
 use crate::Result;
+use crate::dist::Replicated;
 use crate::model::{Documents, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::DropoutKey;
@@ -56,6 +57,31 @@ impl TrainStep {
             separator: config.separator,
             dropout_seed: config.dropout_seed_of(model.config()),
         })
+    }
+
+    /// As [`new`](Self::new), with gradients and loss averaged over the ranks of `replicated`, as
+    /// [its configuration](crate::dist::ReplicatedConfig) says. Every rank runs the step at the same time, each on its
+    /// own part of the batch: tokens and targets are this rank's. All have the same weights after it.
+    ///
+    /// On a GPU a bucket's all-reduce runs beside the rest of backward, on a stream of its own, and is recorded in the
+    /// CUDA graph with it. On the CPU it is waited for where it begins.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Error::Config`](crate::Error::Config) for gradients exchanged in bf16 on the CPU,
+    /// [`Error::Placement`](crate::Error::Placement) for a model on another device than the ranks'.
+    pub fn replicated(
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        config: &PlanConfig,
+        replicated: &Replicated,
+    ) -> Result<Self> {
+        let config = PlanConfig {
+            replicated: Some(replicated.config()),
+            ..config.clone()
+        };
+        let mut step = Self::new(model, optimizer, &config)?;
+        step.step.replicate(replicated)?;
+        Ok(step)
     }
 
     /// The plan alone, for a model that need not exist: what a step would do, and what memory it would take. And the
@@ -186,8 +212,8 @@ impl TrainStep {
     /// What a run is given, after so many steps of the optimizer.
     fn given(&self, tokens: &Tensor, targets: &Tensor, steps: usize) -> Result<Given> {
         let documents = |separator| Documents::of(tokens, targets, separator);
-        let micro_batches = self.plan().micro_batches();
-        let keys = |seed| DropoutKey::of_step(seed, steps, micro_batches);
+        let (count, rank) = (self.plan().micro_batches(), self.step.rank());
+        let keys = |seed| DropoutKey::of_step(seed, steps, rank * count..(rank + 1) * count);
         Ok(Given {
             tokens: tokens.clone(),
             targets: targets.clone(),

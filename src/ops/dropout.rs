@@ -26,6 +26,7 @@ use crate::kernels::{self, DropoutMask, cpu::dropout as kernel};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
+use std::ops::Range;
 
 const OP: &str = "dropout";
 
@@ -101,12 +102,13 @@ impl DropoutKey {
         })
     }
 
-    /// What a run of a plan is given for its [input](Self::input), u32 (micro-batches, 4).
+    /// What a run of a plan is given for its [input](Self::input), u32 (micro-batches, 4): of some of a step's
+    /// micro-batches, by their numbers.
     ///
     /// # Errors
     /// The device's.
-    pub fn of_step(seed: u64, step: usize, micro_batches: usize) -> Result<Tensor> {
-        let keys = (0..micro_batches).map(|i| Ok(Self::of_micro_batch(seed, step, i)?.words));
+    pub fn of_step(seed: u64, step: usize, micro_batches: Range<usize>) -> Result<Tensor> {
+        let keys = micro_batches.map(|i| Ok(Self::of_micro_batch(seed, step, i)?.words));
         Ok(Tensor::cat(&keys.collect::<Result<Vec<_>>>()?, 0)?)
     }
 

@@ -7,7 +7,7 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
 
 /// `parameters` without repetitions of a variable (tied weights), in order.
-pub(super) fn distinct(parameters: impl IntoIterator<Item = (String, Var)>) -> Vec<(String, Var)> {
+pub(crate) fn distinct(parameters: impl IntoIterator<Item = (String, Var)>) -> Vec<(String, Var)> {
     let mut seen = HashSet::new();
     parameters
         .into_iter()

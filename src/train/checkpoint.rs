@@ -159,12 +159,17 @@ impl Trainer {
     /// so, and another run that saves there, in this process or another, gets an error. What a process leaves that is
     /// killed keeps no other writer away. (On a file system without locks no writer is kept away at all.)
     ///
+    /// Of [ranks that train together](Self::replicate) rank 0 alone writes: they all have the same run.
+    ///
     /// # Errors
     /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a
     /// weight or an entry of the optimizer's state that is not finite, or negative where it is a mean of squares.
     /// What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        if self.ranks().is_some_and(|ranks| ranks.rank() > 0) {
+            return Ok(()); // rank 0 writes what all have
+        }
         let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         PathLock::hold(&mut lock, path)?;
         let checkpoint = Checkpoint {

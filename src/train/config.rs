@@ -27,7 +27,7 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// T: tokens in a window.
     pub sequence_length: usize,
-    /// Batches in a step.
+    /// Batches in a step, of [all ranks](super::Trainer::replicate) where there are several.
     pub accumulation: usize,
     /// Steps in the whole run. A resumed run may be given more, or fewer, than it was saved with.
     pub steps: usize,

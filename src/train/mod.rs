@@ -40,6 +40,7 @@ mod curve;
 mod fingerprint;
 mod history;
 mod planned;
+mod ranks;
 mod trainer;
 mod update;
 

@@ -69,7 +69,11 @@ impl Trainer {
     }
 
     fn plan_step(&mut self, config: PlanConfig) -> Result<()> {
-        self.planned = Some(TrainStep::new(&self.model, &self.optimizer, &config)?);
+        let (model, optimizer) = (&self.model, &self.optimizer);
+        self.planned = Some(match &self.replicated {
+            None => TrainStep::new(model, optimizer, &config)?,
+            Some(replicated) => TrainStep::replicated(model, optimizer, &config, replicated)?,
+        });
         Ok(())
     }
 
@@ -83,10 +87,10 @@ impl Trainer {
         if self.planned.is_none() {
             return Ok(None);
         }
-        let batches = self.config.accumulation as u64;
-        let first = self.step as u64 * batches;
+        let first = self.step * self.config.accumulation;
         let device = self.model.device();
-        let batches = (first..first + batches).map(|i| self.training.batch(i, device));
+        let batches = self.batches();
+        let batches = batches.map(|i| self.training.batch((first + i) as u64, device));
         let batches = batches.collect::<Result<Vec<_>>>()?;
         // (accumulation * B, T)
         let inputs: Vec<&Tensor> = batches.iter().map(|batch| &batch.inputs).collect();
@@ -131,7 +135,7 @@ impl Trainer {
             sequence_length: config.sequence_length,
             precision: config.precision,
             loss_scaling: self.scaler.is_some(),
-            accumulation: config.accumulation,
+            accumulation: self.batches().len(),
             checkpointing: self.model.config().checkpointing,
             separator: config.separator,
             dropout_seed: Some(config.seed),

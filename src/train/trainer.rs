@@ -4,6 +4,7 @@ use super::checks::{check_dtype, check_fits, scaler};
 use super::{DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
 use crate::data::{Batch, RandomBatches, SequentialBatches, Tokens};
+use crate::dist::Replicated;
 use crate::files::PathLock;
 use crate::model::{Documents, TransformerLM};
 use crate::nn::ForwardContext;
@@ -67,6 +68,8 @@ pub struct Trainer {
     /// In f16 only.
     pub(super) scaler: Option<GradScaler>,
     pub(super) config: TrainConfig,
+    /// Where several ranks train together.
+    pub(super) replicated: Option<Replicated>,
     /// Where steps are planned.
     pub(super) planned: Option<TrainStep>,
     pub(super) training: RandomBatches,
@@ -109,6 +112,7 @@ impl Trainer {
             scaler: scaler(&config)?,
             training_data: DataFingerprint::new(&train)?,
             validation_data: DataFingerprint::new(&validation)?,
+            replicated: None,
             planned: None,
             training,
             validation: held_out,
@@ -132,6 +136,10 @@ impl Trainer {
             return Ok(None);
         }
         let _step = probe::step();
+        let ranks = self.ranks().cloned();
+        let _watch = ranks
+            .as_ref()
+            .map(|ranks| ranks.watch("a step of training"));
         let learning_rate = self.config.schedule.learning_rate(self.step);
         let (loss, update) = match self.planned_update(learning_rate)? {
             Some(planned) => planned,
@@ -162,7 +170,12 @@ impl Trainer {
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
         let (mut sum, mut predicted) = (0.0, 0);
-        for batch in self.validation.iter(self.model.device()) {
+        let (rank, world_size) = match self.ranks() {
+            Some(ranks) => (ranks.rank(), ranks.world_size()),
+            None => (0, 1),
+        };
+        let batches = self.validation.iter(self.model.device());
+        for batch in batches.skip(rank).step_by(world_size) {
             let batch = batch?;
             let documents = self.documents(&batch)?;
             let counted = documents
@@ -174,7 +187,8 @@ impl Trainer {
                 predicted += counted;
             }
         }
-        let loss = sum / predicted as f64;
+        let [sum, predicted] = self.mean_over_ranks([sum, predicted as f64])?;
+        let loss = sum / predicted;
         finite_loss(loss, || {
             format!("the validation loss after {} steps", self.step)
         })?;
@@ -229,33 +243,41 @@ impl Trainer {
 
     /// Means over the step's batches; the gradients are those of the scaled loss where there is a scale.
     fn loss_and_gradients(&self) -> Result<(f64, GradStore)> {
-        let batches = self.config.accumulation as u64;
         let mut accumulator = GradientAccumulator::new(self.parameters.iter().cloned());
         let mut sum = 0.0;
-        for i in 0..batches {
-            let index = self.step as u64 * batches + i;
-            let batch = self.training.batch(index, self.model.device())?;
+        let batches = self.batches();
+        for i in batches.clone() {
+            let index = self.step * self.config.accumulation + i;
+            let batch = self.training.batch(index as u64, self.model.device())?;
             let loss = {
                 let _range = probe::phase("forward");
-                let key = self.dropout_key(i as usize)?;
+                let key = self.dropout_key(i)?;
                 self.loss(&batch, self.documents(&batch)?, key)?
             };
-            let value = value_of(&loss)?;
+            // Whether a scaled one is a number the gradients tell.
+            let [value] = self.mean_over_ranks([value_of(&loss)?])?;
             let loss = match &self.scaler {
-                Some(scaler) => scaler.scale(&loss)?, // whether it is a number the gradients tell
+                Some(scaler) => scaler.scale(&loss)?,
                 None => {
                     finite_loss(value, || format!("the loss of step {}", self.step + 1))?;
                     loss
                 }
             };
             sum += value;
-            let gradients = {
-                let _range = probe::phase("backward");
-                backward(loss)?
+            let _range = probe::phase("backward");
+            let gradients = match &self.replicated {
+                Some(replicated) if batches.len() == 1 => {
+                    return Ok((sum, replicated.backward(loss)?));
+                }
+                _ => backward(loss)?,
             };
             accumulator.add(gradients)?;
         }
-        Ok((sum / batches as f64, accumulator.mean()?))
+        let mut gradients = accumulator.mean()?;
+        if let Some(replicated) = &self.replicated {
+            replicated.average(&mut gradients)?;
+        }
+        Ok((sum / batches.len() as f64, gradients))
     }
 
     /// What a step's micro-batch drops, if the model drops anything.

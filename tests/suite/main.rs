@@ -9,6 +9,7 @@ mod child;
 mod compile;
 mod custom_model;
 mod data;
+mod dist;
 mod families;
 mod flash;
 mod fused;

@@ -6,6 +6,7 @@ use super::super::plan::Plan;
 use super::super::run::not_finite;
 use super::Controls;
 use crate::Result;
+use crate::dist::{Collective, Reduce};
 use crate::kernels::Update;
 use crate::kernels::cpu::adamw::{self, Moment};
 use crate::kernels::cpu::{Real, reduce, unscale as unscaling};
@@ -27,6 +28,7 @@ pub(super) fn run(
 ) -> Result<ControlFlow<()>> {
     match op {
         Op::Kernel(kernel) => kernel.run(s)?,
+        Op::AllReduce { .. } => all_reduce(s, controls)?,
         Op::CheckOverflow { .. } => return check_overflow(s),
         Op::ClipFactor { .. } => clip_factor(plan, s, controls)?,
         Op::SumOfSquares { .. } => sum_of_squares(s)?,
@@ -34,6 +36,16 @@ pub(super) fn run(
         Op::AdamW { parameter, .. } => step(s, *parameter, controls)?,
     }
     Ok(ControlFlow::Continue(()))
+}
+
+fn all_reduce(s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
+    let Some(communicator) = controls.communicator else {
+        return Ok(()); // a plan that is run for its own sake: a rank alone has its mean
+    };
+    let mean = Collective::AllReduce(Reduce::Mean);
+    for_real!(s.dtype_of("x")?, R => {
+        Ok(communicator.run_on_host(mean, s.y::<R>("x")?)?)
+    })
 }
 
 fn sum_of_squares(s: &Slices<'_>) -> candle_core::Result<()> {

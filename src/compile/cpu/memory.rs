@@ -136,6 +136,10 @@ impl<'a> View<'a> {
         }
     }
 
+    pub fn micro_batch(&self) -> usize {
+        self.micro_batch
+    }
+
     /// Where a buffer begins.
     fn start(&self, buffer: &Buffer) -> *mut u8 {
         let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();

@@ -139,7 +139,7 @@ fn run_piece(
     view: &View<'_>,
     controls: &Controls<'_>,
 ) -> Result<ControlFlow<()>> {
-    calls::run(plan, calls, |_, call| {
+    calls::run(plan, calls, view.micro_batch(), |_, call| {
         let slices = view.slices(call, controls.loss_scale.unwrap_or(1.0));
         call::run(plan, &call.op, &slices, controls)
     })

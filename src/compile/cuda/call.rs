@@ -22,6 +22,9 @@ impl Launcher<'_> {
         }
         self.launched = index + 1;
         let gpu = self.gpu;
+        if index >= self.plan.per_micro_batch().end {
+            self.exchanges.join(gpu)?; // the update reads what was exchanged
+        }
         match &call.op {
             Op::Kernel(kernel) => {
                 let [reads, writes] = self.operands(call);
@@ -33,6 +36,10 @@ impl Launcher<'_> {
                     micro_batch: self.micro_batch,
                     loss_scale: self.inputs.loss_scale(),
                 })?;
+            }
+            Op::AllReduce { .. } => {
+                let [x] = self.writes(call, ["x"]);
+                self.exchanges.start(gpu, x)?;
             }
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;

@@ -2,6 +2,7 @@
 
 use super::super::plan::{BufferRange, Call, Plan};
 use super::device_pointers::DevicePointers;
+use super::exchanges::Exchanges;
 use super::inputs::Inputs;
 use super::update::Updates;
 use crate::kernels::cuda::View;
@@ -17,6 +18,7 @@ pub(super) struct Launcher<'a> {
     pub inputs: &'a Inputs,
     pub products: &'a mut Products,
     pub updates: Option<&'a Updates>,
+    pub exchanges: &'a mut Exchanges,
     pub micro_batch: usize,
     /// Whether gradients that are not finite are looked for where the plan unscales them.
     pub checks: bool,

@@ -12,11 +12,13 @@
 //!
 //! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]),
 //! calls ([`call`], with what [`launcher`] has), runs of them as graphs ([`segments`], [`graph`](mod@graph)), the
-//! update of all parameters as one launch ([`update`]), and what a run has left ([`results`]). What does not: anything
+//! update of all parameters as one launch ([`update`]), what ranks exchange beside ([`exchanges`]), and what a run has
+//! left ([`results`]). What does not: anything
 //! that knows a model.
 
 mod call;
 mod device_pointers;
+mod exchanges;
 mod graph;
 mod inputs;
 mod launcher;
@@ -38,6 +40,7 @@ use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use device_pointers::DevicePointers;
+use exchanges::Exchanges;
 use graph::Recorded;
 use inputs::Inputs;
 use std::fmt;
@@ -67,6 +70,8 @@ pub(in crate::compile) struct Executor {
     /// Its moments are events, by number.
     clock: Option<PhaseClock<usize>>,
     events: Vec<CudaEvent>,
+    /// Last: NCCL's communicator goes after the graphs that were recorded with it.
+    exchanges: Exchanges,
 }
 
 /// How much of a plan is run.
@@ -133,6 +138,7 @@ impl Executor {
             copies_are_current: false,
             clock: None,
             events: Vec::new(),
+            exchanges: Exchanges::default(),
         })
     }
 
@@ -180,6 +186,7 @@ impl Executor {
         controls: &Controls<'_>,
         extent: RunScope,
     ) -> Result<bool> {
+        self.exchanges.join_job(tensors.communicator);
         self.place(plan, tensors, controls)?;
         self.place_arguments(tensors, extent)?;
         let stream = self.gpu.cuda_stream();

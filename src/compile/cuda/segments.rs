@@ -82,12 +82,12 @@ impl Executor {
     ) -> Result<()> {
         for (calls, micro_batch) in segment {
             let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
-            let _end = calls::run(plan, calls.clone(), |index, call| {
+            let _end = calls::run(plan, calls.clone(), *micro_batch, |index, call| {
                 launcher.launch(index, call)?;
                 Ok(ControlFlow::Continue(()))
             })?;
         }
-        Ok(())
+        self.exchanges.join(&self.gpu)
     }
 
     /// Records what [`launch`](Self::launch) launches, of which the probe hears when it is replayed.
@@ -96,12 +96,12 @@ impl Executor {
         graph::record(&gpu, segment, |launched| {
             for (calls, micro_batch) in segment {
                 let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
-                for index in calls.clone() {
+                for index in calls.clone().filter(|i| plan.is_run_in(*i, *micro_batch)) {
                     launcher.launch(index, &plan.calls()[index])?;
                     launched(index)?;
                 }
             }
-            Ok(())
+            self.exchanges.join(&gpu)
         })
     }
 
@@ -122,6 +122,7 @@ impl Executor {
             inputs: &self.inputs,
             products: &mut self.products,
             updates: self.updates.as_ref(),
+            exchanges: &mut self.exchanges,
             micro_batch,
             checks: extent == RunScope::Checked,
             launched: calls.start,

@@ -3,6 +3,7 @@
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Plan, Runs};
+use super::exchange::Averaged;
 use super::{Lower, Lowered, Target, dead, no_planned_form};
 use crate::Result;
 use crate::kernels::workspace;
@@ -24,7 +25,7 @@ impl Lower<'_> {
         per_micro_batch: std::ops::Range<usize>,
     ) -> Result<(Lowered, Vec<BufferId>)> {
         let (op, target) = (self.job.function.op, self.job.function.target);
-        let gradients = self.weights.gradients.clone();
+        let mut gradients = self.weights.gradients.clone();
         if !self.job.config.optimizer_in_backward {
             for gradient in gradients.iter().flatten() {
                 let category = Category::Gradient;
@@ -45,8 +46,19 @@ impl Lower<'_> {
         let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
         let before = calls.len();
         calls.extend(repeats);
-        let per_micro_batch = before..calls.len();
+        let mut per_micro_batch = before..calls.len();
         calls.extend(update);
+        if let Some(replicated) = &self.job.config.replicated {
+            let averaged = Averaged {
+                calls: &mut calls,
+                buffers: &mut self.plan.buffers,
+                per_micro_batch: &mut per_micro_batch,
+                gradients: &mut gradients,
+                kept: &mut self.plan.kept,
+                loss: output.buffer,
+            };
+            averaged.add(replicated);
+        }
         if target == Target::Cuda
             && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
         {

@@ -140,13 +140,18 @@ impl Lower<'_> {
 
     /// The dtype of the gradients of weights that one product makes. With the optimizer in backward only the
     /// update sees them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds
-    /// them there, which is 4 bytes a parameter less to move. (f16 has not their range.)
+    /// them there, which is 4 bytes a parameter less to move; so are those that ranks exchange in bf16, unless something
+    /// is to be done to them in f32 before. (f16 has not their range.)
     pub(super) fn dtype_of_product_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
         let is_last = |weight: &ValueId| match self.trained(*weight) {
             Some(number) => self.weights.to_come[number] == 1,
             None => false,
         };
-        let passes = self.is_on_gpu() && self.job.config.optimizer_in_backward;
+        let config = self.job.config;
+        let exchanged = config.replicated.and_then(|replicated| replicated.dtype);
+        let is_rounded =
+            exchanged == Some(DType::BF16) && config.accumulation == 1 && !config.loss_scaling;
+        let passes = self.is_on_gpu() && (config.optimizer_in_backward || is_rounded);
         match factors {
             DType::F64 => DType::F64,
             DType::BF16 if passes && weights.iter().all(is_last) => DType::BF16,

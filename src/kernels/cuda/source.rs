@@ -81,13 +81,19 @@ impl Source {
         gpu: &CudaDevice,
         definitions: &[Definition],
     ) -> Result<Arc<CudaModule>> {
-        type Loaded = HashMap<(usize, &'static str, Vec<Definition>), Arc<CudaModule>>;
+        type Key = (usize, &'static str, Vec<Definition>);
+        // A module of its own behind each key, so that several are compiled at once.
+        type Loaded = HashMap<Key, Arc<Mutex<Option<Arc<CudaModule>>>>>;
         static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
 
-        let mut loaded = lock(LOADED.get_or_init(Mutex::default));
         let ordinal = gpu.cuda_stream().context().ordinal();
         let key = (ordinal, self.name, definitions.to_vec());
-        if let Some(module) = loaded.get(&key) {
+        let place = lock(LOADED.get_or_init(Mutex::default))
+            .entry(key)
+            .or_default()
+            .clone();
+        let mut loaded = lock(&place);
+        if let Some(module) = &*loaded {
             return Ok(module.clone());
         }
         let context = gpu.cuda_stream().context().clone();
@@ -100,7 +106,7 @@ impl Source {
                 context.load_module(Ptx::from_src(ptx)).w()?
             }
         };
-        loaded.insert(key, module.clone());
+        *loaded = Some(module.clone());
         MODULES_LOADED.fetch_add(1, Ordering::Relaxed);
         Ok(module)
     }

@@ -1,7 +1,7 @@
 // What is done to all gradients before AdamW: loss scaling undone, whether they are finite, their norm, what clips
-// them. Behind tables.cuh. Gradients are f32; sums are f64, in a fixed order.
+// them. Behind tables.cuh. Sums are f64, in a fixed order.
 
-// gradient *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a product is
+// gradient (f32) *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a product is
 // not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
 extern "C" __global__ void __launch_bounds__(256)
     unscale(const Tensor* tensors, const Chunk* chunks, const double* inverse, unsigned* flags) {
@@ -35,20 +35,20 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // sums (chunks) f64: each chunk's sum of squares. Grid: the chunks; block 256. Bytes: gradients in.
-extern "C" __global__ void __launch_bounds__(256)
-    chunk_squares(const Tensor* tensors, const Chunk* chunks, double* sums) {
+template <class G>
+__device__ __forceinline__ void chunk_squares(const Tensor* tensors, const Chunk* chunks, double* sums) {
     const int N = 4;
     __shared__ double of_warps[8];
     Chunk chunk = chunks[blockIdx.x];
     const Tensor& tensor = tensors[chunk.tensor];
     int count;
-    const float* gradient = (const float*)tensor.gradient + begin_of(chunk, tensor, &count);
+    const G* gradient = (const G*)tensor.gradient + begin_of(chunk, tensor, &count);
 
     double even = 0.0, odd = 0.0;
 #pragma unroll 4
     for (int first = threadIdx.x * N; first < count; first += 256 * N) {
         float g[N];
-        load_wide(gradient, first, count, 0.f, g);
+        load_few(gradient, first, count, g);
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             even = fma((double)g[i], (double)g[i], even);
@@ -64,6 +64,15 @@ extern "C" __global__ void __launch_bounds__(256)
     sum = 0.0;
     for (int warp = 0; warp < 8; warp++) sum += of_warps[warp];
     sums[blockIdx.x] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    chunk_squares_f32(const Tensor* tensors, const Chunk* chunks, double* sums) {
+    chunk_squares<f32>(tensors, chunks, sums);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    chunk_squares_bf16(const Tensor* tensors, const Chunk* chunks, double* sums) {
+    chunk_squares<bf16>(tensors, chunks, sums);
 }
 
 // The sum of the block's 256 values; the first thread has it.

@@ -33,7 +33,7 @@ impl Tables {
         Ok(())
     }
 
-    /// The sums of the squares of some of the entries' gradients, f32: `squares` (of these entries) f64. `chunk_sums`
+    /// The sums of the squares of some of the entries' gradients, f32 or bf16: `squares` (of these entries) f64. `chunk_sums`
     /// ([`chunks`](crate::kernels::workspace::chunks) of each of these entries) f64 is room to work in.
     pub(crate) fn sums_of_squares(
         &self,
@@ -45,13 +45,18 @@ impl Tables {
         if entries.is_empty() {
             return Ok(());
         }
-        let chunks = self.chunks(&entries);
-        if !chunks.is_empty() {
-            let kernel = SOURCE.kernel(gpu, "chunk_squares", "")?;
+        let first = self.chunks(&entries).start;
+        for (part, gradients) in self.by_gradients(entries.clone()) {
+            let chunks = self.chunks(&part);
+            if chunks.is_empty() {
+                continue;
+            }
+            let kernel = SOURCE.kernel(gpu, "chunk_squares", gradients)?;
             let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
+            let sums = chunk_sums.part(chunks.start - first, chunks.len());
             let mut launch = kernel.builder();
             launch.arg(&tensors).arg(&table);
-            launch.arg(&chunk_sums.pointer);
+            launch.arg(&sums.pointer);
             // SAFETY: the tables are laid out as the kernel reads them, over buffers of the sizes that they say.
             unsafe { launch.launch(launch_config((chunks.len(), 1), (256, 1))) }.w()?;
         }

@@ -12,7 +12,7 @@ use std::ops::Range;
 pub(crate) struct Entry<'a> {
     /// f32.
     pub value: View<'a>,
-    /// f32.
+    /// f32, bf16 or f16.
     pub gradient: View<'a>,
     /// f32 or bf16.
     pub exp_avg: View<'a>,
@@ -36,6 +36,8 @@ pub(crate) struct Tables {
     first_chunks: Vec<usize>,
     /// What the kernel of the update calls the dtypes of each entry's gradient and of the copies.
     types: Vec<&'static str>,
+    /// The dtype of each entry's gradient, as kernels call it.
+    gradients: Vec<&'static str>,
 }
 
 impl Tables {
@@ -111,11 +113,17 @@ impl Tables {
         let (tensors, chunks) = (gpu.clone_htod(&tensors)?, gpu.clone_htod(&chunks)?);
         let stream = gpu.cuda_stream();
         let pointers = [tensors.device_ptr(&stream).0, chunks.device_ptr(&stream).0];
+        let gradients = entries.iter().map(|entry| match entry.gradient.dtype {
+            DType::BF16 => "bf16",
+            DType::F16 => "f16",
+            _ => "f32",
+        });
         Ok(Self {
             _held: [tensors, chunks],
             pointers,
             first_chunks,
             types,
+            gradients: gradients.collect(),
         })
     }
 
@@ -134,13 +142,15 @@ impl Tables {
         &self,
         entries: Range<usize>,
     ) -> impl Iterator<Item = (Range<usize>, &'static str)> {
-        let mut end = entries.start;
-        let parts = self.types[entries].chunk_by(|a, b| a == b);
-        parts.map(move |part| {
-            let start = end;
-            end += part.len();
-            (start..end, part[0])
-        })
+        runs_of_one(&self.types, entries)
+    }
+
+    /// Some of the entries, in parts whose gradients have one dtype, each with its name.
+    pub(super) fn by_gradients(
+        &self,
+        entries: Range<usize>,
+    ) -> impl Iterator<Item = (Range<usize>, &'static str)> {
+        runs_of_one(&self.gradients, entries)
     }
 
     /// Where the table of tensors lies, from an entry on.
@@ -152,6 +162,20 @@ impl Tables {
     pub(super) fn chunks_from(&self, chunk: usize) -> u64 {
         self.pointers[1] + (chunk * size_of::<u64>()) as u64
     }
+}
+
+/// Some of the entries, in parts that have one name, with it.
+fn runs_of_one(
+    names: &[&'static str],
+    entries: Range<usize>,
+) -> impl Iterator<Item = (Range<usize>, &'static str)> {
+    let mut end = entries.start;
+    let parts = names[entries].chunk_by(|a, b| a == b);
+    parts.map(move |part| {
+        let start = end;
+        end += part.len();
+        (start..end, part[0])
+    })
 }
 
 /// The dtype of all copies that there are.

@@ -1,0 +1,123 @@
+//! Flags of the examples that run on several GPUs, and how such a run begins.
+
+use super::{Common, stdout};
+use clap::{Args, ValueEnum};
+use std::num::NonZeroUsize;
+use std::process::ExitCode;
+use std::time::Duration;
+use tallow::dist::{self, Communicator, DistConfig, Exchange, Ranks, ReplicatedConfig};
+use tallow::{Error, Result};
+
+/// Flags of a job's ranks.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Ranks")]
+pub struct RankFlags {
+    /// Start so many ranks on this host, each with its GPU. Not with torchrun or mpirun, which start them
+    #[arg(long, value_name = "N")]
+    pub gpus: Option<NonZeroUsize>,
+
+    /// Seconds that a rank is waited for before it has failed
+    #[arg(long, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
+    pub timeout: u64,
+
+    /// At most so many of a GPU's multiprocessors work on NCCL's collectives [default: NCCL's choice]
+    #[arg(long, value_name = "N")]
+    pub nccl_max_ctas: Option<u32>,
+}
+
+impl RankFlags {
+    /// Starts the ranks and waits for them, if that is what this process is for: its exit code then.
+    pub fn launched(&self) -> Option<ExitCode> {
+        let is_rank = matches!(Ranks::from_env(), Ok(Some(_)) | Err(_));
+        let count = self.gpus.filter(|_| !is_rank)?;
+        Some(super::code_of(launch(count.get())))
+    }
+
+    /// Joins the job; a job of one rank where this process is no rank. Ranks but the first print nothing from here on.
+    pub fn join(&self, common: &Common) -> Result<Communicator> {
+        if self.gpus.is_some() && Ranks::from_env()?.is_none() {
+            return Err(Error::Order {
+                op: "--gpus",
+                problem: "this process did not start its ranks".into(),
+                hint: "call RankFlags::launched first".into(),
+            });
+        }
+        let config = DistConfig {
+            device: match self.gpus {
+                Some(_) => "cuda".into(),
+                None => common.device.clone(),
+            },
+            timeout: Duration::from_secs(self.timeout),
+            nccl_max_ctas: self.nccl_max_ctas,
+        };
+        let communicator = dist::init(&config)?;
+        tallow::hardware::set_tf32(communicator.device(), common.tf32)?;
+        if communicator.rank() > 0 {
+            stdout::silence();
+        }
+        Ok(communicator)
+    }
+}
+
+#[cfg(unix)]
+fn launch(count: usize) -> Result<ExitCode> {
+    Ok(match dist::launch(count)? {
+        None => ExitCode::SUCCESS,
+        Some(failed) => {
+            super::say_aside(failed);
+            ExitCode::from(failed.exit_code())
+        }
+    })
+}
+
+#[cfg(not(unix))]
+fn launch(_count: usize) -> Result<ExitCode> {
+    Err(Error::Order {
+        op: "--gpus",
+        problem: "ranks are started on Unix alone".into(),
+        hint: "start them with the variables that torchrun sets".into(),
+    })
+}
+
+/// When gradients are averaged over the ranks.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Ranks")]
+pub struct ExchangeFlags {
+    /// When gradients are averaged over the ranks
+    #[arg(long, value_enum, default_value_t = When::Overlapped)]
+    pub exchange: When,
+
+    /// A bucket of gradients is averaged once it has so many MiB
+    #[arg(long, default_value_t = 25.0, value_name = "MIB", value_parser = super::values::from_0)]
+    pub bucket_mib: f64,
+
+    /// Round gradients to bf16 to average them: half the bytes
+    #[arg(long)]
+    pub exchange_bf16: bool,
+}
+
+/// As [`Exchange`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum When {
+    /// After backward, each parameter's by itself
+    PerParameter,
+    /// After backward, all at once
+    Flat,
+    /// In backward, bucket by bucket
+    Overlapped,
+}
+
+impl ExchangeFlags {
+    pub fn config(&self) -> ReplicatedConfig {
+        ReplicatedConfig {
+            exchange: match self.exchange {
+                When::PerParameter => Exchange::PerParameter,
+                When::Flat => Exchange::Flat,
+                When::Overlapped => Exchange::Overlapped {
+                    bucket_bytes: (self.bucket_mib * 2f64.powi(20)) as u64,
+                },
+            },
+            dtype: self.exchange_bf16.then_some(candle_core::DType::BF16),
+        }
+    }
+}

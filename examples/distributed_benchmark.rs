@@ -1,0 +1,153 @@
+//! What several GPUs cost and gain: collectives by size, and a training step by how its gradients are exchanged.
+//!
+//! The second half of Stanford CS336's second assignment ("distributed communication", "naive DDP", "flat", "overlap",
+//! "bucketed"), on NVIDIA GPUs by NCCL and on CPUs by MPI.
+//!
+//! ```text
+//! cargo run --example distributed_benchmark --features cuda -- --gpus 2
+//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl \
+//!     --precision bf16 --attention flash --compile --exchange-bf16
+//! mpirun -n 2 cargo run --example distributed_benchmark --features mpi -- --mib 1 10 --size tiny
+//! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
+//! ```
+//!
+//! Times are rank 0's. Every rank has a batch of its own, so that a step of N ranks learns from N times as many tokens.
+//! "alone" is the same step on every rank at once without an exchange.
+
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+
+#[path = "distributed_benchmark/collectives.rs"]
+mod collectives;
+mod common;
+#[path = "distributed_benchmark/steps.rs"]
+mod steps;
+
+use clap::{Parser, ValueEnum};
+use common::models::{ModelFlags, describe};
+use common::precision::PrecisionFlags;
+use common::ranks::RankFlags;
+use common::{Common, Output, values};
+use std::process::ExitCode;
+use steps::Ways;
+use tallow::Result;
+use tallow::attention::Algorithm;
+use tallow::dist::Communicator;
+use tallow::report::{Fields, Report};
+
+/// Times collectives, and training steps whose gradients several ranks average
+#[derive(Parser)]
+#[command(version)]
+struct Flags {
+    /// What to measure
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["collectives", "steps"])]
+    part: Vec<Part>,
+
+    /// Sizes of a rank's buffer in collectives, in MiB
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1024], value_name = "MIB")]
+    mib: Vec<usize>,
+
+    #[command(flatten)]
+    models: ModelFlags,
+
+    #[command(flatten)]
+    precision: PrecisionFlags,
+
+    /// What computes attention, naive or flash
+    #[arg(long, default_value_t = Algorithm::Naive)]
+    attention: Algorithm,
+
+    /// Sequences of a rank's batch
+    #[arg(long, default_value_t = 4, value_parser = values::count())]
+    batch_size: usize,
+
+    /// Tokens of a sequence
+    #[arg(long, default_value_t = 256, value_parser = values::count())]
+    context_length: usize,
+
+    #[command(flatten)]
+    ways: Ways,
+
+    /// Steps before those that are timed
+    #[arg(long, default_value_t = 3, value_parser = values::count_from_0())]
+    warmup_steps: usize,
+
+    /// Steps that are timed
+    #[arg(long, default_value_t = 10, value_parser = values::count())]
+    steps: usize,
+
+    #[command(flatten)]
+    ranks: RankFlags,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// All-reduce, reduce-scatter and all-gather by size
+    Collectives,
+    /// Training steps by how gradients are exchanged
+    Steps,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    match flags.ranks.launched() {
+        Some(code) => code,
+        None => common::run(|| flags.common.around(|| flags.run())),
+    }
+}
+
+impl Flags {
+    fn run(&self) -> Result<()> {
+        let communicator = self.ranks.join(&self.common)?;
+        if communicator.rank() == 0 {
+            self.output.check_with([])?;
+        }
+        let tables = [collectives::columns(), steps::columns()];
+        self.output.check_columns(tables)?;
+        let models = self.models.models(self.context_length, &[self.attention])?;
+        let mut reports = Vec::new();
+        for part in &self.part {
+            reports.push(match part {
+                Part::Collectives => self.collectives(&communicator)?,
+                Part::Steps => self.training_steps(&communicator, &models)?,
+            });
+        }
+        let mut configuration = self.configuration(&communicator)?;
+        if self.part.contains(&Part::Steps) {
+            configuration.merge(describe(&models));
+        }
+        let mut reports = reports.into_iter();
+        let report = Report {
+            environment: self.common.environment(communicator.device()),
+            configuration,
+            ..reports.next().unwrap_or_default()
+        };
+        let report = Report {
+            details: reports.collect(),
+            ..report
+        };
+        match communicator.rank() {
+            0 => self.output.publish(&report),
+            _ => Ok(()), // one rank's table is all of it
+        }
+    }
+
+    fn configuration(&self, communicator: &Communicator) -> Result<Fields> {
+        let mut fields = Fields::new();
+        fields.insert("ranks", communicator.world_size());
+        fields.insert("warm-up", self.warmup_steps);
+        fields.insert("steps", self.steps);
+        if self.part.contains(&Part::Steps) {
+            fields.insert("precision", self.precision.precision()?.name());
+            fields.insert("attention", self.attention.name());
+            fields.insert("B of a rank", self.batch_size);
+            fields.insert("T", self.context_length);
+        }
+        Ok(fields)
+    }
+}

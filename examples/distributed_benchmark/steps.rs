@@ -1,0 +1,186 @@
+//! Training steps by how their gradients are exchanged.
+
+use super::common::models::{Model, with_attention};
+use super::{Flags, common};
+use candle_core::{DType, Device, Tensor};
+use clap::Args;
+use tallow::bench::Stopwatch;
+use tallow::compile::{PlanConfig, TrainStep};
+use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::report::{Column, Fields, Report};
+use tallow::{Result, backward};
+
+/// How steps are run.
+#[derive(Args, Clone, Debug)]
+pub struct Ways {
+    /// Plan the steps beforehand, instead of running them op by op
+    #[arg(long)]
+    compile: bool,
+
+    /// Bytes of a bucket, in MiB: a row each
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_name = "MIB")]
+    bucket_mib: Vec<u64>,
+
+    /// Round gradients to bf16 to average them
+    #[arg(long)]
+    exchange_bf16: bool,
+
+    /// Leave out the exchanges that do not overlap with backward
+    #[arg(long)]
+    only_overlapped: bool,
+}
+
+impl Ways {
+    /// Alone first, which the others are compared with.
+    fn all(&self) -> Vec<Option<ReplicatedConfig>> {
+        let serial = [Exchange::PerParameter, Exchange::Flat];
+        let serial = serial.into_iter().filter(|_| !self.only_overlapped);
+        let each = Exchange::Overlapped { bucket_bytes: 0 };
+        let each = Some(each).filter(|_| !self.only_overlapped);
+        let buckets = self.bucket_mib.iter();
+        let buckets = buckets.map(|mib| Exchange::Overlapped {
+            bucket_bytes: mib << 20,
+        });
+        let dtype = self.exchange_bf16.then_some(DType::BF16);
+        let exchanged = serial.chain(each).chain(buckets);
+        let exchanged = exchanged.map(|exchange| Some(ReplicatedConfig { exchange, dtype }));
+        [None].into_iter().chain(exchanged).collect()
+    }
+}
+
+pub fn columns() -> Vec<Column> {
+    vec![
+        Column::text("model", "Model"),
+        Column::text("execution", "Execution"),
+        Column::text("exchange", "Gradients averaged"),
+        Column::ms("step_ms", "Step"),
+        Column::ms("std_ms", "Std").minor(1),
+        Column::ms("exposed_ms", "Exposed"),
+        Column::number("exposed_percent", "Exposed", "%", 1),
+        Column::count("tokens_per_s", "Tokens/s, all ranks"),
+        Column::number("efficiency_percent", "Of alone", "%", 1),
+    ]
+}
+
+impl Flags {
+    pub fn training_steps(&self, communicator: &Communicator, models: &[Model]) -> Result<Report> {
+        let mut rows = Vec::new();
+        for model in models {
+            let mut alone_ms = f64::NAN;
+            for way in self.ways.all() {
+                let exchange = way.map_or("alone".into(), |way| way.exchange.to_string());
+                common::progress(format_args!("{}, {exchange}", model.name));
+                let statistics = self.step(communicator, &model.config, way)?.statistics()?;
+                let step_ms = statistics.median_ms;
+                if way.is_none() {
+                    alone_ms = step_ms;
+                }
+                let exposed_ms = step_ms - alone_ms;
+                let ranks = communicator.world_size();
+                let tokens = ranks * self.batch_size * self.context_length;
+                let execution = if self.ways.compile {
+                    "planned"
+                } else {
+                    "eager"
+                };
+                let mut row = Fields::new();
+                row.insert("model", model.name.as_str());
+                row.insert("execution", execution);
+                row.insert("exchange", exchange);
+                row.insert("step_ms", step_ms);
+                row.insert("std_ms", statistics.std_ms);
+                row.insert("exposed_ms", exposed_ms);
+                row.insert("exposed_percent", 100.0 * exposed_ms / step_ms);
+                row.insert("tokens_per_s", (tokens as f64 / step_ms * 1e3) as u64);
+                row.insert("efficiency_percent", 100.0 * alone_ms / step_ms);
+                rows.push(row);
+            }
+        }
+        Ok(Report {
+            title: "Training steps".into(),
+            columns: columns(),
+            rows,
+            notes: vec![
+                "Times are medians of forward, loss, backward, exchange and AdamW. Exposed is what the exchange adds to \
+                 the step alone, which runs on all ranks at once: the part of communication that nothing hides."
+                    .into(),
+            ],
+            ..Default::default()
+        })
+    }
+
+    fn step(
+        &self,
+        communicator: &Communicator,
+        config: &TransformerConfig,
+        way: Option<ReplicatedConfig>,
+    ) -> Result<tallow::bench::Timing> {
+        let device = communicator.device();
+        let config = with_attention(config, self.attention);
+        let model = TransformerLM::new(&config, self.common.seed, device)?;
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let replicated = way.map(|way| Replicated::new(communicator, model.parameters(), way));
+        let replicated = replicated.transpose()?;
+        let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
+        let mut planned = match self.ways.compile {
+            false => None,
+            true => Some(self.planned(&model, &optimizer, replicated.as_ref())?),
+        };
+        let precision = self.precision.precision()?;
+        let eager = |optimizer: &mut AdamW| {
+            let loss = precision.run(|| model.loss(&tokens, &targets))?;
+            let gradients = match &replicated {
+                Some(replicated) => replicated.backward(loss)?,
+                None => backward(loss)?,
+            };
+            optimizer.step(&gradients)
+        };
+        communicator.barrier()?;
+        let mut stopwatch = Stopwatch::new(device).warmup(self.warmup_steps);
+        let timing = stopwatch.measure(self.steps, || match &mut planned {
+            Some(planned) => planned.run(&mut optimizer, &tokens, &targets).map(drop),
+            None => eager(&mut optimizer),
+        });
+        communicator.check()?;
+        timing
+    }
+
+    fn planned(
+        &self,
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        replicated: Option<&Replicated>,
+    ) -> Result<TrainStep> {
+        let config = PlanConfig {
+            batch_size: self.batch_size,
+            sequence_length: self.context_length,
+            precision: self.precision.precision()?,
+            ..Default::default()
+        };
+        match replicated {
+            Some(replicated) => TrainStep::replicated(model, optimizer, &config, replicated),
+            None => TrainStep::new(model, optimizer, &config),
+        }
+    }
+
+    /// Tokens and targets of a rank, (B, T) u32.
+    fn batch(
+        &self,
+        rank: usize,
+        config: &TransformerConfig,
+        device: &Device,
+    ) -> Result<[Tensor; 2]> {
+        let count = self.batch_size * self.context_length;
+        let vocab_size = config.vocab_size as u64;
+        // Multiples of a prime, other ones on each rank.
+        let ids = |offset: u64| {
+            (0..count as u64).map(move |i| (((i + offset) * 7919) % vocab_size) as u32)
+        };
+        let shape = (self.batch_size, self.context_length);
+        let start = (rank * count) as u64;
+        let of = |offset| Tensor::from_iter(ids(offset), device)?.reshape(shape);
+        Ok([of(start)?, of(start + 1)?])
+    }
+}

@@ -1,0 +1,160 @@
+//! Gradients averaged over the ranks of a job: which lie in a bucket together, and where each bucket is exchanged.
+//!
+//! A pass over calls that are written: it looks for the last call of a micro-batch that touches a gradient, moves
+//! gradients that are complete one after the other into one buffer, and has that averaged from there on. The mean loss
+//! is averaged too, by itself, so that every rank sees the same.
+
+use super::super::arena::ALIGNMENT_BYTES;
+use super::super::buffer::{BufferId, Buffers, Category};
+use super::super::op::Op;
+use super::super::plan::{BufferRange, Call, Phase};
+use crate::dist::{Exchange, ReplicatedConfig};
+use candle_core::DType;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// What is averaged, in a plan that is nearly whole.
+pub(super) struct Averaged<'a> {
+    pub calls: &'a mut Vec<Call>,
+    pub buffers: &'a mut Buffers,
+    /// Grows by the calls that are added to it.
+    pub per_micro_batch: &'a mut Range<usize>,
+    /// Where a gradient lies, for those that read it after the run.
+    pub gradients: &'a mut [Option<BufferRange>],
+    pub kept: &'a mut Vec<BufferId>,
+    pub loss: BufferId,
+}
+
+/// Buffers that are exchanged as one.
+struct Bucket {
+    /// With the first element of each.
+    members: Vec<(BufferId, usize)>,
+    elements: usize,
+    dtype: DType,
+    /// The call that it is exchanged before.
+    position: usize,
+}
+
+impl Averaged<'_> {
+    /// Adds the calls.
+    pub fn add(mut self, config: &ReplicatedConfig) {
+        let mut buckets = self.buckets(config.exchange);
+        buckets.push(self.alone(self.loss));
+        let moved = self.join(&buckets);
+        self.rename(&moved);
+        // From the last on: positions before one are not changed by it.
+        buckets.sort_by_key(|bucket| bucket.position);
+        for bucket in buckets.iter().rev() {
+            self.insert(bucket, &moved);
+        }
+    }
+
+    /// The calls of a micro-batch after which a buffer is touched no more, by buffer.
+    fn completed(&self, buffer: BufferId) -> usize {
+        let calls = &self.calls[self.per_micro_batch.clone()];
+        let touches = |call: &Call| call.operands().any(|operand| operand.buffer == buffer);
+        let last = calls.iter().rposition(touches);
+        self.per_micro_batch.start + last.map_or(calls.len(), |last| last + 1)
+    }
+
+    fn alone(&self, buffer: BufferId) -> Bucket {
+        Bucket {
+            members: vec![(buffer, 0)],
+            elements: self.buffers[buffer].elements(),
+            dtype: self.buffers[buffer].dtype,
+            position: self.completed(buffer),
+        }
+    }
+
+    fn buckets(&self, exchange: Exchange) -> Vec<Bucket> {
+        let mut gradients: Vec<BufferId> =
+            self.gradients.iter().flatten().map(|g| g.buffer).collect();
+        gradients.sort();
+        gradients.dedup(); // of weights that lie one under the other
+        let alone = gradients.into_iter().map(|gradient| self.alone(gradient));
+        let mut alone: Vec<Bucket> = alone.collect();
+        alone.sort_by_key(|bucket| bucket.position);
+        let bucket_bytes = match exchange {
+            Exchange::Flat => u64::MAX,
+            Exchange::Overlapped { bucket_bytes } => bucket_bytes,
+            Exchange::PerParameter => 0,
+        };
+        let is_full = |bucket: &Bucket| {
+            (bucket.elements * bucket.dtype.size_in_bytes()) as u64 >= bucket_bytes
+        };
+        let mut buckets: Vec<Bucket> = Vec::new();
+        for next in alone {
+            let mut open = buckets.iter_mut();
+            let open = open.find(|bucket| bucket.dtype == next.dtype && !is_full(bucket));
+            match open {
+                Some(bucket) => bucket.take(next),
+                None => buckets.push(next),
+            }
+        }
+        if !matches!(exchange, Exchange::Overlapped { .. }) {
+            for bucket in &mut buckets {
+                bucket.position = self.per_micro_batch.end;
+            }
+        }
+        buckets
+    }
+
+    /// Makes the buffers of buckets with several members: by member, the bucket's buffer and where it begins there.
+    fn join(&mut self, buckets: &[Bucket]) -> HashMap<BufferId, (BufferId, usize)> {
+        let mut moved = HashMap::new();
+        for bucket in buckets.iter().filter(|bucket| bucket.members.len() > 1) {
+            let name = format!("{} gradients", bucket.members.len());
+            let (shape, category) = ([bucket.elements], Category::Gradient);
+            let joined = self.buffers.arena(&name, &shape, bucket.dtype, category);
+            self.kept.push(joined);
+            let members = bucket.members.iter();
+            moved.extend(members.map(|(member, first)| (*member, (joined, *first))));
+        }
+        moved
+    }
+
+    fn rename(&mut self, moved: &HashMap<BufferId, (BufferId, usize)>) {
+        let calls = self.calls.iter_mut();
+        let operands = calls.flat_map(|call| call.reads.iter_mut().chain(call.writes.iter_mut()));
+        for operand in operands.chain(self.gradients.iter_mut().flatten()) {
+            if let Some((buffer, first)) = moved.get(&operand.buffer) {
+                operand.buffer = *buffer;
+                operand.elements.start += first;
+                operand.elements.end += first;
+            }
+        }
+        self.kept.retain(|buffer| !moved.contains_key(buffer));
+    }
+
+    fn insert(&mut self, bucket: &Bucket, moved: &HashMap<BufferId, (BufferId, usize)>) {
+        let (first, _) = bucket.members[0];
+        let buffer = moved.get(&first).map_or(first, |(joined, _)| *joined);
+        let whole = BufferRange::whole(self.buffers, buffer);
+        let before = bucket.position.checked_sub(1);
+        let call = Call {
+            op: Op::AllReduce {
+                elements: whole.elements.len(),
+            },
+            path: "all_reduce".into(),
+            phase: before.map_or(Phase::Backward, |before| self.calls[before].phase),
+            part: None,
+            reads: [].into(),
+            writes: [("x", whole)].into(),
+        };
+        self.calls.insert(bucket.position, call);
+        self.per_micro_batch.end += 1;
+    }
+}
+
+impl Bucket {
+    /// Takes another's buffers behind its own, where kernels are at their best.
+    fn take(&mut self, other: Bucket) {
+        let alignment = ALIGNMENT_BYTES as usize / self.dtype.size_in_bytes();
+        let first = self.elements.next_multiple_of(alignment);
+        let others = other.members.into_iter();
+        self.members
+            .extend(others.map(|(buffer, at)| (buffer, first + at)));
+        self.elements = first + other.elements;
+        self.position = self.position.max(other.position);
+    }
+}

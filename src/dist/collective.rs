@@ -1,0 +1,59 @@
+//! What ranks do together, and on which numbers.
+
+use candle_core::DType;
+
+/// How the numbers of all ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reduce {
+    /// Their sum.
+    Sum,
+    /// Their sum over the number of ranks.
+    Mean,
+    /// The largest.
+    Max,
+}
+
+/// What all ranks do at once, in place, on a buffer of `elements` numbers on each of them.
+///
+/// Of reduce-scatter and all-gather the buffer is in as many parts of one size as there are ranks; rank r's is part r.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Collective {
+    /// All numbers of all ranks reduced, on every rank.
+    AllReduce(Reduce),
+    /// Each rank's part reduced over all ranks; the other parts hold nothing of use afterwards.
+    ReduceScatter(Reduce),
+    /// Each rank's part, on every rank.
+    AllGather,
+    /// What `root` has, on every rank.
+    Broadcast { root: usize },
+    /// To the one rank `to`, which receives.
+    Send { to: usize },
+    /// From the one rank `from`, which sends.
+    Receive { from: usize },
+    /// Nobody goes on before all have come. The buffer is not used.
+    Barrier,
+}
+
+impl Collective {
+    /// As errors and reports call it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce(_) => "all_reduce",
+            Self::ReduceScatter(_) => "reduce_scatter",
+            Self::AllGather => "all_gather",
+            Self::Broadcast { .. } => "broadcast",
+            Self::Send { .. } => "send",
+            Self::Receive { .. } => "receive",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+/// The dtypes that are exchanged: sums need floats, copies take integers too.
+pub(crate) fn is_exchanged(dtype: DType) -> bool {
+    matches!(
+        dtype,
+        DType::F64 | DType::F32 | DType::F16 | DType::BF16 | DType::U8 | DType::U32 | DType::I64
+    )
+}

@@ -1,0 +1,100 @@
+//! How ranks come together, and how they exchange gradients.
+
+use crate::{Error, Result};
+use candle_core::DType;
+use std::fmt;
+use std::time::Duration;
+
+/// How a process joins its job.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DistConfig {
+    /// `cuda`, of which each rank takes the GPU of its local rank, or `cpu`. In a job of one rank any
+    /// [`device`](crate::device()).
+    pub device: String,
+    /// How long a rank is waited for, at the beginning and in everything that all do together, before it has failed.
+    pub timeout: Duration,
+    /// At most so many of a GPU's multiprocessors work on NCCL's collectives, which run beside the model's kernels.
+    /// `None`: as many as NCCL wants.
+    pub nccl_max_ctas: Option<u32>,
+}
+
+/// The CPU, ten minutes.
+impl Default for DistConfig {
+    fn default() -> Self {
+        Self {
+            device: "cpu".into(),
+            timeout: Duration::from_secs(600),
+            nccl_max_ctas: None,
+        }
+    }
+}
+
+/// When gradients are averaged over the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Exchange {
+    /// After backward, one all-reduce for each parameter.
+    PerParameter,
+    /// After backward, one all-reduce for all of them.
+    Flat,
+    /// In backward: gradients are collected into buckets in the order in which they are complete, from the last layer's
+    /// to the first's, and a bucket is averaged while backward goes on, as soon as it has so many bytes. 0: every
+    /// gradient by itself.
+    Overlapped {
+        /// A bucket is full with these.
+        bucket_bytes: u64,
+    },
+}
+
+impl fmt::Display for Exchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::PerParameter => f.pad("per parameter"),
+            Self::Flat => f.pad("flat"),
+            Self::Overlapped { bucket_bytes: 0 } => f.pad("overlapped, per parameter"),
+            Self::Overlapped { bucket_bytes } => {
+                let mib = *bucket_bytes as f64 / f64::from(1 << 20);
+                f.pad(&format!("overlapped, buckets of {mib} MiB"))
+            }
+        }
+    }
+}
+
+/// Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
+///
+/// The default is PyTorch's (`DistributedDataParallel`): buckets of 25 MiB, in the gradients' own dtype.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReplicatedConfig {
+    /// When gradients are averaged.
+    pub exchange: Exchange,
+    /// What gradients are rounded to for the exchange: bf16 halves the bytes. `None`: they are exchanged as they are.
+    ///
+    /// In a planned step on a GPU the gradients of matrices are then made in bf16 by the products themselves, as with
+    /// [an optimizer in backward](crate::compile::PlanConfig::optimizer_in_backward); those of embedding and norms stay
+    /// in f32, and so do all where micro-batches are accumulated or the loss is scaled.
+    pub dtype: Option<DType>,
+}
+
+impl Default for ReplicatedConfig {
+    fn default() -> Self {
+        let bucket_bytes = 25 << 20;
+        Self {
+            exchange: Exchange::Overlapped { bucket_bytes },
+            dtype: None,
+        }
+    }
+}
+
+impl ReplicatedConfig {
+    /// Whether gradients can be exchanged so.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a dtype that is neither bf16 nor f32 (f16's range is too small for sums of gradients).
+    pub fn validate(&self) -> Result<()> {
+        match self.dtype {
+            None | Some(DType::BF16 | DType::F32) => Ok(()),
+            Some(other) => Err(Error::config("ReplicatedConfig", "dtype", other.as_str())
+                .must_be("None, bf16 or f32", "None exchanges gradients as they are")),
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Collectives on GPU memory: NCCL's, on a stream of their own.
+
+use super::Collective;
+use super::nccl::NcclBackend;
+use crate::Result;
+use crate::hardware;
+use crate::ops::cuda;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
+
+/// A communicator of NCCL's, and the stream that it works on.
+pub(crate) struct GpuQueue {
+    nccl: Arc<NcclBackend>,
+    stream: Arc<CudaStream>,
+}
+
+impl GpuQueue {
+    pub(super) fn new(nccl: Arc<NcclBackend>, gpu: &CudaDevice) -> Result<Self> {
+        let _undisturbed = hardware::cuda::undisturbed();
+        let stream = gpu.cuda_stream().context().new_stream().w()?;
+        Ok(Self { nccl, stream })
+    }
+
+    /// Has a collective come after what the tensor's stream has been given; the event comes when it is over.
+    pub(super) fn start_on_tensor(
+        &self,
+        collective: Collective,
+        tensor: &Tensor,
+    ) -> Result<CudaEvent> {
+        let view = cuda::elements(tensor)?;
+        let after = cuda::gpu(tensor)?.cuda_stream();
+        self.start(collective, (view.pointer, view.len, view.dtype), &after)?;
+        Ok(self.stream.record_event(None).w()?)
+    }
+
+    /// Has a collective on elements of a dtype come after what a stream has been given. It may be recorded.
+    pub(crate) fn start(
+        &self,
+        collective: Collective,
+        (pointer, elements, dtype): (u64, usize, DType),
+        after: &CudaStream,
+    ) -> Result<()> {
+        self.stream.join(after).w()?;
+        let stream = self.stream.cu_stream().cast();
+        self.nccl.run(collective, pointer, elements, dtype, stream)
+    }
+
+    /// Whether all is well with what was begun, as far as NCCL knows.
+    pub(super) fn check(&self) -> Result<()> {
+        self.nccl.async_error()
+    }
+
+    /// Has a stream wait for all collectives so far.
+    pub(crate) fn join(&self, stream: &CudaStream) -> Result<()> {
+        Ok(stream.join(&self.stream).w()?)
+    }
+}

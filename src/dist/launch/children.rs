@@ -1,0 +1,128 @@
+//! The processes of the ranks, from their start to their common end.
+
+use super::FailedRank;
+use super::signals::Signals;
+use std::io::{self, ErrorKind};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const POLL: Duration = Duration::from_millis(10);
+
+/// How long ranks have once one has failed.
+#[derive(Clone, Copy)]
+pub(super) struct Grace {
+    /// To hear of it and say so, before SIGTERM.
+    pub hear: Duration,
+    /// To end, before SIGKILL.
+    pub end: Duration,
+}
+
+pub(super) const GRACE: Grace = Grace {
+    hear: Duration::from_secs(10),
+    end: Duration::from_secs(5),
+};
+
+/// By rank, with the status of those that have ended. Dropping it kills the others.
+#[derive(Default)]
+pub(super) struct Children(Vec<(Child, Option<ExitStatus>)>);
+
+impl Children {
+    /// Starts the next rank, whose output is piped.
+    pub(super) fn start(
+        &mut self,
+        command: &mut Command,
+    ) -> io::Result<(ChildStdout, ChildStderr)> {
+        let mut child = command.spawn()?;
+        let pipes = child.stdout.take().zip(child.stderr.take());
+        self.0.push((child, None));
+        pipes.ok_or_else(|| ErrorKind::BrokenPipe.into())
+    }
+
+    /// Waits until all have ended, and ends them once one has failed.
+    pub(super) fn wait(
+        &mut self,
+        signals: &Signals,
+        grace: Grace,
+    ) -> io::Result<Option<FailedRank>> {
+        let mut failed: Option<(FailedRank, Instant)> = None;
+        let mut is_terminated = false;
+        loop {
+            let ended = self.ended()?;
+            // Of several at once, one that a signal ended: the others may have failed because of it.
+            let is_first = |ended: &&FailedRank| ended.status.signal().is_some();
+            let first = ended.iter().find(is_first).or(ended.first());
+            if let (None, Some(first)) = (&failed, first) {
+                failed = Some((*first, Instant::now()));
+            }
+            if self.0.iter().all(|(_, status)| status.is_some()) {
+                return Ok(failed.map(|(failed, _)| failed));
+            }
+            if let Some(signal) = signals.caught() {
+                self.signal(signal);
+            }
+            let time = failed.map_or(Duration::ZERO, |(_, at)| at.elapsed());
+            if time > grace.hear && !is_terminated {
+                self.signal(libc::SIGTERM);
+                self.signal(libc::SIGCONT); // a rank that is stopped would not hear
+                is_terminated = true;
+            }
+            if time > grace.hear + grace.end {
+                self.signal(libc::SIGKILL);
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    /// The ranks that failed since the last call.
+    fn ended(&mut self) -> io::Result<Vec<FailedRank>> {
+        let mut failed = Vec::new();
+        for (rank, (child, ended)) in self.0.iter_mut().enumerate() {
+            if ended.is_none() {
+                *ended = child.try_wait()?;
+                let status = ended.filter(|status| !status.success());
+                failed.extend(status.map(|status| FailedRank { rank, status }));
+            }
+        }
+        Ok(failed)
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        for (child, _) in self.0.iter().filter(|(_, status)| status.is_none()) {
+            // SAFETY: a signal to a child that has not been waited for, whose number is nobody else's.
+            unsafe { libc::kill(child.id().cast_signed(), signal) };
+        }
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        self.signal(libc::SIGKILL);
+        for (child, _) in self.0.iter_mut().filter(|(_, status)| status.is_none()) {
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Has the system kill the command's process when this thread ends, however that is: the thread that waits for it.
+pub(super) fn end_with_parent(command: &mut Command) {
+    let parent = std::process::id();
+    let ask = move || {
+        #[cfg(target_os = "linux")]
+        // SAFETY: both only ask the system.
+        unsafe {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // It may have ended in between.
+            if libc::getppid().cast_unsigned() != parent {
+                return Err(ErrorKind::BrokenPipe.into());
+            }
+        }
+        let _ = parent;
+        Ok(())
+    };
+    // SAFETY: between fork and exec it makes system calls only, and allocates nothing.
+    unsafe { command.pre_exec(ask) };
+}

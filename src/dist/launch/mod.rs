@@ -1,0 +1,133 @@
+//! Starts the ranks of a job on this host, relays what they print, and ends them together.
+#![cfg(unix)]
+
+mod children;
+mod relay;
+mod signals;
+#[cfg(test)]
+mod tests;
+
+use crate::{Error, Result};
+use children::{Children, GRACE, Grace, end_with_parent};
+use relay::{Sink, relay};
+use signals::Signals;
+use std::fmt;
+use std::io;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// A rank that ended with an error, the first one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FailedRank {
+    /// Its rank.
+    pub rank: usize,
+    /// How it ended.
+    pub status: ExitStatus,
+}
+
+impl FailedRank {
+    /// The code for the launcher to exit with: the rank's own, or as shells have it, 128 and the signal's number.
+    pub fn exit_code(&self) -> u8 {
+        let signal = self.status.signal().map(|signal| 128 + signal);
+        let code = self.status.code().or(signal);
+        code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+    }
+}
+
+impl fmt::Display for FailedRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "rank {} was the first to fail, with {}",
+            self.rank, self.status
+        )
+    }
+}
+
+/// Runs this program `world_size` times, with the same arguments and each one's place in the environment
+/// ([`Ranks::from_env`](super::ranks::Ranks::from_env) reads it), and returns when all have ended: the first rank that
+/// failed, or `None`.
+///
+/// Each line that a rank prints comes out whole, with its rank before it (`[1] `) but for rank 0's standard output,
+/// which is as it would be alone. Rank 0 has this process's standard input, the others none. When one fails, the others
+/// have 10 seconds to say so themselves, and are then ended. They end with this process too (on Linux, however it
+/// ends); SIGINT and SIGTERM go to them, and this process waits for what they do about it.
+///
+/// The ranks meet on a port of 127.0.0.1 that was free a moment before. They share this host's cores, and each takes as
+/// many threads as the environment says (`RAYON_NUM_THREADS`).
+///
+/// # Errors
+/// [`Error::Config`] for no ranks, [`Error::Io`] if the program cannot be started again.
+pub fn launch(world_size: usize) -> Result<Option<FailedRank>> {
+    let program =
+        std::env::current_exe().map_err(|error| Error::io("find", "this program", error))?;
+    let command = |_| {
+        let mut command = Command::new(&program);
+        command.args(std::env::args_os().skip(1));
+        command
+    };
+    let (out, err) = (Mutex::new(io::stdout()), Mutex::new(io::stderr()));
+    launch_commands(world_size, command, [Arc::new(out), Arc::new(err)], GRACE)
+}
+
+/// The same for any commands, into any sinks for standard output and error.
+fn launch_commands(
+    world_size: usize,
+    command: impl Fn(usize) -> Command,
+    [out, err]: [Sink; 2],
+    grace: Grace,
+) -> Result<Option<FailedRank>> {
+    if world_size == 0 {
+        let error = Error::config("launch", "world_size", world_size);
+        return Err(error.must_be("positive", "1 is one process"));
+    }
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+    let address = listener.and_then(|listener| listener.local_addr());
+    let port = address
+        .map_err(|error| Error::io("listen", "127.0.0.1", error))?
+        .port();
+    let token = format!("{:032x}", rand::random::<u128>());
+
+    let signals = Signals::listen();
+    let mut children = Children::default();
+    let (relaying, relayed) = mpsc::channel();
+    for rank in 0..world_size {
+        let mut command = command(rank);
+        let stdin = if rank == 0 {
+            Stdio::inherit()
+        } else {
+            Stdio::null()
+        };
+        command
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("WORLD_SIZE", world_size.to_string())
+            .env("LOCAL_WORLD_SIZE", world_size.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .env("TALLOW_JOB_TOKEN", &token)
+            .env_remove("TORCHELASTIC_USE_AGENT_STORE") // of a torchrun around this process
+            .stdin(stdin)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        end_with_parent(&mut command);
+        let prefix = format!("[{rank}] ");
+        let out_prefix = if rank == 0 { "" } else { &prefix };
+        let mut start = || {
+            let (stdout, stderr) = children.start(&mut command)?;
+            relay(stdout, out_prefix, out.clone(), relaying.clone())?;
+            relay(stderr, &prefix, err.clone(), relaying.clone())
+        };
+        start().map_err(|error| Error::io("start", command.get_program(), error))?;
+    }
+    drop(relaying);
+    let failed = children.wait(&signals, grace);
+    // Until all relays have ended, and all lines are out. What a rank left behind may hold its pipe open: not for ever.
+    let _ = relayed.recv_timeout(Duration::from_secs(2));
+    failed.map_err(|error| Error::io("wait for", "the ranks", error))
+}

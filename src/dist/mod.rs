@@ -1,0 +1,89 @@
+//! Several processes that train together: a process a rank, each with its GPU.
+//!
+//! A program calls [`init`], which reads its place from the variables that torchrun sets (Slurm and mpirun can set them
+//! too), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs by NCCL, on CPUs by MPI. What
+//! a rank does by itself is written as for one process.
+//!
+//! ```no_run
+//! use tallow::data::Tokens;
+//! use tallow::dist::{self, DistConfig, ReplicatedConfig};
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::train::{TrainConfig, Trainer};
+//!
+//! # fn main() -> tallow::Result<()> {
+//! // Without torchrun's variables this is a job of one rank: the same program runs alone.
+//! let communicator = dist::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
+//! let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
+//! let config = TransformerConfig { vocab_size: 256, ..TransformerConfig::small() };
+//! let model = TransformerLM::new(&config, 0, communicator.device())?;
+//! let config = TrainConfig {
+//!     sequence_length: 256,
+//!     accumulation: communicator.world_size(), // the batches of all ranks
+//!     ..Default::default()
+//! };
+//! let mut trainer = Trainer::new(model, config, train, validation)?;
+//! trainer.replicate(&communicator, ReplicatedConfig::default())?;
+//! trainer.compile()?;
+//! while let Some(step) = trainer.step()? {
+//!     if communicator.rank() == 0 {
+//!         println!("{}: {:.3} nats", step.step, step.loss);
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! ```sh
+//! torchrun --no-python --nproc-per-node 2 target/release/my-program
+//! ```
+//!
+//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host.
+//!
+//! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
+//! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
+//! [`threads()`] for tests), and strategies, of which [`Replicated`] is there: every rank has the whole model. What does
+//! not: the step, whose plan has collectives among its calls ([`compile`](crate::compile)), and the training loop
+//! ([`Trainer::replicate`](crate::train::Trainer::replicate)).
+//!
+//! # Failures
+//!
+//! Each rank tells rank 0 that it is alive, several times a second, and what it is in. A rank whose process ends, or
+//! that is waited for longer than [`DistConfig::timeout`], is a failure that all ranks hear of: what they wait in ends
+//! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
+//! checkpoint.
+
+mod buckets;
+mod collective;
+mod communicator;
+mod config;
+#[cfg(feature = "cuda")]
+mod gpu_queue;
+mod host;
+mod host_queue;
+mod init;
+mod launch;
+#[cfg_attr(not(all(feature = "cuda", feature = "mpi")), allow(dead_code))]
+// each backend uses its part
+mod membership;
+#[cfg(feature = "mpi")]
+mod mpi;
+#[cfg(any(feature = "cuda", test))] // its tests need no GPU
+mod nccl;
+mod pending;
+mod ranks;
+mod replicated;
+#[cfg_attr(not(any(feature = "cuda", feature = "mpi")), allow(dead_code))]
+mod store;
+mod threads;
+
+pub use collective::Reduce;
+pub(crate) use collective::{Collective, is_exchanged};
+pub use communicator::Communicator;
+pub use config::{DistConfig, Exchange, ReplicatedConfig};
+pub use init::{init, threads};
+#[cfg(unix)]
+pub use launch::{FailedRank, launch};
+pub use membership::Watch;
+pub use pending::Pending;
+pub use ranks::Ranks;
+pub use replicated::Replicated;

@@ -1,0 +1,134 @@
+//! Data parallelism: gradients averaged over the ranks.
+
+use super::buckets::Buckets;
+use super::{Communicator, Exchange, ReplicatedConfig};
+use crate::optim::distinct;
+use crate::{Result, backward_with_hook};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, TensorId, Var};
+use std::collections::HashMap;
+
+const OP: &str = "dist::Replicated";
+
+/// The same model on every rank, each of which computes the gradients of its own part of a batch: they are averaged, so
+/// that every rank takes the same step (`DistributedDataParallel` in PyTorch).
+///
+/// With losses that are means over parts of one size, the step is that of the whole batch on one device.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use tallow::dist::{self, Replicated, ReplicatedConfig};
+/// use tallow::ops;
+///
+/// // Two ranks, here threads of one process; processes call dist::init.
+/// let ranks = dist::threads(2)?;
+/// std::thread::scope(|scope| {
+///     for communicator in ranks {
+///         scope.spawn(move || -> tallow::Result<()> {
+///             let rank = communicator.rank() as f32;
+///             let w = Var::new(&[1f32 + rank, 2.0], &Device::Cpu)?; // others than rank 0's are overwritten
+///             let parameters = vec![("w".to_string(), w.clone())];
+///             let replicated = Replicated::new(&communicator, parameters, ReplicatedConfig::default())?;
+///             let x = Tensor::new(&[1f32, 4.0 * rank], &Device::Cpu)?; // this rank's part of the batch
+///             let gradients = replicated.backward(ops::sum(&ops::mul(&w, &x)?)?)?;
+///             assert_eq!(gradients.get(&w).unwrap().to_vec1::<f32>()?, [1.0, 2.0]);
+///             assert_eq!(w.to_vec1::<f32>()?, [1.0, 2.0]);
+///             Ok(())
+///         });
+///     }
+/// });
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+#[derive(Debug)]
+pub struct Replicated {
+    pub(super) communicator: Communicator,
+    pub(super) parameters: Vec<(String, Var)>,
+    pub(super) config: ReplicatedConfig,
+}
+
+impl Replicated {
+    /// Gives every rank the weights of rank 0. A variable given twice counts once.
+    ///
+    /// # Errors
+    /// A configuration that cannot work; parameters on another device than the communicator's; ranks whose parameters
+    /// have other names, shapes or dtypes than rank 0's, on all of them.
+    pub fn new(
+        communicator: &Communicator,
+        parameters: impl IntoIterator<Item = (String, Var)>,
+        config: ReplicatedConfig,
+    ) -> Result<Self> {
+        config.validate()?;
+        let parameters = distinct(parameters);
+        let shapes = parameters.iter().map(|(name, var)| {
+            let dtype = var.dtype().as_str();
+            format!("{name} {:?} {dtype}", var.dims())
+        });
+        communicator.agree(OP, &[("parameters", shapes.collect::<Vec<_>>().join(", "))])?;
+        for (_, var) in &parameters {
+            communicator.broadcast(var.as_tensor(), 0)?;
+        }
+        Ok(Self {
+            communicator: communicator.clone(),
+            parameters,
+            config,
+        })
+    }
+
+    /// The averaged gradients of the parameters, of this rank's `loss`: [`backward`](crate::backward()), and their
+    /// exchange as the configuration says. All ranks get the same bits.
+    ///
+    /// A bucket's gradients are copied into one tensor, which takes their bytes once more while it is exchanged, and
+    /// which the averages are views of.
+    ///
+    /// # Errors
+    /// Those of backward; [`Error::MissingGradient`](crate::Error::MissingGradient); a rank that failed.
+    pub fn backward(&self, loss: Tensor) -> Result<GradStore> {
+        let Exchange::Overlapped { bucket_bytes } = self.config.exchange else {
+            let mut gradients = crate::backward(loss)?;
+            self.average(&mut gradients)?;
+            return Ok(gradients);
+        };
+        let mut buckets = Buckets::new(self, bucket_bytes);
+        let ours = self.parameters.iter().map(|(_, var)| (var.id(), var));
+        let ours: HashMap<TensorId, &Var> = ours.collect();
+        let mut gradients = backward_with_hook(loss, |variable, gradient| {
+            match ours.get(&variable.id()) {
+                Some(var) => buckets.add(var, gradient),
+                None => Ok(()), // trained elsewhere
+            }
+        })?;
+        buckets.finish(&mut gradients)?;
+        Ok(gradients)
+    }
+
+    /// Averages gradients that are complete: of several micro-batches, or that were made in another way.
+    ///
+    /// # Errors
+    /// [`Error::MissingGradient`](crate::Error::MissingGradient); a rank that failed.
+    pub fn average(&self, gradients: &mut GradStore) -> Result<()> {
+        let bucket_bytes = match self.config.exchange {
+            Exchange::PerParameter => 0,
+            Exchange::Flat => u64::MAX,
+            Exchange::Overlapped { bucket_bytes } => bucket_bytes,
+        };
+        let mut buckets = Buckets::new(self, bucket_bytes);
+        for (_, var) in self.parameters.iter().rev() {
+            if let Some(gradient) = gradients.get(var) {
+                buckets.add(var, gradient)?;
+            }
+        }
+        buckets.finish(gradients)
+    }
+
+    /// How gradients are exchanged.
+    pub fn config(&self) -> ReplicatedConfig {
+        self.config
+    }
+
+    /// The ranks.
+    pub fn communicator(&self) -> &Communicator {
+        &self.communicator
+    }
+}

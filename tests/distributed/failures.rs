@@ -1,0 +1,111 @@
+//! Ranks that stop, end, or want something else: the others end in time, with an error that names them.
+
+use super::{Ended, at_most, join, ranks};
+use candle_core::{DType, Tensor};
+use std::time::{Duration, Instant};
+use tallow::dist::Reduce;
+use tallow::{Error, Result};
+
+/// Long enough for a busy machine to start everything.
+const SOON: Duration = Duration::from_secs(45);
+
+#[test]
+#[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
+fn a_stopped_rank_is_named() {
+    let Ended {
+        success,
+        text,
+        took,
+    } = ranks("stopped", at_most(3), &[]);
+    assert!(!success && took < SOON, "{took:?}: {text}");
+    assert!(
+        text.contains("rank 1, in ") && text.contains("has waited"),
+        "{text}"
+    );
+}
+
+#[test]
+#[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
+fn a_rank_that_ends_ends_all() {
+    let Ended {
+        success,
+        text,
+        took,
+    } = ranks("ended", at_most(3), &[]);
+    assert!(!success && took < SOON, "{took:?}: {text}");
+}
+
+#[test]
+#[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
+fn a_rank_that_disagrees_is_named_on_all() {
+    let Ended {
+        success,
+        text,
+        took,
+    } = ranks("disagreeing", at_most(3), &[]);
+    assert!(success && took < SOON, "{took:?}: {text}");
+}
+
+/// Rank 1 stops (SIGSTOP) after a while; the others find out, and one of them ends it.
+pub fn stopped() -> Result<()> {
+    let ranks = join(4)?;
+    let pids = Tensor::new(&[i64::from(std::process::id())], ranks.device())?;
+    let pids = ranks.all_gather(&pids)?.to_vec1::<i64>()?;
+    let x = Tensor::ones(1000, DType::F32, ranks.device())?;
+    for _ in 0..3 {
+        ranks.all_reduce(&x, Reduce::Mean)?;
+    }
+    if ranks.rank() == 1 {
+        // SAFETY: a signal to this process.
+        unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
+        std::thread::sleep(Duration::from_secs(1)); // it takes a moment to stop all threads
+    }
+    let began = Instant::now();
+    let error = ranks.barrier().unwrap_err();
+    // SAFETY: a signal to a process of this test, which stands still.
+    unsafe { libc::kill(pids[1] as libc::pid_t, libc::SIGKILL) };
+    assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        began.elapsed()
+    );
+    Err(error)
+}
+
+/// The last rank is killed between two collectives.
+pub fn ended() -> Result<()> {
+    let ranks = join(20)?;
+    let x = Tensor::ones(1000, DType::F32, ranks.device())?;
+    ranks.all_reduce(&x, Reduce::Mean)?;
+    if ranks.rank() + 1 == ranks.world_size() {
+        // SAFETY: a signal to this process.
+        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+    }
+    loop {
+        ranks.all_reduce(&x, Reduce::Mean)?;
+        ranks.barrier()?; // waits for it, on a GPU too
+    }
+}
+
+/// The last rank has another batch size.
+pub fn disagreeing() -> Result<()> {
+    let ranks = join(20)?;
+    let last = ranks.world_size() - 1;
+    let batch_size = if ranks.rank() == last { 8 } else { 4 };
+    let facts = [
+        ("model", "tiny".into()),
+        ("batch size", batch_size.to_string()),
+    ];
+    let error = ranks.agree("the benchmark", &facts).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        matches!(error, Error::Rank { rank, .. } if rank == last),
+        "{text}"
+    );
+    assert!(
+        text.contains("batch size") && text.contains('8') && text.contains('4'),
+        "{text}"
+    );
+    Ok(())
+}

@@ -1,0 +1,212 @@
+//! Planned steps: exchanges are calls of the plan.
+
+use super::{EXCHANGES, batch, bits, config, distance, model, on_ranks};
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+use std::collections::HashMap;
+use tallow::compile::{Op, Plan, PlanConfig, TrainStep};
+use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
+use tallow::precision::Precision;
+
+fn plan_config(accumulation: usize) -> PlanConfig {
+    PlanConfig {
+        batch_size: 1,
+        sequence_length: 12,
+        clip_norm: Some(0.5),
+        accumulation,
+        ..Default::default()
+    }
+}
+
+fn exchanges(plan: &Plan) -> Vec<usize> {
+    let calls = plan.calls().iter().enumerate();
+    let exchanges = calls.filter(|(_, call)| matches!(call.op, Op::AllReduce { .. }));
+    exchanges.map(|(index, _)| index).collect()
+}
+
+/// Some batches one after another, as a plan takes them.
+fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
+    let all: Vec<[Tensor; 2]> = numbers.map(batch).collect();
+    [0, 1].map(|i| {
+        let part: Vec<&Tensor> = all.iter().map(|pair| &pair[i]).collect();
+        Tensor::cat(&part, 0).unwrap()
+    })
+}
+
+/// Two steps of two ranks with micro-batches, against eager gradients of all batches; weights are the same on both.
+#[rstest]
+fn as_eager(
+    #[values(1, 2)] accumulation: usize,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let (world_size, bound) = match precision {
+        Precision::F32 => (2, 1e-6),
+        _ => (2, 2e-2),
+    };
+    let eager = model(1);
+    let mut sum = GradientAccumulator::new(eager.parameters());
+    for number in 0..world_size * accumulation {
+        let [tokens, targets] = batch(number);
+        let loss = precision.run(|| eager.loss(&tokens, &targets)).unwrap();
+        sum.add(tallow::backward(loss).unwrap()).unwrap();
+    }
+    let mean = sum.mean().unwrap();
+    for exchange in EXCHANGES {
+        let found = on_ranks(world_size, |ranks| {
+            let model = model(1);
+            let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+            let way = ReplicatedConfig {
+                exchange,
+                dtype: None,
+            };
+            let replicated = Replicated::new(&ranks, model.parameters(), way)?;
+            let config = PlanConfig {
+                precision,
+                ..plan_config(accumulation)
+            };
+            let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+            let first = ranks.rank() * accumulation;
+            let [tokens, targets] = batches(first..first + accumulation);
+            let loss = step.run(&mut optimizer, &tokens, &targets)?;
+            let gradients = step.gradients()?;
+            let norm = step.gradient_norm();
+            let second = step.run(&mut optimizer, &tokens, &targets)?;
+            let weights = model.parameters().into_iter();
+            let weights: Vec<_> = weights.map(|(_, var)| bits(&var)).collect();
+            Ok((loss, second, norm, gradients, weights))
+        });
+        let [(loss, second, norm, gradients, weights), other] = &found[..] else {
+            panic!("two ranks");
+        };
+        assert_eq!((loss, second, norm), (&other.0, &other.1, &other.2));
+        assert!(second < loss);
+        assert!(weights == &other.4, "{exchange}");
+        let gradients: HashMap<_, _> = gradients.iter().cloned().collect();
+        for (name, var) in eager.parameters() {
+            let error = distance(&gradients[&name], mean.get(&var).unwrap());
+            assert!(error < bound, "{name}, {exchange}: {error}");
+        }
+    }
+}
+
+/// Where the calls are: as soon as a bucket's last gradient is there; and how large they are.
+#[test]
+fn buckets_in_backward() {
+    let plan = |exchange| {
+        let replicated = ReplicatedConfig {
+            exchange,
+            dtype: None,
+        };
+        let config = PlanConfig {
+            replicated: Some(replicated),
+            ..plan_config(1)
+        };
+        TrainStep::plan_for(&config_of_six_layers(), &config)
+            .unwrap()
+            .0
+    };
+    let alone = TrainStep::plan_for(&config_of_six_layers(), &plan_config(1))
+        .unwrap()
+        .0;
+    assert!(exchanges(&alone).is_empty());
+    let parameters = alone.buffers().iter();
+    let parameters = parameters.filter(|b| b.category == tallow::compile::Category::Parameter);
+    let bytes: u64 = parameters.clone().map(|buffer| buffer.bytes()).sum();
+
+    let each = plan(Exchange::Overlapped { bucket_bytes: 0 });
+    assert_eq!(exchanges(&each).len(), parameters.count() + 1); // and the loss
+    let flat = plan(Exchange::Flat);
+    assert_eq!(exchanges(&flat).len(), 2);
+    let bucket_bytes = 4000;
+    let buckets = plan(Exchange::Overlapped { bucket_bytes });
+    let places = exchanges(&buckets);
+    assert!(
+        (10..exchanges(&each).len()).contains(&places.len()),
+        "{places:?}"
+    );
+    let total = |plan: &Plan| -> u64 {
+        let calls = plan.calls().iter();
+        let exchanged = calls.filter(|call| matches!(call.op, Op::AllReduce { .. }));
+        exchanged.map(|call| plan.bytes_moved(call) / 2).sum()
+    };
+    assert_eq!(total(&each), bytes + 8); // the loss is one f64
+    for plan in [&flat, &buckets] {
+        assert!(
+            (bytes..bytes + 256 * 80).contains(&total(plan)),
+            "{}",
+            total(plan)
+        );
+    }
+    // Each but the last is followed by products of the backward that it hides behind; those of a flat one are over.
+    let products_after = |plan: &Plan, index: usize| {
+        let calls = plan.calls()[index..plan.per_micro_batch().end].iter();
+        calls.filter(|call| call.op.is_product()).count()
+    };
+    let after: Vec<usize> = places
+        .iter()
+        .map(|index| products_after(&buckets, *index))
+        .collect();
+    assert!(
+        after.is_sorted_by(|a, b| a >= b) && after[1] > 20,
+        "{after:?}"
+    );
+    assert_eq!(products_after(&flat, exchanges(&flat)[1]), 0);
+    // An arena that holds them, and no more than alignment costs.
+    assert!(buckets.peak_bytes() <= alone.peak_bytes() + 256 * 80);
+}
+
+fn config_of_six_layers() -> tallow::model::TransformerConfig {
+    tallow::model::TransformerConfig {
+        num_layers: 6,
+        ..config()
+    }
+}
+
+/// A gradient that overflows on one rank: no rank takes the step, and all have the same scale.
+#[test]
+fn an_overflow_is_seen_by_all() {
+    let found = on_ranks(2, |ranks| {
+        let model = model(1);
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+        let config = PlanConfig {
+            loss_scaling: true,
+            precision: Precision::F16,
+            clip_norm: None,
+            ..plan_config(1)
+        };
+        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            init_scale: if ranks.rank() == 0 { 1e38 } else { 1.0 },
+            ..Default::default()
+        })?;
+        let [tokens, targets] = batch(ranks.rank());
+        let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)?;
+        Ok((done.stepped(), optimizer.steps()))
+    });
+    assert_eq!(found, [(false, 0); 2]);
+}
+
+#[test]
+fn what_is_refused() {
+    let ranks = Communicator::alone(&Device::Cpu);
+    let model = model(1);
+    let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let bf16 = ReplicatedConfig {
+        dtype: Some(DType::BF16),
+        ..Default::default()
+    };
+    let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
+    let config = plan_config(1);
+    let error = TrainStep::replicated(&model, &optimizer, &config, &replicated).unwrap_err();
+    assert!(error.to_string().contains("None or f32"), "{error}");
+    let config = PlanConfig {
+        replicated: Some(ReplicatedConfig::default()),
+        optimizer_in_backward: true,
+        clip_norm: None,
+        ..config
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.contains("false with replicated"), "{error}");
+}
