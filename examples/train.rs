@@ -51,7 +51,7 @@ use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
-use tallow::dist::Communicator;
+use tallow::dist::{Communicator, ReplicatedConfig};
 use tallow::model::TransformerConfig;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -432,7 +432,17 @@ impl Flags {
             ..config.clone()
         };
         let wanted_bytes = match self.compile {
-            true => planned_bytes(model, config, self.optimizer_in_backward, device)?,
+            true => {
+                let several = communicator.world_size() > 1;
+                let replicated = several.then(|| self.exchange.config());
+                planned_bytes(
+                    model,
+                    config,
+                    self.optimizer_in_backward,
+                    replicated,
+                    device,
+                )?
+            }
             false => eager_bytes(model, config, device)?,
         };
         check_room(wanted_bytes, device)
@@ -496,6 +506,7 @@ fn planned_bytes(
     model: &TransformerConfig,
     config: &TrainConfig,
     optimizer_in_backward: bool,
+    replicated: Option<ReplicatedConfig>,
     device: &Device,
 ) -> Result<u64> {
     let plan = PlanConfig {
@@ -507,6 +518,7 @@ fn planned_bytes(
         checkpointing: model.checkpointing,
         clip_norm: config.max_grad_norm,
         optimizer_in_backward,
+        replicated,
         ..Default::default()
     };
     // Planning what cannot fit would take longer than anybody waits.

@@ -13,6 +13,7 @@
 //! - [`backward`](backward()): the gradients of a loss, which frees the graph as it goes;
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
+//! - [`dist`]: several processes that train together, each with its GPU;
 //! - [`compile`]: a training step planned beforehand: one list of kernel calls in one piece of memory, faster than the
 //!   graph and with a memory account that is exact;
 //! - [`graph`]: a forward traced as data, without computing anything: what a model does, op by op;
@@ -62,9 +63,9 @@
 //!
 //! # Features
 //!
-//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`] and [`compile`] are always there.
-//! With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little else. The rest is by
-//! feature, and on by default:
+//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and
+//! [`dist`] are always there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little
+//! else. The rest is by feature, and on by default:
 //!
 //! - `train`: [`data`] and [`train`]. Includes `hf`.
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
@@ -78,9 +79,9 @@
 //! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
 //! - `serde`: configurations that serde reads and writes. Included in `files`.
 //!
-//! Off by default: `cuda`, `cudnn`, `nccl`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two
-//! speed up candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx`
-//! hands ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it.
+//! Off by default: `cuda`, `cudnn`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two speed up candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx`
+//! hands ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it. `mpi` has ranks on CPUs ([`dist`]; needs an MPI and
+//! libclang to build).
 //!
 //! # Speed of a program that uses it
 //!

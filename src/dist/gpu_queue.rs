@@ -31,29 +31,26 @@ impl GpuQueue {
     ) -> Result<CudaEvent> {
         let view = cuda::elements(tensor)?;
         let after = cuda::gpu(tensor)?.cuda_stream();
-        self.start(collective, (view.pointer, view.len, view.dtype), &after)?;
-        Ok(self.stream.record_event(None).w()?)
+        self.start(collective, (view.pointer, view.len, view.dtype), &after)
     }
 
-    /// Has a collective on elements of a dtype come after what a stream has been given. It may be recorded.
+    /// Has a collective on elements of a dtype come after what a stream has been given; the event comes when it is over.
+    /// All of it may be recorded.
     pub(crate) fn start(
         &self,
         collective: Collective,
         (pointer, elements, dtype): (u64, usize, DType),
         after: &CudaStream,
-    ) -> Result<()> {
+    ) -> Result<CudaEvent> {
         self.stream.join(after).w()?;
         let stream = self.stream.cu_stream().cast();
-        self.nccl.run(collective, pointer, elements, dtype, stream)
+        self.nccl
+            .run(collective, pointer, elements, dtype, stream)?;
+        Ok(self.stream.record_event(None).w()?)
     }
 
     /// Whether all is well with what was begun, as far as NCCL knows.
     pub(super) fn check(&self) -> Result<()> {
         self.nccl.async_error()
-    }
-
-    /// Has a stream wait for all collectives so far.
-    pub(crate) fn join(&self, stream: &CudaStream) -> Result<()> {
-        Ok(stream.join(&self.stream).w()?)
     }
 }

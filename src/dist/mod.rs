@@ -37,7 +37,8 @@
 //! torchrun --no-python --nproc-per-node 2 target/release/my-program
 //! ```
 //!
-//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host.
+//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started by
+//! `mpirun --bind-to none`: it gives each one core otherwise, which all of a rank's threads then share.
 //!
 //! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
 //! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
@@ -68,6 +69,7 @@ mod membership;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(any(feature = "cuda", test))] // its tests need no GPU
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod nccl;
 mod pending;
 mod ranks;

@@ -79,12 +79,13 @@ struct Ended {
 
 impl Ended {
     fn of(outputs: &[Output], began: Instant) -> Self {
-        let text = outputs
-            .iter()
-            .flat_map(|output| [&output.stdout, &output.stderr]);
+        let text = outputs.iter().map(|output| {
+            let [out, err] = [&output.stdout, &output.stderr].map(|x| String::from_utf8_lossy(x));
+            format!("{out}{err}{}\n", output.status)
+        });
         Self {
             success: outputs.iter().all(|output| output.status.success()),
-            text: text.map(|bytes| String::from_utf8_lossy(bytes)).collect(),
+            text: text.collect(),
             took: began.elapsed(),
         }
     }

@@ -23,7 +23,7 @@ impl Launcher<'_> {
         self.launched = index + 1;
         let gpu = self.gpu;
         if index >= self.plan.per_micro_batch().end {
-            self.exchanges.join(gpu)?; // the update reads what was exchanged
+            self.wait_for_exchanged(call)?;
         }
         match &call.op {
             Op::Kernel(kernel) => {
@@ -39,7 +39,7 @@ impl Launcher<'_> {
             }
             Op::AllReduce { .. } => {
                 let [x] = self.writes(call, ["x"]);
-                self.exchanges.start(gpu, x)?;
+                self.exchanges.start(gpu, call.writes["x"].buffer, x)?;
             }
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
@@ -58,14 +58,30 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Call `index` and those after it that do the same to another parameter, in one launch.
+    /// An update alone reads its gradient, and may run while other ones are exchanged.
+    fn wait_for_exchanged(&mut self, call: &Call) -> Result<()> {
+        match (&call.op, call.reads.get("gradient")) {
+            (Op::AdamW { .. }, Some(gradient)) => {
+                self.exchanges.wait_for(self.gpu, gradient.buffer)
+            }
+            _ => self.exchanges.wait_for_all(self.gpu),
+        }
+    }
+
+    /// Call `index` and those after it that do the same to another parameter, in one launch; of ranks, to those whose
+    /// gradients were exchanged together.
     fn launch_fused_updates(&mut self, index: usize) -> Result<()> {
         let Some(updates) = self.updates else {
             panic!("an update was launched before the optimizer's state was lent");
         };
         let calls = &self.plan.calls()[index..self.end];
-        let kind = std::mem::discriminant(&calls[0].op);
-        let same = |call: &&Call| std::mem::discriminant(&call.op) == kind;
+        let kind = |call: &Call| {
+            let gradient = call.reads.get("gradient").map(|gradient| gradient.buffer);
+            let bucket = gradient.filter(|gradient| self.exchanges.is_open(*gradient));
+            (std::mem::discriminant(&call.op), bucket)
+        };
+        let first = kind(&calls[0]);
+        let same = |call: &&Call| kind(call) == first;
         let count = calls.iter().take_while(same).count();
         let calls = &calls[..count];
         self.launched = index + count;

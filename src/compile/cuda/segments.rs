@@ -87,7 +87,7 @@ impl Executor {
                 Ok(ControlFlow::Continue(()))
             })?;
         }
-        self.exchanges.join(&self.gpu)
+        self.exchanges.wait_for_all(&self.gpu)
     }
 
     /// Records what [`launch`](Self::launch) launches, of which the probe hears when it is replayed.
@@ -101,7 +101,7 @@ impl Executor {
                     launched(index)?;
                 }
             }
-            self.exchanges.join(&gpu)
+            self.exchanges.wait_for_all(&gpu)
         })
     }
 

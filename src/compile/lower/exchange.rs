@@ -42,6 +42,7 @@ impl Averaged<'_> {
         buckets.push(self.alone(self.loss));
         let moved = self.join(&buckets);
         self.rename(&moved);
+        self.order_updates(&buckets, &moved);
         // From the last on: positions before one are not changed by it.
         buckets.sort_by_key(|bucket| bucket.position);
         for bucket in buckets.iter().rev() {
@@ -124,6 +125,32 @@ impl Averaged<'_> {
             }
         }
         self.kept.retain(|buffer| !moved.contains_key(buffer));
+    }
+
+    /// Where updates need nothing but their gradients, those come first whose gradients are exchanged first: they run
+    /// while the others are on their way.
+    fn order_updates(&mut self, buckets: &[Bucket], moved: &HashMap<BufferId, (BufferId, usize)>) {
+        let updates = &mut self.calls[self.per_micro_batch.end..];
+        if !updates
+            .iter()
+            .all(|call| matches!(call.op, Op::AdamW { .. }))
+        {
+            return;
+        }
+        let positions = buckets.iter().map(|bucket| {
+            let (first, _) = bucket.members[0];
+            (
+                moved.get(&first).map_or(first, |(joined, _)| *joined),
+                bucket.position,
+            )
+        });
+        let positions: HashMap<BufferId, usize> = positions.collect();
+        updates.sort_by_key(|call| {
+            let gradient = call.reads.get("gradient");
+            gradient
+                .and_then(|gradient| positions.get(&gradient.buffer))
+                .copied()
+        });
     }
 
     fn insert(&mut self, bucket: &Bucket, moved: &HashMap<BufferId, (BufferId, usize)>) {

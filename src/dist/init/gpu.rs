@@ -38,8 +38,13 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
         NcclBackend::new(place, &id, config.nccl_max_ctas, bind, &check)?
     };
     let nccl = Arc::new(nccl);
-    let aborted = Arc::clone(&nccl);
-    membership.on_failure(move || aborted.abort());
+    // Not an owner: NCCL is to end where the communicator is dropped, not with the thread of heartbeats.
+    let aborted = Arc::downgrade(&nccl);
+    membership.on_failure(move || {
+        if let Some(nccl) = aborted.upgrade() {
+            nccl.abort();
+        }
+    });
     let backend = Backend::Gpu(GpuQueue::new(nccl, gpu)?);
     Ok(Communicator::new(place, device, backend, membership))
 }

@@ -210,3 +210,60 @@ fn what_is_refused() {
     let error = config.validate().unwrap_err().to_string();
     assert!(error.contains("false with replicated"), "{error}");
 }
+
+/// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one
+/// rank: two GPUs are `tests/distributed`'s.)
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn in_bf16_on_a_gpu() {
+    use tallow::model::TransformerLM;
+    use tallow::nn::Checkpointing;
+
+    let gpu = crate::gpu();
+    let here = |x: &Tensor| x.to_device(&gpu).unwrap();
+    let [tokens, targets] = batch(0).map(|x| here(&x));
+    let config = PlanConfig {
+        precision: Precision::BF16,
+        checkpointing: Checkpointing::None,
+        ..plan_config(1)
+    };
+    let run = |dtype: Option<DType>| {
+        let model = TransformerLM::new(&self::config(), 1, &gpu).unwrap();
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        let way = ReplicatedConfig {
+            exchange: Exchange::Overlapped { bucket_bytes: 3000 },
+            dtype,
+        };
+        let ranks = Communicator::alone(&gpu);
+        let replicated = Replicated::new(&ranks, model.parameters(), way).unwrap();
+        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated).unwrap();
+        let losses: Vec<f32> =
+            (0..4) // launched, recorded, replayed
+                .map(|_| step.run(&mut optimizer, &tokens, &targets).unwrap())
+                .collect();
+        (
+            losses,
+            step.gradient_norm().unwrap(),
+            step.gradients().unwrap(),
+        )
+    };
+    let (losses, norm, gradients) = run(Some(DType::BF16));
+    let (wanted, wanted_norm, wanted_gradients) = run(None);
+    assert!(
+        (norm - wanted_norm).abs() < 2e-2 * wanted_norm,
+        "{norm} {wanted_norm}"
+    );
+    for (loss, wanted) in losses.iter().zip(&wanted) {
+        assert!((loss - wanted).abs() < 1e-2, "{loss} {wanted}");
+    }
+    assert!(
+        gradients
+            .iter()
+            .any(|(_, gradient)| gradient.dtype() == DType::BF16)
+    );
+    for ((name, found), (_, wanted)) in gradients.iter().zip(&wanted_gradients) {
+        let found = found.to_dtype(DType::F32).unwrap();
+        assert!(distance(&found, wanted) < 5e-2, "{name}");
+    }
+}

@@ -9,7 +9,6 @@ use std::fmt::Debug;
 use std::thread;
 use std::time::Instant;
 
-
 /// What each rank's call on its buffer made of it.
 fn together<T: Copy + Send + 'static>(
     dtype: DType,

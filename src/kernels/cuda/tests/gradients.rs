@@ -183,6 +183,44 @@ fn norms_clip_the_update() {
         bits(&squares.read(&gpu)[1..])
     );
 
+    // Some of the gradients in bf16, and the sums where they belong.
+    let halves = parameters.before.iter().map(|[_, gradient, ..]| {
+        let halves: Vec<bf16> = gradient.iter().map(|g| bf16::from_f32(*g)).collect();
+        halves
+    });
+    let halves: Vec<Vec<bf16>> = halves.collect();
+    let on_gpu: Vec<Buffer<bf16>> = halves.iter().map(|g| Buffer::new(&gpu, g, 0)).collect();
+    let entries = parameters.on_gpu.iter().zip(&on_gpu).enumerate();
+    let entries = entries.map(|(i, ([value, gradient, m, v], half))| Entry {
+        value: value.view(&gpu),
+        gradient: if i == 1 {
+            gradient.view(&gpu)
+        } else {
+            half.view(&gpu)
+        },
+        exp_avg: m.view(&gpu),
+        exp_avg_sq: v.view(&gpu),
+        copy: Some(half.view(&gpu)),
+        update: 0,
+    });
+    let mixed = Tables::new(&gpu, &entries.collect::<Vec<Entry>>()).unwrap();
+    let chunks = LENS.iter().copied().map(workspace::chunks).sum();
+    let (sums, found) = (
+        Buffer::<f64>::room(&gpu, chunks, 0),
+        Buffer::<f64>::room(&gpu, 3, 0),
+    );
+    mixed
+        .sums_of_squares(&gpu, 0..3, sums.view(&gpu), found.view(&gpu))
+        .unwrap();
+    for (i, got) in found.read(&gpu).into_iter().enumerate() {
+        let squares = halves[i].iter().map(|g| f64::from(f32::from(*g)).powi(2));
+        let wanted = if i == 1 { exact[1] } else { squares.sum() };
+        assert!(
+            (got - wanted).abs() <= 1e-13 * wanted,
+            "{i}: {got} {wanted}"
+        );
+    }
+
     let (max_norm, clip) = (
         Buffer::new(&gpu, &[1f64], 0),
         Buffer::<f64>::room(&gpu, 3, 0),
