@@ -293,7 +293,7 @@ impl Flags {
             let exchange = exchange.exchange;
             fields.insert(
                 "ranks",
-                format!("{ranks}, gradients {exchange}, in {dtype}"),
+                format!("{ranks}, gradients averaged in {dtype}: {exchange}"),
             );
         }
         fields.insert(

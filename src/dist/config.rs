@@ -49,12 +49,12 @@ pub enum Exchange {
 impl fmt::Display for Exchange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::PerParameter => f.pad("per parameter"),
+            Self::PerParameter => f.pad("one by one"),
             Self::Flat => f.pad("flat"),
-            Self::Overlapped { bucket_bytes: 0 } => f.pad("overlapped, per parameter"),
+            Self::Overlapped { bucket_bytes: 0 } => f.pad("overlapped, one by one"),
             Self::Overlapped { bucket_bytes } => {
                 let mib = *bucket_bytes as f64 / f64::from(1 << 20);
-                f.pad(&format!("overlapped, buckets of {mib} MiB"))
+                f.pad(&format!("buckets of {mib} MiB"))
             }
         }
     }

@@ -15,8 +15,10 @@ use tallow::dist::{self, Communicator, DistConfig};
 /// Which of [`CASES`] a rank runs.
 const CASE: &str = "TALLOW_TEST_CASE";
 
-/// What a rank does, by name.
-const CASES: &[(&str, fn() -> Result<()>)] = &[
+/// What a rank does, and its name.
+type Case = (&'static str, fn() -> Result<()>);
+
+const CASES: [Case; 7] = [
     ("collectives", collectives::of_every_dtype),
     ("replicated", replicated::as_one_process),
     ("tied", replicated::tied_as_one_process),
