@@ -20,7 +20,8 @@
 //! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the
 //! trained one as `transformers` reads it.
 //!
-//! With `--gpus` it starts a rank for each GPU, which train the same model together; torchrun and mpirun start them too.
+//! With `--gpus` it starts a rank for each GPU, which train the same model together; torchrun and mpirun start them
+//! too.
 //!
 //! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
 //! status 130 or 143; a second one ends it at once.

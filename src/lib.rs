@@ -79,9 +79,10 @@
 //! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
 //! - `serde`: configurations that serde reads and writes. Included in `files`.
 //!
-//! Off by default: `cuda`, `cudnn`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two speed up candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx`
-//! hands ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it. `mpi` has ranks on CPUs ([`dist`]; needs an MPI and
-//! libclang to build).
+//! Off by default: `cuda`, `cudnn`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two speed up
+//! candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx` hands
+//! ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it. `mpi` has ranks on CPUs ([`dist`]; needs an
+//! MPI and libclang to build).
 //!
 //! # Speed of a program that uses it
 //!

@@ -60,8 +60,8 @@ impl Flags {
             columns: columns(),
             rows,
             notes: vec![
-                "Times are medians; buffers are f32. The bus rate is what crosses a rank's link in one direction, 2 (N - \
-                 1) / N times the buffer of an all-reduce and half of that of the others, over the time."
+                "Times are medians; buffers are f32. The bus rate is what crosses a rank's link in one direction, \
+                 2 (N - 1) / N times the buffer of an all-reduce and half of that of the others, over the time."
                     .into(),
                 "Reduce-scatter and all-gather allocate their result, and copy a part of it.".into(),
             ],

@@ -103,8 +103,8 @@ impl Flags {
             columns: columns(),
             rows,
             notes: vec![
-                "Times are medians of forward, loss, backward, exchange and AdamW. Exposed is what the exchange adds to \
-                 the step alone, which runs on all ranks at once: the part of communication that nothing hides."
+                "Times are medians of forward, loss, backward, exchange and AdamW. Exposed is what the exchange adds \
+                 to the step alone, which runs on all ranks at once: the part of communication that nothing hides."
                     .into(),
             ],
             ..Default::default()

@@ -73,8 +73,8 @@ impl StepConfig {
                 field: "optimizer_in_backward",
                 expected: expected.into(),
                 got: "true".into(),
-                hint: "clipping, accumulation, loss scaling and averages over ranks need all gradients before the first \
-                       update; leave one out"
+                hint: "clipping, accumulation, loss scaling and averages over ranks need all gradients before the \
+                       first update; leave one out"
                     .into(),
             }),
             _ => Ok(()),

@@ -104,6 +104,21 @@ impl Step {
         Ok(())
     }
 
+    /// The ranks that a run's exchanges are with.
+    ///
+    /// # Errors
+    /// A plan that has exchanges, and no ranks.
+    fn ranks(&self) -> Result<Option<Communicator>> {
+        if self.config.replicated.is_some() && self.communicator.is_none() {
+            return Err(Error::Order {
+                op: self.op,
+                problem: "the plan averages gradients over ranks, and was given none".into(),
+                hint: "make the step with TrainStep::replicated or LossStep::replicated".into(),
+            });
+        }
+        Ok(self.communicator.clone())
+    }
+
     /// This rank's number, 0 in a step of one.
     pub fn rank(&self) -> usize {
         self.communicator.as_ref().map_or(0, Communicator::rank)
@@ -119,7 +134,7 @@ impl Step {
     /// # Errors
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
     pub fn run(&mut self, optimizer: &mut AdamW, tensors: &Tensors<'_>) -> Result<f32> {
-        let ranks = self.communicator.clone();
+        let ranks = self.ranks()?;
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         self.run_with(optimizer, tensors, None)?;
         self.loss()
@@ -135,7 +150,7 @@ impl Step {
         scaler: &mut GradScaler,
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
-        let ranks = self.communicator.clone();
+        let ranks = self.ranks()?;
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         let loss_scale = scaler.planned_scale(self.op)?;
         if loss_scale.is_some() && !self.config.loss_scaling {
@@ -207,7 +222,7 @@ impl Step {
                 hint: "plan with optimizer_in_backward: false".into(),
             });
         }
-        let ranks = self.communicator.clone();
+        let ranks = self.ranks()?;
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         let tensors = Tensors {
             parameters: &self.parameters,

@@ -98,8 +98,8 @@ impl Communicator {
     /// Reduces a contiguous tensor over all ranks, in place; all have the same bits then.
     ///
     /// # Errors
-    /// [`Error::DType`] for one that is not exchanged, [`Error::Placement`] for a tensor elsewhere, [`Error::Shape`] for
-    /// one that is not contiguous; [`Error::Rank`].
+    /// [`Error::DType`] for one that is not exchanged, [`Error::Placement`] for a tensor elsewhere, [`Error::Shape`]
+    /// for one that is not contiguous; [`Error::Rank`].
     pub fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<()> {
         self.start_all_reduce(tensor, reduce)?.wait()?;
         Ok(())

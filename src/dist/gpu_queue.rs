@@ -34,8 +34,8 @@ impl GpuQueue {
         self.start(collective, (view.pointer, view.len, view.dtype), &after)
     }
 
-    /// Has a collective on elements of a dtype come after what a stream has been given; the event comes when it is over.
-    /// All of it may be recorded.
+    /// Has a collective on elements of a dtype come after what a stream has been given; the event comes when it is
+    /// over. All of it may be recorded.
     pub(crate) fn start(
         &self,
         collective: Collective,

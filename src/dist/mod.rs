@@ -1,8 +1,8 @@
 //! Several processes that train together: a process a rank, each with its GPU.
 //!
 //! A program calls [`init`], which reads its place from the variables that torchrun sets (Slurm and mpirun can set them
-//! too), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs by NCCL, on CPUs by MPI. What
-//! a rank does by itself is written as for one process.
+//! too), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs by NCCL, on CPUs by MPI.
+//! What a rank does by itself is written as for one process.
 //!
 //! ```no_run
 //! use tallow::data::Tokens;
@@ -37,13 +37,13 @@
 //! torchrun --no-python --nproc-per-node 2 target/release/my-program
 //! ```
 //!
-//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started by
-//! `mpirun --bind-to none`: it gives each one core otherwise, which all of a rank's threads then share.
+//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started
+//! by `mpirun --bind-to none`: it gives each one core otherwise, which all of a rank's threads then share.
 //!
 //! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
 //! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
-//! [`threads()`] for tests), and strategies, of which [`Replicated`] is there: every rank has the whole model. What does
-//! not: the step, whose plan has collectives among its calls ([`compile`](crate::compile)), and the training loop
+//! [`threads()`] for tests), and strategies, of which [`Replicated`] is there: every rank has the whole model. What
+//! does not: the step, whose plan has collectives among its calls ([`compile`](crate::compile)), and the training loop
 //! ([`Trainer::replicate`](crate::train::Trainer::replicate)).
 //!
 //! # Failures

@@ -1,5 +1,5 @@
-//! Ranks that are processes: each test starts this program again, some times. By MPI on CPUs (feature `mpi`), by NCCL on
-//! two GPUs (feature `cuda`; these tests are ignored unless asked for).
+//! Ranks that are processes: each test starts this program again, some times. By MPI on CPUs (feature `mpi`), by NCCL
+//! on two GPUs (feature `cuda`; these tests are ignored unless asked for).
 #![cfg(any(feature = "cuda", feature = "mpi"))]
 
 mod collectives;

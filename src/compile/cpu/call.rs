@@ -40,7 +40,7 @@ pub(super) fn run(
 
 fn all_reduce(s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
     let Some(communicator) = controls.communicator else {
-        return Ok(()); // a plan that is run for its own sake: a rank alone has its mean
+        return Ok(()); // `Step` has refused it
     };
     let mean = Collective::AllReduce(Reduce::Mean);
     for_real!(s.dtype_of("x")?, R => {

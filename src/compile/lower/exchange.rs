@@ -50,7 +50,7 @@ impl Averaged<'_> {
         }
     }
 
-    /// The calls of a micro-batch after which a buffer is touched no more, by buffer.
+    /// The place after the last call of a micro-batch that touches a buffer.
     fn completed(&self, buffer: BufferId) -> usize {
         let calls = &self.calls[self.per_micro_batch.clone()];
         let touches = |call: &Call| call.operands().any(|operand| operand.buffer == buffer);

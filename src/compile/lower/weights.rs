@@ -138,10 +138,10 @@ impl Lower<'_> {
         (self.plan.whole(gradient), accumulate)
     }
 
-    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward only the
-    /// update sees them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds
-    /// them there, which is 4 bytes a parameter less to move; so are those that ranks exchange in bf16, unless something
-    /// is to be done to them in f32 before. (f16 has not their range.)
+    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward only the update
+    /// sees them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds them
+    /// there, which is 4 bytes a parameter less to move; so are those that ranks exchange in bf16, unless something is
+    /// to be done to them in f32 before. (f16 has not their range.)
     pub(super) fn dtype_of_product_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
         let is_last = |weight: &ValueId| match self.trained(*weight) {
             Some(number) => self.weights.to_come[number] == 1,

@@ -201,6 +201,22 @@ fn what_is_refused() {
     let config = plan_config(1);
     let error = TrainStep::replicated(&model, &optimizer, &config, &replicated).unwrap_err();
     assert!(error.to_string().contains("None or f32"), "{error}");
+    let without_ranks = PlanConfig {
+        replicated: Some(ReplicatedConfig::default()),
+        ..config.clone()
+    };
+    let mut optimizer = optimizer;
+    let mut step = TrainStep::new(&model, &optimizer, &without_ranks).unwrap();
+    let [tokens, targets] = batch(0);
+    for error in [
+        step.run(&mut optimizer, &tokens, &targets).unwrap_err(),
+        step.forward_backward(&tokens, &targets).unwrap_err(),
+    ] {
+        assert!(
+            error.to_string().contains("TrainStep::replicated"),
+            "{error}"
+        );
+    }
     let config = PlanConfig {
         replicated: Some(ReplicatedConfig::default()),
         optimizer_in_backward: true,

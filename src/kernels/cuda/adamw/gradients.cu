@@ -1,8 +1,8 @@
 // What is done to all gradients before AdamW: loss scaling undone, whether they are finite, their norm, what clips
 // them. Behind tables.cuh. Sums are f64, in a fixed order.
 
-// gradient (f32) *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a product is
-// not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
+// gradient (f32) *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a
+// product is not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
 extern "C" __global__ void __launch_bounds__(256)
     unscale(const Tensor* tensors, const Chunk* chunks, const double* inverse, unsigned* flags) {
     const int N = 4, PACKS = 4; // four packs of a thread, loaded before the first is written
