@@ -1,6 +1,6 @@
 //! What to plan for.
 
-use crate::dist::ReplicatedConfig;
+use crate::dist::{ReplicatedConfig, Shard};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::{Precision, Regime};
@@ -26,6 +26,9 @@ pub struct StepConfig {
     /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how. Does not go with an
     /// optimizer in backward.
     pub replicated: Option<ReplicatedConfig>,
+    /// This rank's share of an optimizer whose state and update are [divided](crate::optim::AdamW::shard) among the
+    /// ranks. Goes with `replicated`.
+    pub optimizer_shard: Option<Shard>,
 }
 
 /// One micro-batch, nothing else.
@@ -38,6 +41,7 @@ impl Default for StepConfig {
             memory_budget_bytes: None,
             optimizer_in_backward: false,
             replicated: None,
+            optimizer_shard: None,
         }
     }
 }
@@ -59,6 +63,18 @@ impl StepConfig {
         }
         if let Some(replicated) = &self.replicated {
             replicated.validate()?;
+        }
+        if let Some(shard) = &self.optimizer_shard {
+            shard.validate()?;
+            if self.replicated.is_none() {
+                return Err(Error::Config {
+                    config,
+                    field: "optimizer_shard",
+                    expected: "None without replicated".into(),
+                    got: format!("rank {} of {}", shard.rank, shard.world_size),
+                    hint: "each rank has to have the averaged gradients".into(),
+                });
+            }
         }
         let beside = [
             (self.clip_norm.is_some(), "false with clip_norm"),
@@ -134,6 +150,9 @@ pub struct PlanConfig {
     /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how, for
     /// [`TrainStep::replicated`](super::TrainStep::replicated). Does not go with an optimizer in backward.
     pub replicated: Option<ReplicatedConfig>,
+    /// This rank's share of an optimizer whose state and update are [divided](crate::optim::AdamW::shard) among the
+    /// ranks. Goes with `replicated`.
+    pub optimizer_shard: Option<Shard>,
 }
 
 /// Four sequences of 256 tokens, nothing else.
@@ -152,6 +171,7 @@ impl Default for PlanConfig {
             separator: None,
             dropout_seed: None,
             replicated: None,
+            optimizer_shard: None,
         }
     }
 }
@@ -189,6 +209,7 @@ impl PlanConfig {
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer_in_backward: self.optimizer_in_backward,
             replicated: self.replicated,
+            optimizer_shard: self.optimizer_shard,
         }
     }
 

@@ -182,18 +182,22 @@ fn on_cpu<R>(
     let arguments = arguments.collect::<candle_core::Result<Vec<_>>>()?;
     let count = tensors.parameters.len();
     let parameters = tensors.parameters.iter().map(|(_, var)| var.as_tensor());
-    let first = tensors.updates.iter().map(|planned| &planned.exp_avg);
-    let second = tensors.updates.iter().map(|planned| &planned.exp_avg_sq);
-    let all: Vec<&Tensor> = parameters.chain(first).chain(second).collect();
+    let updates = tensors.updates.iter();
+    let moments = updates.flat_map(|planned| &planned.moments).flatten();
+    let all: Vec<&Tensor> = parameters.chain(moments).collect();
     let mut result = None;
     let run_with = |output: Option<*mut [u8]>| {
         with_mut_bytes(&all, |slices| {
-            let (parameters, state) = slices.split_at(count);
-            let (exp_avg, exp_avg_sq) = state.split_at(tensors.updates.len());
+            let (parameters, mut moments) = slices.split_at(count);
+            let of_each = tensors.updates.iter().map(|planned| {
+                let (own, rest) = moments.split_at(planned.moments.iter().flatten().count());
+                moments = rest;
+                own.try_into().ok()
+            });
+            let moments: Vec<Option<[*mut [u8]; 2]>> = of_each.collect();
             let lent = cpu::ExternalBuffers {
                 parameters,
-                exp_avg,
-                exp_avg_sq,
+                moments: &moments,
                 output,
                 arguments: &arguments,
             };

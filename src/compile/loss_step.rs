@@ -125,6 +125,7 @@ impl LossStep {
     ) -> Result<Self> {
         let config = StepConfig {
             replicated: Some(replicated.config()),
+            optimizer_shard: optimizer.own_shard(),
             ..config.clone()
         };
         let mut step = Self::new(optimizer, &config, loss)?;

@@ -14,6 +14,13 @@ pub enum Op {
         /// Of x.
         elements: usize,
     },
+    /// Writes `x`, in place: what rank `root` has there. Of a step's micro-batches the first alone has it.
+    Broadcast {
+        /// Of x.
+        elements: usize,
+        /// The rank.
+        root: usize,
+    },
     /// A gradient over the loss scale. Writes `gradient`, in place, and `found` (1): whether all of it is finite; on a
     /// GPU, whether it is not.
     Unscale {
@@ -68,6 +75,7 @@ impl Op {
         match self {
             Self::Kernel(kernel) => kernel.name(),
             Self::AllReduce { .. } => "all_reduce",
+            Self::Broadcast { .. } => "broadcast",
             Self::Unscale { .. } => "unscale",
             Self::CheckOverflow { .. } => "check_overflow",
             Self::SumOfSquares { .. } => "sum_of_squares",
@@ -96,7 +104,10 @@ impl Op {
     pub fn reads_what_it_writes(&self) -> bool {
         match self {
             Self::Kernel(kernel) => kernel.reads_what_it_writes(),
-            Self::AllReduce { .. } | Self::AdamW { .. } | Self::Unscale { .. } => true,
+            Self::AllReduce { .. }
+            | Self::Broadcast { .. }
+            | Self::AdamW { .. }
+            | Self::Unscale { .. } => true,
             _ => false,
         }
     }
@@ -106,6 +117,7 @@ impl Op {
         match self {
             Self::Kernel(kernel) => kernel.sizes(),
             Self::AllReduce { elements }
+            | Self::Broadcast { elements, .. }
             | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
             | Self::AdamW { elements, .. } => elements.to_string(),

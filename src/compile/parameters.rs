@@ -60,7 +60,8 @@ pub(super) fn check_apart(
     let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
     let state = updates
         .iter()
-        .flat_map(|planned| [&planned.exp_avg, &planned.exp_avg_sq]);
+        .flat_map(|planned| &planned.moments)
+        .flatten();
     let mut lent = parameters.chain(state);
     if !lent.all(|tensor| storages.insert(storage_address(tensor))) {
         let problem = "parameters or their optimizer state share a storage";

@@ -258,11 +258,15 @@ impl Plan {
         }
     }
 
-    /// Whether a micro-batch has call number `index`: of those that all have, exchanges are the last one's alone.
+    /// Whether a micro-batch has call number `index`: of those that all have, weights come from other ranks in the
+    /// first alone, and gradients are averaged in the last alone.
     pub(super) fn is_run_in(&self, index: usize, micro_batch: usize) -> bool {
-        let is_last = micro_batch + 1 == self.runs.micro_batches;
-        let is_exchange = matches!(self.calls[index].op, Op::AllReduce { .. });
-        is_last || !is_exchange || !self.runs.per_micro_batch.contains(&index)
+        let is_of_all = self.runs.per_micro_batch.contains(&index);
+        match self.calls[index].op {
+            Op::AllReduce { .. } if is_of_all => micro_batch + 1 == self.runs.micro_batches,
+            Op::Broadcast { .. } if is_of_all => micro_batch == 0,
+            _ => true,
+        }
     }
 
     /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its

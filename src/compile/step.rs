@@ -9,7 +9,7 @@ use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
 use crate::dist::{Communicator, Replicated};
-use crate::optim::{AdamW, GradScaler};
+use crate::optim::{AdamW, GradScaler, PlannedUpdate};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -41,6 +41,8 @@ pub(super) struct Step {
     loss: BufferRange,
     norm: Option<BufferRange>,
     gradients: Vec<Option<BufferRange>>,
+    /// By parameter: whether this rank updates it.
+    updated: Vec<bool>,
     config: StepConfig,
     /// The ranks that gradients are averaged over.
     communicator: Option<Communicator>,
@@ -74,11 +76,18 @@ impl Step {
                 "its update reads gradients in f32; eager steps exchange bf16 on the CPU too",
             ));
         }
+        let mut updated = vec![false; parameters.len()];
+        for call in lowered.plan.calls() {
+            if let Op::AdamW { parameter, .. } = call.op {
+                updated[parameter] = true;
+            }
+        }
         Ok(Self {
             op,
             executor: Executor::new(&lowered.plan, device)?,
             plan: lowered.plan,
             parameters,
+            updated,
             loss: lowered.output,
             norm: lowered.norm,
             gradients: lowered.gradients,
@@ -183,8 +192,11 @@ impl Step {
     ) -> Result<bool> {
         let planned = optimizer.planned_updates(self.op, &self.parameters)?;
         parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
-        self.plan
-            .set_moments(|number, _| planned[number].exp_avg.dtype());
+        self.check_shares(&planned)?;
+        self.plan.set_moments(|number, dtype| {
+            let moments = planned[number].moments.as_ref();
+            moments.map_or(dtype, |[exp_avg, _]| exp_avg.dtype())
+        });
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // somebody else has stepped
         }
@@ -208,6 +220,26 @@ impl Step {
         }
         self.steps_seen = Some(optimizer.steps());
         Ok(stepped)
+    }
+
+    /// Whether the plan updates the parameters whose state this optimizer has, and no others.
+    fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
+        let own = planned.iter().map(|planned| planned.moments.is_some());
+        if own.eq(self.updated.iter().copied()) {
+            return Ok(());
+        }
+        let own = planned.iter().filter(|planned| planned.moments.is_some());
+        let updated = self.updated.iter().filter(|updated| **updated);
+        Err(Error::Order {
+            op: self.op,
+            problem: format!(
+                "the plan updates {} of {} parameters, and the optimizer has the state of {}, or of others",
+                updated.count(),
+                planned.len(),
+                own.count()
+            ),
+            hint: "divide the optimizer (AdamW::shard) before the step is planned, and run it with that one".into(),
+        })
     }
 
     /// Forward, loss and backward alone: the loss.

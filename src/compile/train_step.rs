@@ -77,6 +77,7 @@ impl TrainStep {
     ) -> Result<Self> {
         let config = PlanConfig {
             replicated: Some(replicated.config()),
+            optimizer_shard: optimizer.own_shard(),
             ..config.clone()
         };
         let mut step = Self::new(model, optimizer, &config)?;

@@ -16,6 +16,8 @@ pub(super) struct Update<'a> {
     pub gradients: &'a [Option<BufferRange>],
     /// Of each parameter, the copy in half precision that the update renews, where there is one.
     pub copies: HashMap<usize, BufferRange>,
+    /// By parameter: whether this rank updates it.
+    pub owned: Vec<bool>,
     pub on_gpu: bool,
 }
 
@@ -124,8 +126,11 @@ impl Update<'_> {
         factor
     }
 
-    /// The update of parameter number `number`.
+    /// The update of parameter number `number`, if it is this rank's.
     pub fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
+        if !self.owned[number] {
+            return;
+        }
         let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
             return;
         };

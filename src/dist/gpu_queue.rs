@@ -10,6 +10,9 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
+/// Where elements begin, how many there are, and of which dtype.
+pub(crate) type Elements = (u64, usize, DType);
+
 /// A communicator of NCCL's, and the stream that it works on.
 pub(crate) struct GpuQueue {
     nccl: Arc<NcclBackend>,
@@ -39,13 +42,31 @@ impl GpuQueue {
     pub(crate) fn start(
         &self,
         collective: Collective,
-        (pointer, elements, dtype): (u64, usize, DType),
+        elements: Elements,
+        after: &CudaStream,
+    ) -> Result<CudaEvent> {
+        self.start_all(&[(collective, elements)], after)
+    }
+
+    /// As [`start`](Self::start), several collectives as one, whose ranks may send and receive at the same time.
+    pub(crate) fn start_all(
+        &self,
+        collectives: &[(Collective, Elements)],
         after: &CudaStream,
     ) -> Result<CudaEvent> {
         self.stream.join(after).w()?;
         let stream = self.stream.cu_stream().cast();
-        self.nccl
-            .run(collective, pointer, elements, dtype, stream)?;
+        let mut all = collectives.iter();
+        let mut run_all = || {
+            all.try_for_each(|(collective, (pointer, elements, dtype))| {
+                let (nccl, elements) = (&self.nccl, *elements);
+                nccl.run(*collective, *pointer, elements, *dtype, stream)
+            })
+        };
+        match collectives.len() {
+            1 => run_all()?,
+            _ => self.nccl.group(run_all)?,
+        }
         Ok(self.stream.record_event(None).w()?)
     }
 

@@ -74,6 +74,7 @@ mod nccl;
 mod pending;
 mod ranks;
 mod replicated;
+mod shard;
 #[cfg_attr(not(any(feature = "cuda", feature = "mpi")), allow(dead_code))]
 mod store;
 mod threads;
@@ -89,3 +90,4 @@ pub use membership::Watch;
 pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
+pub use shard::Shard;

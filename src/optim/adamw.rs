@@ -3,6 +3,7 @@
 use super::config::{AdamWConfig, ParameterGroup};
 use super::gradients::gradient_of;
 use super::reference;
+use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
@@ -67,9 +68,11 @@ use std::collections::{HashMap, HashSet};
 #[derive(Debug)]
 pub struct AdamW {
     pub(super) groups: Vec<ParameterGroup>,
-    /// One for each parameter, in the groups' order.
-    pub(super) slots: Vec<Slot>,
+    /// One for each parameter, in the groups' order; none for one whose state another rank has.
+    pub(super) slots: Vec<Option<Slot>>,
     pub(super) steps: usize,
+    /// Where the state is divided among ranks.
+    pub(super) shards: Option<Shards>,
 }
 
 impl AdamW {
@@ -109,13 +112,14 @@ impl AdamW {
         refuse_duplicates(&groups)?;
         let slots = groups.iter().flat_map(|group| {
             let parameters = group.parameters.iter();
-            parameters.map(|(name, var)| Slot::new(name, var, group.config.moments))
+            parameters.map(|(name, var)| Slot::new(name, var, group.config.moments).map(Some))
         });
         let slots = slots.collect::<Result<_>>()?;
         Ok(Self {
             groups,
             slots,
             steps: 0,
+            shards: None,
         })
     }
 
@@ -152,11 +156,12 @@ impl AdamW {
         })?;
         #[cfg(feature = "cuda")]
         on_gpu.step()?;
-        let mut parameters = self.parameters();
-        if let (true, Some((_, first)), Some(slot)) =
-            (probe::is_listening(), parameters.next(), self.slots.first())
-        {
-            let dims = [self.parameters().map(|(_, var)| var.elem_count()).sum()];
+        self.gather_weights()?;
+        let mut updated = self.parameters().zip(&self.slots);
+        let first = updated.find_map(|((_, var), slot)| Some((var, slot.as_ref()?)));
+        if let (true, Some((first, slot))) = (probe::is_listening(), first) {
+            let slots = self.slots.iter().flatten();
+            let dims = [slots.map(|slot| slot.exp_avg.elem_count()).sum()];
             let [own, moments] =
                 [first.dtype(), slot.exp_avg.dtype()].map(|dtype| Operand { dims: &dims, dtype });
             range.leave(Operands {
@@ -173,7 +178,8 @@ impl AdamW {
     /// # Errors
     /// As [`AdamW::step`].
     pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
-        self.step_by(gradients, reference::step)
+        self.step_by(gradients, reference::step)?;
+        self.gather_weights()
     }
 
     fn step_by(
@@ -190,6 +196,9 @@ impl AdamW {
         let mut slots = self.slots.iter().zip(&gradients).enumerate();
         for group in &self.groups {
             for ((_, var), (number, (slot, gradient))) in group.parameters.iter().zip(&mut slots) {
+                let (Some(slot), Some(gradient)) = (slot, gradient) else {
+                    continue; // another rank's
+                };
                 let update = group.config.update(self.steps, number);
                 step(var, gradient, slot, &update)?;
             }
@@ -198,17 +207,22 @@ impl AdamW {
     }
 
     /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes
-    /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
-    fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Tensor>> {
+    /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are. None for
+    /// a parameter that another rank updates.
+    fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Option<Tensor>>> {
         let written: HashSet<usize> = self
             .parameters()
             .map(|(_, var)| var)
-            .chain(self.slots.iter().flat_map(Slot::vars))
+            .chain(self.slots.iter().flatten().flat_map(Slot::vars))
             .map(|var| storage_address(var))
             .collect();
         self.parameters()
-            .map(|(name, var)| {
+            .zip(&self.slots)
+            .map(|((name, var), slot)| {
                 let gradient = gradient_of(STEP, gradients, name, var)?.detach();
+                if slot.is_none() {
+                    return Ok(None);
+                }
                 let dtype = match (var.dtype(), gradient.dtype()) {
                     // The kernel for half precision reads these as they are.
                     (parameter @ (DType::F16 | DType::BF16), gradient) if gradient == parameter => {
@@ -217,10 +231,9 @@ impl AdamW {
                     (parameter, _) => wide(parameter),
                 };
                 let gradient = gradient.to_dtype(dtype)?.contiguous()?;
-                if written.contains(&storage_address(&gradient)) {
-                    Ok(gradient.force_contiguous()?)
-                } else {
-                    Ok(gradient)
+                match written.contains(&storage_address(&gradient)) {
+                    true => Ok(Some(gradient.force_contiguous()?)),
+                    false => Ok(Some(gradient)),
                 }
             })
             .collect()

@@ -33,9 +33,14 @@ impl AdamW {
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; [`Error::Weight`] names an entry with an element that is not
-    /// finite or, in `exp_avg_sq`, negative. What was there before stays.
+    /// finite or, in `exp_avg_sq`, negative. What was there before stays. Of an optimizer that is
+    /// [divided](AdamW::shard) among ranks, which all have to call this, rank 0 writes all of it; [`Error::Rank`].
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        let entries = self.state_entries("")?;
+        if self.own_shard().is_some_and(|shard| shard.rank > 0) {
+            return Ok(());
+        }
         let groups = self.groups.iter().map(|group| GroupHeader {
             config: group.config,
             parameters: group
@@ -50,18 +55,27 @@ impl AdamW {
         };
         let header = serde_json::to_string(&header)
             .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
-        save_tensors(path, self.state_entries("").collect(), &[(KEY, header)], 1)
+        save_tensors(path, entries, &[(KEY, header)], 1)
     }
 
     /// Reads what [`AdamW::save`] wrote into an optimizer of the same parameters in the same groups. Hyperparameters
     /// become the saved ones, learning rates included. Later steps have the bits they would have had without the break.
+    /// An optimizer is loaded before it is [divided](AdamW::shard).
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is damaged or no optimizer's,
     /// [`Error::Weight`] naming an entry that is missing, unexpected, of another shape or dtype, not finite or (in
-    /// `exp_avg_sq`) negative, [`Error::Resume`] if parameters are in other groups. Nothing has changed then.
+    /// `exp_avg_sq`) negative, [`Error::Resume`] if parameters are in other groups; [`Error::Order`] for an optimizer
+    /// that is divided. Nothing has changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        if self.own_shard().is_some() {
+            return Err(Error::Order {
+                op: "AdamW::load",
+                problem: "this rank has a part of the state, and the file has all of it".into(),
+                hint: "load before AdamW::shard".into(),
+            });
+        }
         let file = TensorFile::open(path)?;
         let foreign = |problem: String| Error::Format {
             path: path.into(),
@@ -84,13 +98,19 @@ impl AdamW {
         Ok(())
     }
 
-    /// The state as it is saved, every name after `prefix`: with numbers that training can go on with.
-    pub(crate) fn state_entries(&self, prefix: &str) -> impl Iterator<Item = Entry> {
-        self.state().into_iter().map(move |(name, tensor)| Entry {
+    /// The state as it is saved, every name after `prefix`: with numbers that training can go on with. Of a divided
+    /// optimizer rank 0 has it all, and the others nothing.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    pub(crate) fn state_entries(&self, prefix: &str) -> Result<Vec<Entry>> {
+        let entries = self.whole_state()?.into_iter();
+        let entries = entries.map(|(name, tensor)| Entry {
             numbers: numbers_of(&name),
             name: format!("{prefix}{name}"),
             tensor,
-        })
+        });
+        Ok(entries.collect())
     }
 
     /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with

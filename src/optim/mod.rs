@@ -43,6 +43,7 @@ mod planned;
 pub(crate) use planned::PlannedUpdate;
 mod reference;
 mod schedule;
+mod shards;
 mod slot;
 mod state;
 

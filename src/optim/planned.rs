@@ -8,8 +8,8 @@ use std::collections::HashMap;
 
 /// One parameter's share of the next step.
 pub(crate) struct PlannedUpdate {
-    pub exp_avg: Tensor,
-    pub exp_avg_sq: Tensor,
+    /// exp_avg and exp_avg_sq; none of a parameter that another rank updates.
+    pub moments: Option<[Tensor; 2]>,
     pub update: Update,
 }
 
@@ -42,8 +42,9 @@ impl AdamW {
                 return Err(refuse(name, "the model", "the optimizer"));
             };
             Ok(PlannedUpdate {
-                exp_avg: slot.exp_avg.as_tensor().clone(),
-                exp_avg_sq: slot.exp_avg_sq.as_tensor().clone(),
+                moments: slot.as_ref().map(|slot| {
+                    [&slot.exp_avg, &slot.exp_avg_sq].map(|var| var.as_tensor().clone())
+                }),
                 update,
             })
         });

@@ -12,6 +12,9 @@ use half::{bf16, f16};
 /// The operation's name in errors.
 pub(super) const STEP: &str = "AdamW::step";
 
+/// What a parameter's state is called, part by part.
+pub(super) const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "master"];
+
 /// A parameter's state.
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -43,8 +46,8 @@ impl Slot {
                 hint: "leave variables that are not trained out".into(),
             });
         }
-        let (state, moment) = (wide(var.dtype()), moments.dtype(var.dtype()));
-        if (state, moment) == (DType::F64, DType::BF16) {
+        let moment = moments.dtype(var.dtype());
+        if (var.dtype(), moment) == (DType::F64, DType::BF16) {
             return Err(Error::DType {
                 op: "AdamW",
                 expected: format!("parameter {name} in f16, bf16 or f32, beside moments in bf16"),
@@ -53,7 +56,10 @@ impl Slot {
             });
         }
         let master = match var.dtype() {
-            DType::F16 | DType::BF16 => Some(Var::from_tensor(&var.detach().to_dtype(state)?)?),
+            DType::F16 | DType::BF16 => {
+                let value = var.detach().to_dtype(wide(var.dtype()))?;
+                Some(Var::from_tensor(&value)?)
+            }
             _ => None,
         };
         Ok(Self {
@@ -63,7 +69,23 @@ impl Slot {
         })
     }
 
-    /// Its variables.
+    /// The dtypes of a parameter's state, by its [`KINDS`].
+    #[cfg(feature = "files")]
+    pub(super) fn layout(
+        var: &Var,
+        moments: Moments,
+    ) -> impl Iterator<Item = (&'static str, DType)> {
+        let moment = moments.dtype(var.dtype());
+        let master = match var.dtype() {
+            DType::F16 | DType::BF16 => Some(wide(var.dtype())),
+            _ => None,
+        };
+        KINDS
+            .into_iter()
+            .zip([moment, moment].into_iter().chain(master))
+    }
+
+    /// Its variables, by its [`KINDS`].
     pub(super) fn vars(&self) -> impl Iterator<Item = &Var> {
         [&self.exp_avg, &self.exp_avg_sq]
             .into_iter()

@@ -1,6 +1,7 @@
 //! The optimizer's state by name: taken out, put back.
 
 use super::adamw::AdamW;
+use super::slot::KINDS;
 use crate::inplace::storage_address;
 use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
@@ -53,7 +54,8 @@ pub(super) fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Res
 
 impl AdamW {
     /// The state, named after the parameters: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>` for a
-    /// parameter in half precision; in the parameters' order. [`AdamW::steps`] belongs to it.
+    /// parameter in half precision; in the parameters' order. [`AdamW::steps`] belongs to it. Of an optimizer that is
+    /// [divided](AdamW::shard) among ranks it is this rank's part.
     ///
     /// As in PyTorch these tensors are the optimizer's own, which the next step changes; [`Tensor::copy`] keeps one.
     pub fn state(&self) -> Vec<(String, Tensor)> {
@@ -148,12 +150,10 @@ impl AdamW {
     pub(super) fn state_vars(&self) -> impl Iterator<Item = (String, &Var)> {
         self.parameters()
             .zip(&self.slots)
-            .flat_map(|((name, _), slot)| {
-                let kinds = ["exp_avg", "exp_avg_sq", "master"];
-                kinds
-                    .into_iter()
-                    .zip(slot.vars())
-                    .map(move |(kind, var)| (format!("{kind}.{name}"), var))
+            .filter_map(|((name, _), slot)| Some((name, slot.as_ref()?)))
+            .flat_map(|(name, slot)| {
+                let vars = KINDS.into_iter().zip(slot.vars());
+                vars.map(move |(kind, var)| (format!("{kind}.{name}"), var))
             })
     }
 }

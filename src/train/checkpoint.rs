@@ -159,7 +159,9 @@ impl Trainer {
     /// so, and another run that saves there, in this process or another, gets an error. What a process leaves that is
     /// killed keeps no other writer away. (On a file system without locks no writer is kept away at all.)
     ///
-    /// Of [ranks that train together](Self::replicate) rank 0 alone writes: they all have the same run.
+    /// Of [ranks that train together](Self::replicate) rank 0 alone writes: they all have the same run. Where the
+    /// [optimizer is divided](Self::shard_optimizer) among them, it gets the others' state: all ranks have to call
+    /// this.
     ///
     /// # Errors
     /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a
@@ -167,6 +169,8 @@ impl Trainer {
     /// What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        self.gather_weights()?;
+        let state = self.optimizer.state_entries(STATE_PREFIX)?;
         if self.ranks().is_some_and(|ranks| ranks.rank() > 0) {
             return Ok(()); // rank 0 writes what all have
         }
@@ -190,7 +194,6 @@ impl Trainer {
             .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
         let model = self.model.config_text(path)?;
         let weights = self.model.entries();
-        let state = self.optimizer.state_entries(STATE_PREFIX);
         let history = self.history.entries()?;
         let entries = weights.chain(state).chain(history).collect();
         files::save_tensors(path, entries, &[(KEY, text), model], self.config.keep)

@@ -55,6 +55,41 @@ impl Trainer {
         Ok(())
     }
 
+    /// Divides the optimizer's state and update among the ranks that train together (ZeRO, stage 1): each has the state
+    /// of its own part of the parameters, and updates those. Every rank calls it, after
+    /// [`replicate`](Self::replicate) and before a plan is made. See [`AdamW::shard`](crate::optim::AdamW::shard).
+    ///
+    /// The run is the same one otherwise, and so is its file, which rank 0 writes with the state of all: all ranks have
+    /// to call [`save`](Self::save), and the run may be resumed by any number of ranks, divided or not.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for a run that is of no ranks, is planned, or whose optimizer is divided already;
+    /// [`Error::Rank`].
+    pub fn shard_optimizer(&mut self) -> Result<()> {
+        let refuse = |problem: &str, hint: &str| {
+            Err(Error::Order {
+                op: "Trainer::shard_optimizer",
+                problem: problem.into(),
+                hint: hint.into(),
+            })
+        };
+        let Some(replicated) = &self.replicated else {
+            return refuse("the run is of no ranks", "call replicate before");
+        };
+        if self.planned.is_some() {
+            return refuse("the step is planned already", "call it before compile");
+        }
+        self.optimizer.shard(replicated.communicator())
+    }
+
+    /// What the other ranks have updated, where steps are planned and each updates a part. (Eager ones end with it.)
+    pub(super) fn gather_weights(&self) -> Result<()> {
+        match self.planned {
+            Some(_) => self.optimizer.gather_weights(),
+            None => Ok(()),
+        }
+    }
+
     /// The ranks that train together, if there are several.
     pub(super) fn ranks(&self) -> Option<&Communicator> {
         self.replicated.as_ref().map(Replicated::communicator)

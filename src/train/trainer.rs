@@ -150,6 +150,9 @@ impl Trainer {
         };
         self.step += 1;
         self.history.stepped(loss, update.skipped);
+        if self.is_done() {
+            self.gather_weights()?;
+        }
         Ok(Some(StepReport {
             step: self.step,
             loss,
@@ -169,6 +172,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
+        self.gather_weights()?;
         let (mut sum, mut predicted) = (0.0, 0);
         let (rank, world_size) = match self.ranks() {
             Some(ranks) => (ranks.rank(), ranks.world_size()),
@@ -211,7 +215,8 @@ impl Trainer {
         self.step
     }
 
-    /// The model as it is now.
+    /// The model as it is now; of a planned run whose [optimizer is divided](Self::shard_optimizer), as it was at the
+    /// last evaluation, the last save, or the end of the run.
     pub fn model(&self) -> &TransformerLM {
         &self.model
     }

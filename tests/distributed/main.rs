@@ -5,6 +5,7 @@
 mod collectives;
 mod failures;
 mod replicated;
+mod sharded;
 mod training;
 
 use std::process::{Command, Output, Stdio};
@@ -18,10 +19,11 @@ const CASE: &str = "TALLOW_TEST_CASE";
 /// What a rank does, and its name.
 type Case = (&'static str, fn() -> Result<()>);
 
-const CASES: [Case; 7] = [
+const CASES: [Case; 8] = [
     ("collectives", collectives::of_every_dtype),
     ("replicated", replicated::as_one_process),
     ("tied", replicated::tied_as_one_process),
+    ("sharded", sharded::as_one_process),
     ("training", training::as_one_process),
     ("stopped", failures::stopped),
     ("ended", failures::ended),

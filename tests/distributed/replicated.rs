@@ -13,7 +13,7 @@ fn small_network(#[values(2, 3, 4)] ranks: usize, #[values("replicated", "tied")
     succeed(case, at_most(ranks));
 }
 
-const BATCH: usize = 24; // which two, three and four ranks divide
+pub(super) const BATCH: usize = 24; // which two, three and four ranks divide
 const LEARNING_RATE: f64 = 0.1;
 
 pub fn as_one_process() -> Result<()> {
@@ -25,7 +25,7 @@ pub fn tied_as_one_process() -> Result<()> {
 }
 
 /// Pseudo-random numbers from -1 to 1, the same on every rank.
-fn numbers(seed: u32, shape: (usize, usize), device: &Device) -> Result<Tensor> {
+pub(super) fn numbers(seed: u32, shape: (usize, usize), device: &Device) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -38,12 +38,12 @@ fn numbers(seed: u32, shape: (usize, usize), device: &Device) -> Result<Tensor> 
 }
 
 /// Linear maps with ReLU between: 10, 10, 50, 10, 5, the second and the third tied where that is wanted.
-struct Network {
-    layers: Vec<Var>,
+pub(super) struct Network {
+    pub(super) layers: Vec<Var>,
 }
 
 impl Network {
-    fn new(seed: u32, tied: bool, device: &Device) -> Result<Self> {
+    pub(super) fn new(seed: u32, tied: bool, device: &Device) -> Result<Self> {
         let weight = |seed: u32, shape| -> Result<Var> {
             let numbers = (numbers(seed, shape, device)? * 0.3)?;
             Ok(Var::from_tensor(&numbers)?)
@@ -62,7 +62,7 @@ impl Network {
         Ok(Self { layers })
     }
 
-    fn parameters(&self) -> Vec<(String, Var)> {
+    pub(super) fn parameters(&self) -> Vec<(String, Var)> {
         let layers = self.layers.iter().enumerate();
         layers
             .map(|(i, var)| (format!("layers.{i}"), var.clone()))
@@ -70,7 +70,7 @@ impl Network {
     }
 
     /// The mean squared error.
-    fn loss(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    pub(super) fn loss(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let mut x = x.clone();
         for (i, layer) in self.layers.iter().enumerate() {
             x = ops::linear(&x, layer.as_tensor())?;

@@ -4,6 +4,7 @@
 mod collectives;
 mod planned;
 mod replicated;
+mod sharded;
 mod trainer;
 
 use candle_core::{Device, Tensor};

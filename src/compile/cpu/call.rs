@@ -28,7 +28,8 @@ pub(super) fn run(
 ) -> Result<ControlFlow<()>> {
     match op {
         Op::Kernel(kernel) => kernel.run(s)?,
-        Op::AllReduce { .. } => all_reduce(s, controls)?,
+        Op::AllReduce { .. } => exchange(Collective::AllReduce(Reduce::Mean), s, controls)?,
+        Op::Broadcast { root, .. } => exchange(Collective::Broadcast { root: *root }, s, controls)?,
         Op::CheckOverflow { .. } => return check_overflow(s),
         Op::ClipFactor { .. } => clip_factor(plan, s, controls)?,
         Op::SumOfSquares { .. } => sum_of_squares(s)?,
@@ -38,13 +39,16 @@ pub(super) fn run(
     Ok(ControlFlow::Continue(()))
 }
 
-fn all_reduce(s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
+fn exchange(
+    collective: Collective,
+    s: &Slices<'_>,
+    controls: &Controls<'_>,
+) -> candle_core::Result<()> {
     let Some(communicator) = controls.communicator else {
         return Ok(()); // `Step` has refused it
     };
-    let mean = Collective::AllReduce(Reduce::Mean);
     for_real!(s.dtype_of("x")?, R => {
-        Ok(communicator.run_on_host(mean, s.y::<R>("x")?)?)
+        Ok(communicator.run_on_host(collective, s.y::<R>("x")?)?)
     })
 }
 

@@ -96,14 +96,21 @@ fn ask_for_huge_pages(_start: NonNull<u8>, _layout: Layout) {}
 pub(crate) struct ExternalBuffers<'a> {
     /// The bytes of each parameter; empty ones are not touched.
     pub parameters: &'a [*mut [u8]],
-    /// By parameter; empty in a run without an update.
-    pub exp_avg: &'a [*mut [u8]],
-    /// By parameter; empty in a run without an update.
-    pub exp_avg_sq: &'a [*mut [u8]],
+    /// exp_avg and exp_avg_sq by parameter, none where another rank has them; empty in a run without an update.
+    pub moments: &'a [Option<[*mut [u8]; 2]>],
     /// The bytes of what the run gives out, if it does.
     pub output: Option<*mut [u8]>,
     /// The bytes of each, by number; those that the run's calls do not read may be missing.
     pub arguments: &'a [*const [u8]],
+}
+
+impl ExternalBuffers<'_> {
+    fn moment(&self, number: usize, which: usize) -> *mut [u8] {
+        let Some(moments) = self.moments[number] else {
+            panic!("the state of parameter {number} is another rank's"); // `Step` has compared
+        };
+        moments[which]
+    }
 }
 
 /// Every buffer of a plan in one micro-batch.
@@ -147,8 +154,8 @@ impl<'a> View<'a> {
             // SAFETY: the arena is as large as the plan wants it.
             Location::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
             Location::Parameter(number) => self.lent.parameters[number].cast(),
-            Location::ExpAvg(number) => self.lent.exp_avg[number].cast(),
-            Location::ExpAvgSq(number) => self.lent.exp_avg_sq[number].cast(),
+            Location::ExpAvg(number) => self.lent.moment(number, 0).cast(),
+            Location::ExpAvgSq(number) => self.lent.moment(number, 1).cast(),
             Location::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
             Location::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
             // SAFETY: it has the parts of all micro-batches.
@@ -185,9 +192,9 @@ fn check_lent(buffer: &Buffer, lent: &ExternalBuffers<'_>, micro_batches: usize)
     let got = match buffer.location {
         Location::Arena { .. } | Location::Table(_) => return,
         Location::Parameter(number) => lent.parameters[number].len(),
-        Location::ExpAvg(_) | Location::ExpAvgSq(_) if lent.exp_avg.is_empty() => return,
-        Location::ExpAvg(number) => lent.exp_avg[number].len(),
-        Location::ExpAvgSq(number) => lent.exp_avg_sq[number].len(),
+        Location::ExpAvg(_) | Location::ExpAvgSq(_) if lent.moments.is_empty() => return,
+        Location::ExpAvg(number) => lent.moment(number, 0).len(),
+        Location::ExpAvgSq(number) => lent.moment(number, 1).len(),
         Location::Output => lent.output.map_or(0, |output| output.len()),
         Location::Input(number) => lent.arguments[number].len() / micro_batches,
         Location::Argument(number) => match lent.arguments.get(number) {

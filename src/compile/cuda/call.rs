@@ -2,14 +2,20 @@
 
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Plan};
+use super::exchanges::Exchange;
 use super::launcher::Launcher;
 use crate::attention::planned_flash_sizes;
+use crate::dist::{Collective, Reduce};
 use crate::kernels::cuda::{adamw, flash_attention, source};
 use crate::ops::lowering::{Multiplier, Operands};
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
 use std::ops::Range;
+
+/// Weights come from other ranks so many bytes at once: enough that all ranks send at the same time, and not so many
+/// that the first layer waits long for its own.
+const GROUP_BYTES: usize = 32 << 20;
 
 impl Launcher<'_> {
     /// Launches a call, unless it is launched already.
@@ -22,9 +28,7 @@ impl Launcher<'_> {
         }
         self.launched = index + 1;
         let gpu = self.gpu;
-        if index >= self.plan.per_micro_batch().end {
-            self.wait_for_exchanged(call)?;
-        }
+        self.wait_for_exchanged(index, call)?;
         match &call.op {
             Op::Kernel(kernel) => {
                 let [reads, writes] = self.operands(call);
@@ -38,9 +42,10 @@ impl Launcher<'_> {
                 })?;
             }
             Op::AllReduce { .. } => {
-                let [x] = self.writes(call, ["x"]);
-                self.exchanges.start(gpu, call.writes["x"].buffer, x)?;
+                let exchange = self.exchange(Collective::AllReduce(Reduce::Mean), call);
+                self.exchanges.start(gpu, &[exchange])?;
             }
+            Op::Broadcast { .. } => self.start_broadcasts(index)?,
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
             }
@@ -58,14 +63,44 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// An update alone reads its gradient, and may run while other ones are exchanged.
-    fn wait_for_exchanged(&mut self, call: &Call) -> Result<()> {
-        match (&call.op, call.reads.get("gradient")) {
-            (Op::AdamW { .. }, Some(gradient)) => {
-                self.exchanges.wait_for(self.gpu, gradient.buffer)
-            }
-            _ => self.exchanges.wait_for_all(self.gpu),
+    /// A call waits for what it touches. (What follows the micro-batches, but for updates alone, is launched for all
+    /// parameters at once.)
+    fn wait_for_exchanged(&mut self, index: usize, call: &Call) -> Result<()> {
+        let is_update = matches!(call.op, Op::AdamW { .. });
+        if index >= self.plan.per_micro_batch().end && !is_update {
+            return self.exchanges.wait_for_all(self.gpu);
         }
+        let mut operands = call.operands();
+        operands.try_for_each(|operand| self.exchanges.wait_for(self.gpu, operand.buffer))
+    }
+
+    fn exchange(&self, collective: Collective, call: &Call) -> Exchange<'_> {
+        let x = &call.writes["x"];
+        Exchange {
+            collective,
+            buffer: x.buffer,
+            x: self.view(x),
+        }
+    }
+
+    /// Call `index` and those after it that have weights come from their owners, as many as [`GROUP_BYTES`] wants in
+    /// one go.
+    fn start_broadcasts(&mut self, index: usize) -> Result<()> {
+        let calls = &self.plan.calls()[index..self.end];
+        let (mut group, mut bytes) = (Vec::new(), 0);
+        for call in calls {
+            let Op::Broadcast { elements, root } = call.op else {
+                break;
+            };
+            if bytes >= GROUP_BYTES {
+                break;
+            }
+            let exchange = self.exchange(Collective::Broadcast { root }, call);
+            bytes += elements * exchange.x.dtype.size_in_bytes();
+            group.push(exchange);
+        }
+        self.launched = index + group.len();
+        self.exchanges.start(self.gpu, &group)
     }
 
     /// Call `index` and those after it that do the same to another parameter, in one launch; of ranks, to those whose

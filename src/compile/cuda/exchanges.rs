@@ -2,16 +2,25 @@
 
 use super::super::buffer::BufferId;
 use crate::Result;
-use crate::dist::{Collective, Communicator, Reduce};
+use crate::dist::{Collective, Communicator};
 use crate::kernels::cuda::View;
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use std::sync::Arc;
 
-/// The ranks of a job, and what the plan's stream has still to wait for before it reads a buffer.
+/// The ranks of a job, and what the plan's stream has still to wait for before it touches a buffer.
 #[derive(Default)]
 pub(super) struct Exchanges {
     communicator: Option<Communicator>,
-    open: Vec<(BufferId, CudaEvent)>,
+    /// In the order in which they come to an end.
+    open: Vec<(BufferId, Arc<CudaEvent>)>,
+}
+
+/// What is exchanged at once with others.
+pub(super) struct Exchange<'a> {
+    pub collective: Collective,
+    pub buffer: BufferId,
+    pub x: View<'a>,
 }
 
 impl Exchanges {
@@ -20,15 +29,20 @@ impl Exchanges {
         self.communicator = communicator.cloned();
     }
 
-    /// Has a buffer's elements averaged over the ranks, once the plan's stream has made them; it goes on meanwhile.
-    pub(super) fn start(&mut self, gpu: &CudaDevice, buffer: BufferId, x: View) -> Result<()> {
+    /// Has buffers' elements exchanged, once the plan's stream has made them; it goes on meanwhile.
+    pub(super) fn start(&mut self, gpu: &CudaDevice, exchanges: &[Exchange<'_>]) -> Result<()> {
         let queue = self.communicator.as_ref().and_then(Communicator::gpu_queue);
         let Some(queue) = queue else {
-            return Ok(()); // a rank alone has its mean
+            return Ok(()); // a rank alone has everything
         };
-        let mean = Collective::AllReduce(Reduce::Mean);
-        let over = queue.start(mean, (x.pointer, x.len, x.dtype), &gpu.cuda_stream())?;
-        self.open.push((buffer, over));
+        let collectives = exchanges.iter();
+        let collectives = collectives
+            .map(|Exchange { collective, x, .. }| (*collective, (x.pointer, x.len, x.dtype)));
+        let collectives: Vec<_> = collectives.collect();
+        let over = Arc::new(queue.start_all(&collectives, &gpu.cuda_stream())?);
+        let opened = exchanges.iter();
+        self.open
+            .extend(opened.map(|exchange| (exchange.buffer, Arc::clone(&over))));
         Ok(())
     }
 
@@ -37,20 +51,25 @@ impl Exchanges {
         self.open.iter().any(|(open, _)| *open == buffer)
     }
 
-    /// Has the plan's stream wait for a buffer, if it is exchanged.
+    /// Has the plan's stream wait for a buffer, if it is exchanged: and so for all that was begun before.
     pub(super) fn wait_for(&mut self, gpu: &CudaDevice, buffer: BufferId) -> Result<()> {
-        let place = self.open.iter().position(|(open, _)| *open == buffer);
-        match place.map(|place| self.open.swap_remove(place)) {
-            Some((_, over)) => Ok(gpu.cuda_stream().wait(&over).w()?),
+        match self.open.iter().rposition(|(open, _)| *open == buffer) {
+            Some(last) => self.wait_until(gpu, last),
             None => Ok(()),
         }
     }
 
     /// Has the plan's stream wait for all that was begun.
     pub(super) fn wait_for_all(&mut self, gpu: &CudaDevice) -> Result<()> {
-        let stream = gpu.cuda_stream();
-        self.open
-            .drain(..)
-            .try_for_each(|(_, over)| Ok(stream.wait(&over).w()?))
+        match self.open.len().checked_sub(1) {
+            Some(last) => self.wait_until(gpu, last),
+            None => Ok(()),
+        }
+    }
+
+    fn wait_until(&mut self, gpu: &CudaDevice, last: usize) -> Result<()> {
+        gpu.cuda_stream().wait(&self.open[last].1).w()?;
+        self.open.drain(..=last);
+        Ok(())
     }
 }

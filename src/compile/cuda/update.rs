@@ -19,15 +19,18 @@ use std::collections::HashMap;
 pub(super) struct OptimizerLayout {
     /// Which of the distinct updates it takes.
     groups: Vec<usize>,
-    /// Where exp_avg and exp_avg_sq are, and in what.
-    states: Vec<([u64; 2], DType)>,
+    /// Where exp_avg and exp_avg_sq are, and in what; none where another rank has them.
+    states: Vec<Option<([u64; 2], DType)>>,
 }
 
 impl OptimizerLayout {
     pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
         let states = updates.iter().map(|planned| {
-            let [first, second] = [&planned.exp_avg, &planned.exp_avg_sq].map(elements);
-            Ok(([first?.pointer, second?.pointer], planned.exp_avg.dtype()))
+            let Some([exp_avg, exp_avg_sq]) = &planned.moments else {
+                return Ok(None);
+            };
+            let pointers = [elements(exp_avg)?.pointer, elements(exp_avg_sq)?.pointer];
+            Ok(Some((pointers, exp_avg.dtype())))
         });
         Ok(Self {
             groups: inputs::groups(controls.updates),
@@ -62,7 +65,9 @@ impl Updates {
                 continue;
             };
             let view = |operand| device_pointers.view(plan, operand, 0);
-            let (state, dtype) = known.states[parameter];
+            let Some((state, dtype)) = known.states[parameter] else {
+                panic!("the state of parameter {parameter} is another rank's"); // `Step` has compared
+            };
             let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, dtype, elements));
             entries.insert(index, table.len());
             table.push(Entry {

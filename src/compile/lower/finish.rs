@@ -4,6 +4,7 @@ use super::super::buffer::{BufferId, Category, Location};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Plan, Runs};
 use super::exchange::Averaged;
+use super::fetch::Fetched;
 use super::{Lower, Lowered, Target, dead, no_planned_form};
 use crate::Result;
 use crate::kernels::workspace;
@@ -33,6 +34,7 @@ impl Lower<'_> {
                 self.plan.kept.push(gradient.buffer);
             }
         }
+        let (owners, copies) = (self.owners(), self.copies());
         let update = self.plan.calls.split_off(per_micro_batch.end);
         let mut needed: HashSet<BufferId> = self.plan.kept.iter().copied().collect();
         let reads = update.iter().flat_map(|call| call.reads.iter());
@@ -58,6 +60,15 @@ impl Lower<'_> {
                 loss: output.buffer,
             };
             averaged.add(replicated);
+        }
+        if let Some(owners) = &owners {
+            let fetched = Fetched {
+                owners,
+                copies: &copies,
+                buffers: &self.plan.buffers,
+                on_gpu: target == Target::Cuda,
+            };
+            fetched.add(&mut calls, &mut per_micro_batch);
         }
         if target == Target::Cuda
             && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())

@@ -13,12 +13,13 @@
 //!
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
 //! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), calls that no
-//! result is needed of ([`dead`]), and gradients averaged over ranks ([`exchange`]). What does not: where buffers lie
-//! ([`arena`](super::arena)) and what computes a call.
+//! result is needed of ([`dead`]), gradients averaged over ranks ([`exchange`]), and weights that other ranks update
+//! ([`fetch`]). What does not: where buffers lie ([`arena`](super::arena)) and what computes a call.
 
 mod attention;
 mod dead;
 mod exchange;
+mod fetch;
 mod finish;
 mod form;
 mod gated;

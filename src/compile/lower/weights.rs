@@ -5,6 +5,7 @@ use super::super::plan::BufferRange;
 use super::super::update::Update;
 use super::program::Program;
 use super::{Job, Lower};
+use crate::dist::Shard;
 use crate::graph::ValueId;
 use crate::ops::arithmetic::lowering::accumulated;
 use crate::ops::lowering::{Accumulate, converted};
@@ -227,13 +228,32 @@ impl Lower<'_> {
         (self.plan.path, self.plan.phase, self.plan.part) = (path, phase, part);
     }
 
-    pub(super) fn updates(&mut self) -> Update<'_> {
+    /// By parameter the rank that updates it, where the optimizer is divided among ranks.
+    pub(super) fn owners(&self) -> Option<Vec<usize>> {
+        let shard = self.job.config.optimizer_shard?;
+        let parameters = self.job.function.parameters.iter();
+        let sizes = parameters.map(|parameter| (parameter.name.as_str(), parameter.elements));
+        Some(Shard::owners(shard.world_size, sizes))
+    }
+
+    /// By parameter, the copies that products read.
+    pub(super) fn copies(&self) -> HashMap<usize, BufferRange> {
         let numbers = self.job.function.numbers.iter();
         let copies = numbers
             .filter_map(|(value, number)| Some((*number, self.weights.copies.get(value)?.clone())));
+        copies.collect()
+    }
+
+    pub(super) fn updates(&mut self) -> Update<'_> {
+        let own = self.job.config.optimizer_shard.map(|shard| shard.rank);
+        let owned = match self.owners() {
+            Some(owners) => owners.iter().map(|owner| Some(*owner) == own).collect(),
+            None => vec![true; self.weights.gradients.len()],
+        };
         Update {
+            owned,
             on_gpu: self.is_on_gpu(),
-            copies: copies.collect(),
+            copies: self.copies(),
             plan: &mut self.plan,
             gradients: &self.weights.gradients,
         }

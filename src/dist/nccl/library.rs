@@ -111,6 +111,8 @@ functions! {
     comm_get_async_error = c"ncclCommGetAsyncError": fn(Comm, *mut Code) -> Code;
     comm_abort = c"ncclCommAbort": fn(Comm) -> Code;
     comm_destroy = c"ncclCommDestroy": fn(Comm) -> Code;
+    group_start = c"ncclGroupStart": fn() -> Code;
+    group_end = c"ncclGroupEnd": fn() -> Code;
     all_reduce = c"ncclAllReduce":
         fn(Pointer, Pointer, usize, c_int, c_int, Comm, *mut c_void) -> Code;
     reduce_scatter = c"ncclReduceScatter":

@@ -233,6 +233,20 @@ impl NcclBackend {
         drop(thread.spawn(abort));
     }
 
+    /// Runs several collectives as one: what `collectives` has NCCL do begins when it returns, all of it together.
+    ///
+    /// # Errors
+    /// Those of `collectives`; [`Error::Rank`] if NCCL refuses.
+    pub(crate) fn group(&self, collectives: impl FnOnce() -> Result<()>) -> Result<()> {
+        const DURING: &str = "a group of collectives";
+        // SAFETY: as NCCL declares it. A group is this thread's.
+        self.answered(DURING, unsafe { (self.nccl.group_start)() })?;
+        let result = collectives();
+        // SAFETY: as NCCL declares it; what was begun ends, whatever has come.
+        let ended = self.call(DURING, |nccl, _| unsafe { (nccl.group_end)() });
+        result.and(ended)
+    }
+
     fn call(&self, during: &str, call: impl FnOnce(&Nccl, Comm) -> Code) -> Result<()> {
         let in_call = self.in_call.lock().unwrap_or_else(PoisonError::into_inner);
         self.call_in(in_call, during, call)

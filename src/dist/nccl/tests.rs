@@ -75,6 +75,14 @@ extern "C" fn comm_destroy(comm: Comm) -> Code {
     Log::of(comm).add("destroy".into())
 }
 
+extern "C" fn group_start() -> Code {
+    0
+}
+
+extern "C" fn group_end() -> Code {
+    0
+}
+
 /// On a null stream it hangs until it is aborted.
 extern "C" fn all_reduce(
     from: Pointer,
@@ -117,6 +125,8 @@ static DOUBLE: Nccl = Nccl {
     get_unique_id,
     comm_init_rank_config,
     comm_get_async_error,
+    group_start,
+    group_end,
     comm_abort,
     comm_destroy,
     all_reduce,

@@ -73,9 +73,13 @@ fn bits_of_one_rank() {
     }
 }
 
-/// Rank 0 writes a run of two, one rank goes on with it, and two again; planned or not.
+/// Rank 0 writes a run of two, one rank goes on with it, and two again; planned or not, with the optimizer's state on
+/// both ranks or divided between them.
 #[rstest]
-fn resumed_by_another_number(#[values(false, true)] planned: bool) {
+fn resumed_by_another_number(
+    #[values(false, true)] planned: bool,
+    #[values(false, true)] sharded: bool,
+) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.safetensors");
     let path = &path;
@@ -102,6 +106,9 @@ fn resumed_by_another_number(#[values(false, true)] planned: bool) {
     on_ranks(2, |ranks| {
         let mut trainer = trainer(3)?;
         trainer.replicate(&ranks, ReplicatedConfig::default())?;
+        if sharded {
+            trainer.shard_optimizer()?;
+        }
         if planned {
             trainer.compile()?;
         }
@@ -112,6 +119,9 @@ fn resumed_by_another_number(#[values(false, true)] planned: bool) {
     let again = on_ranks(2, |ranks| {
         let mut trainer = resume(6)?;
         trainer.replicate(&ranks, ReplicatedConfig::default())?;
+        if sharded {
+            trainer.shard_optimizer()?;
+        }
         if planned {
             trainer.compile()?;
         }
@@ -141,9 +151,20 @@ fn what_is_refused() {
         let words = "accumulation must be a multiple of the number of ranks, 3";
         assert!(error.to_string().contains(words), "{error}");
     }
+    let ranks = tallow::dist::Communicator::alone(&Device::Cpu);
+    let mut alone = trainer(1).unwrap();
+    let error = alone.shard_optimizer().unwrap_err();
+    assert!(
+        error.to_string().contains("call replicate before"),
+        "{error}"
+    );
+    alone
+        .replicate(&ranks, ReplicatedConfig::default())
+        .unwrap();
+    alone.shard_optimizer().unwrap();
+    assert!(alone.shard_optimizer().is_err());
     let mut planned = trainer(1).unwrap();
     planned.compile().unwrap();
-    let ranks = tallow::dist::Communicator::alone(&Device::Cpu);
     let error = planned
         .replicate(&ranks, ReplicatedConfig::default())
         .unwrap_err();

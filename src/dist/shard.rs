@@ -1,0 +1,66 @@
+//! A rank's share of what is divided among the ranks of a job.
+
+use crate::{Error, Result};
+
+/// One rank of several, each of which has a share of something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shard {
+    /// From 0.
+    pub rank: usize,
+    /// How many ranks there are.
+    pub world_size: usize,
+}
+
+impl Shard {
+    /// Whether there is such a rank.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub(crate) fn validate(&self) -> Result<()> {
+        match self.rank < self.world_size {
+            true => Ok(()),
+            false => Err(Error::config("Shard", "rank", self.rank).must_be(
+                format!("under the number of ranks, {}", self.world_size),
+                "ranks count from 0",
+            )),
+        }
+    }
+
+    /// The rank that owns each of these parameters, given as name and elements.
+    ///
+    /// Whole parameters, in the order of their names, each to the rank that has the fewest elements so far: a block's
+    /// parameters are then spread over all ranks, and in whatever order they are given, each has the same owner.
+    pub(crate) fn owners<'a>(
+        world_size: usize,
+        parameters: impl Iterator<Item = (&'a str, usize)>,
+    ) -> Vec<usize> {
+        let parameters: Vec<(&str, usize)> = parameters.collect();
+        let mut order: Vec<usize> = (0..parameters.len()).collect();
+        order.sort_by_key(|number| parameters[*number].0);
+        let mut elements = vec![0; world_size];
+        let mut owners = vec![0; parameters.len()];
+        for number in order {
+            let fewest = (0..world_size).min_by_key(|rank| elements[*rank]);
+            owners[number] = fewest.unwrap_or(0);
+            elements[owners[number]] += parameters[number].1;
+        }
+        owners
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_have_as_much_whatever_the_order() {
+        let parameters = [("b", 10), ("c", 4), ("a", 6), ("e", 4), ("d", 2)];
+        let owners = Shard::owners(2, parameters.into_iter());
+        // a: 0 (6), b: 1 (10), c: 0 (10), d: 0 (12), e: 1 (14)
+        assert_eq!(owners, [1, 0, 0, 1, 0]);
+        let reversed = Shard::owners(2, parameters.into_iter().rev());
+        assert!(reversed.iter().rev().eq(&owners));
+        assert_eq!(Shard::owners(8, parameters.into_iter()), [1, 2, 0, 4, 3]);
+        assert!(Shard::owners(3, [].into_iter()).is_empty());
+    }
+}

@@ -1,0 +1,186 @@
+//! The optimizer's state divided among the ranks of a job.
+
+use super::AdamW;
+#[cfg(feature = "files")]
+use super::slot::Slot;
+use crate::dist::{Collective, Communicator, Shard};
+use crate::{Error, Result};
+#[cfg(feature = "files")]
+use candle_core::{DType, Device, Tensor, Var};
+
+/// Which rank has which parameter's state.
+#[derive(Debug)]
+pub(super) struct Shards {
+    communicator: Communicator,
+    /// By parameter.
+    owners: Vec<usize>,
+}
+
+impl AdamW {
+    /// Divides state and update among ranks that train one model (ZeRO, stage 1): this rank keeps the state of the
+    /// parameters that it owns, frees the rest, and from now on updates those parameters alone. The others come from
+    /// their owners: at the end of each [`step`](Self::step), or where a step is
+    /// [planned](crate::compile::TrainStep::replicated) in its next run.
+    ///
+    /// Parameters are owned as a whole, and each rank owns about as many elements. State and update take 1 / world_size
+    /// of the memory and of the time that they take on one rank. All ranks have to call `step` with the same gradients,
+    /// as [`dist::Replicated`](crate::dist::Replicated) gives them, and have the same weights then as one rank alone.
+    ///
+    /// Each rank's [`state`](Self::state) is that of its own parameters; [`save`](Self::save) and the
+    /// [trainer](crate::train::Trainer::save) write that of all. Load a state before this.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use tallow::dist;
+    /// use tallow::optim::{AdamW, AdamWConfig};
+    /// use tallow::ops;
+    ///
+    /// // Two ranks, here threads of one process; processes call dist::init.
+    /// let ranks = dist::threads(2)?;
+    /// std::thread::scope(|scope| {
+    ///     let of = |communicator: dist::Communicator| -> tallow::Result<()> {
+    ///         let parameters = ["a", "b"].map(|name| Ok((name.to_string(), Var::new(&[1f32, 2.0], &Device::Cpu)?)));
+    ///         let parameters = parameters.into_iter().collect::<tallow::Result<Vec<_>>>()?;
+    ///         let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
+    ///         optimizer.shard(&communicator)?;
+    ///         let (a, b) = (&parameters[0].1, &parameters[1].1);
+    ///         optimizer.step(&tallow::backward(ops::sum(&ops::mul(a, b)?)?)?)?;
+    ///         assert_eq!(optimizer.state().len(), 2); // of one parameter, not of two
+    ///         assert_eq!(a.to_vec1::<f32>()?, b.to_vec1::<f32>()?); // both are updated
+    ///         Ok(())
+    ///     };
+    ///     let ranks: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || of(rank))).collect();
+    ///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap())
+    /// })?;
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for an optimizer that is divided already; [`Error::Placement`] for parameters on another device
+    /// than the ranks'; [`Error::Rank`] where ranks have other parameters, or another number of steps.
+    pub fn shard(&mut self, communicator: &Communicator) -> Result<()> {
+        const OP: &str = "AdamW::shard";
+        if self.shards.is_some() {
+            return Err(Error::Order {
+                op: OP,
+                problem: "the optimizer is divided already".into(),
+                hint: "call it once".into(),
+            });
+        }
+        for (_, var) in self.parameters() {
+            communicator.check_device(var.device())?;
+        }
+        let described = self.parameters().map(|(name, var)| {
+            let dtype = var.dtype().as_str();
+            format!("{name} {:?} {dtype}", var.dims())
+        });
+        let facts = [
+            ("parameters", described.collect::<Vec<_>>().join(", ")),
+            ("steps", self.steps.to_string()),
+        ];
+        communicator.agree(OP, &facts)?;
+        let sizes = self.parameters();
+        let sizes = sizes.map(|(name, var)| (name.as_str(), var.elem_count()));
+        let owners = Shard::owners(communicator.world_size(), sizes);
+        for (slot, owner) in self.slots.iter_mut().zip(&owners) {
+            if *owner != communicator.rank() {
+                *slot = None;
+            }
+        }
+        self.shards = Some(Shards {
+            communicator: communicator.clone(),
+            owners,
+        });
+        Ok(())
+    }
+
+    /// Gives this rank the parameters that others own as they are there, if the optimizer is
+    /// [divided](Self::shard). All ranks have to call it.
+    ///
+    /// Only after [planned](crate::compile::TrainStep::replicated) steps is there anything to do: they leave a rank
+    /// with the newest values of its own parameters, and fetch of the others what the next run reads.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    pub fn gather_weights(&self) -> Result<()> {
+        let Some(shards) = &self.shards else {
+            return Ok(());
+        };
+        let started = self.parameters().zip(&shards.owners);
+        let started = started.map(|((_, var), owner)| {
+            let from_owner = Collective::Broadcast { root: *owner };
+            shards.communicator.start(from_owner, var)
+        });
+        for pending in started.collect::<Result<Vec<_>>>()? {
+            pending.wait()?;
+        }
+        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
+        Ok(())
+    }
+
+    /// The share of this rank, if the optimizer is divided.
+    pub(crate) fn own_shard(&self) -> Option<Shard> {
+        let communicator = &self.shards.as_ref()?.communicator;
+        Some(Shard {
+            rank: communicator.rank(),
+            world_size: communicator.world_size(),
+        })
+    }
+
+    /// The state of all parameters; of a divided optimizer it is on rank 0, on the host, and the others have none. All
+    /// ranks have to call it.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    #[cfg(feature = "files")]
+    pub(super) fn whole_state(&self) -> Result<Vec<(String, Tensor)>> {
+        let Some(shards) = &self.shards else {
+            return Ok(self.state());
+        };
+        let mut state = Vec::new();
+        let moments = self.groups.iter();
+        let moments =
+            moments.flat_map(|group| group.parameters.iter().map(|_| group.config.moments));
+        let parameters = self.parameters().zip(moments);
+        for (((name, var), moments), (slot, owner)) in
+            parameters.zip(self.slots.iter().zip(&shards.owners))
+        {
+            let mut own = slot.iter().flat_map(Slot::vars);
+            for (kind, dtype) in Slot::layout(var, moments) {
+                if let Some(tensor) = shards.to_first(var, dtype, *owner, own.next())? {
+                    state.push((format!("{kind}.{name}"), tensor));
+                }
+            }
+        }
+        Ok(state)
+    }
+}
+
+#[cfg(feature = "files")]
+impl Shards {
+    /// Brings a tensor of a parameter's state to rank 0, from the rank that has it.
+    fn to_first(
+        &self,
+        var: &Var,
+        dtype: DType,
+        owner: usize,
+        own: Option<&Var>,
+    ) -> Result<Option<Tensor>> {
+        let communicator = &self.communicator;
+        match (communicator.rank(), own) {
+            (0, Some(own)) => Ok(Some(own.to_device(&Device::Cpu)?)),
+            (0, None) => {
+                let received = Tensor::zeros(var.shape(), dtype, var.device())?;
+                communicator.receive(&received, owner)?;
+                Ok(Some(received.to_device(&Device::Cpu)?))
+            }
+            (_, Some(own)) => {
+                communicator.send(own, 0)?;
+                Ok(None)
+            }
+            (_, None) => Ok(None),
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Stanford CS336's own test of the sharded optimizer, written here: a small network, also one with a tied weight, has
+//! the weights of an optimizer that is not divided after ten steps, eager and planned.
+
+use super::replicated::{BATCH, Network, numbers};
+use super::{at_most, join, succeed};
+use candle_core::DType;
+use rstest::rstest;
+use tallow::compile::{LossStep, StepConfig};
+use tallow::dist::{Communicator, Replicated, ReplicatedConfig};
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::{Error, Result, graph};
+
+#[rstest]
+#[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
+fn small_network(#[values(2, 3, 4)] ranks: usize) {
+    succeed("sharded", at_most(ranks));
+}
+
+const CONFIG: AdamWConfig = AdamWConfig {
+    lr: 0.1,
+    betas: (0.9, 0.999),
+    eps: 1e-8,
+    weight_decay: 0.1,
+    moments: tallow::optim::Moments::Wide,
+};
+
+pub fn as_one_process() -> Result<()> {
+    let ranks = join(60)?;
+    for tied in [false, true] {
+        for planned in [false, true] {
+            ten_steps(&ranks, tied, planned)?;
+        }
+    }
+    ranks.barrier()?;
+    one_that_differs(&ranks)
+}
+
+fn ten_steps(ranks: &Communicator, tied: bool, planned: bool) -> Result<()> {
+    let device = ranks.device();
+    let (alone, network) = (
+        Network::new(1, tied, device)?,
+        Network::new(1, tied, device)?,
+    );
+    let mut wanted = AdamW::new(distinct(&alone), CONFIG)?;
+    let mut optimizer = AdamW::new(distinct(&network), CONFIG)?;
+    optimizer.shard(ranks)?;
+    let parameters = distinct(&network);
+    let replicated = Replicated::new(ranks, parameters, ReplicatedConfig::default())?;
+    let rows = BATCH / ranks.world_size();
+    let mut step = match planned {
+        false => None,
+        true => {
+            let x = graph::input("x", (rows, 10), DType::F32)?;
+            let y = graph::input("y", (rows, 5), DType::F32)?;
+            let loss = || network.loss(&x, &y);
+            let config = StepConfig::default();
+            Some(LossStep::replicated(
+                &optimizer,
+                &config,
+                &replicated,
+                loss,
+            )?)
+        }
+    };
+    for number in 0..10 {
+        let x = numbers(7 + number, (BATCH, 10), device)?;
+        let y = numbers(70 + number, (BATCH, 5), device)?;
+        wanted.step(&tallow::backward(alone.loss(&x, &y)?)?)?;
+        let [x, y] = [x, y].map(|x| x.narrow(0, ranks.rank() * rows, rows));
+        let (x, y) = (x?.contiguous()?, y?.contiguous()?);
+        match &mut step {
+            Some(step) => {
+                step.run(&mut optimizer, &[("x", &x), ("y", &y)])?;
+            }
+            None => optimizer.step(&replicated.backward(network.loss(&x, &y)?)?)?,
+        }
+    }
+    optimizer.gather_weights()?;
+    for (ours, wanted) in network.layers.iter().zip(&alone.layers) {
+        let values = |x: &candle_core::Var| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
+        for (a, b) in values(ours)?.into_iter().zip(values(wanted)?) {
+            assert!(
+                (a - b).abs() <= 1e-4,
+                "tied {tied}, planned {planned}: {a} {b}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// A tied weight under one of its names.
+fn distinct(network: &Network) -> Vec<(String, candle_core::Var)> {
+    let mut seen = Vec::new();
+    let mut parameters = network.parameters();
+    parameters.retain(|(_, var)| {
+        let is_new = !seen.contains(&var.id());
+        seen.push(var.id());
+        is_new
+    });
+    parameters
+}
+
+/// A rank that has taken a step more is an error on every rank.
+fn one_that_differs(ranks: &Communicator) -> Result<()> {
+    let device = ranks.device();
+    let network = Network::new(1, false, device)?;
+    let mut optimizer = AdamW::new(network.parameters(), CONFIG)?;
+    if ranks.rank() == 1 {
+        let (x, y) = (
+            numbers(7, (BATCH, 10), device)?,
+            numbers(70, (BATCH, 5), device)?,
+        );
+        optimizer.step(&tallow::backward(network.loss(&x, &y)?)?)?;
+    }
+    let error = optimizer.shard(ranks).unwrap_err();
+    assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
+    Ok(())
+}
