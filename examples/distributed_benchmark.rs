@@ -5,6 +5,8 @@
 //!
 //! ```text
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2
+//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part memory steps \
+//!     --strategy replicated sharded-optimizer --size medium xl
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl \
 //!     --precision bf16 --attention flash --compile --exchange-bf16
 //! mpirun -n 2 cargo run --example distributed_benchmark --features mpi -- --mib 1 10 --size tiny
@@ -19,6 +21,8 @@
 #[path = "distributed_benchmark/collectives.rs"]
 mod collectives;
 mod common;
+#[path = "distributed_benchmark/memory.rs"]
+mod memory;
 #[path = "distributed_benchmark/steps.rs"]
 mod steps;
 
@@ -89,8 +93,10 @@ struct Flags {
 enum Part {
     /// All-reduce, reduce-scatter and all-gather by size
     Collectives,
-    /// Training steps by how gradients are exchanged
+    /// Training steps by how gradients are exchanged, and what is divided
     Steps,
+    /// What a rank's memory holds, by what is divided
+    Memory,
 }
 
 fn main() -> ExitCode {
@@ -107,7 +113,7 @@ impl Flags {
         if communicator.rank() == 0 {
             self.output.check_with([])?;
         }
-        let tables = [collectives::columns(), steps::columns()];
+        let tables = [collectives::columns(), steps::columns(), memory::columns()];
         self.output.check_columns(tables)?;
         let models = self.models.models(self.context_length, &[self.attention])?;
         let mut reports = Vec::new();
@@ -115,10 +121,11 @@ impl Flags {
             reports.push(match part {
                 Part::Collectives => self.collectives(&communicator)?,
                 Part::Steps => self.training_steps(&communicator, &models)?,
+                Part::Memory => self.memory(&communicator, &models)?,
             });
         }
         let mut configuration = self.configuration(&communicator)?;
-        if self.part.contains(&Part::Steps) {
+        if self.part != [Part::Collectives] {
             configuration.merge(describe(&models));
         }
         let mut reports = reports.into_iter();
@@ -142,7 +149,7 @@ impl Flags {
         fields.insert("ranks", communicator.world_size());
         fields.insert("warm-up", self.warmup_steps);
         fields.insert("steps", self.steps);
-        if self.part.contains(&Part::Steps) {
+        if self.part != [Part::Collectives] {
             fields.insert("precision", self.precision.precision()?.name());
             fields.insert("attention", self.attention.name());
             fields.insert("B of a rank", self.batch_size);

@@ -38,7 +38,7 @@ mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
-use common::ranks::{ExchangeFlags, RankFlags};
+use common::ranks::{ExchangeFlags, RankFlags, Strategy};
 use common::{Common, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
@@ -52,7 +52,7 @@ use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
-use tallow::dist::{Communicator, ReplicatedConfig};
+use tallow::dist::Communicator;
 use tallow::model::TransformerConfig;
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
@@ -176,7 +176,8 @@ impl Flags {
         if common::fallbacks() != "none" {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
-        if let (Some(family), Some(folder)) = (&family, &self.family.save_family) {
+        let folder = self.family.save_family.as_ref();
+        if let (Some(family), Some(folder), true) = (&family, folder, is_first(&trainer)) {
             family.save(trainer.model(), folder)?;
             self.say(format!("the trained model is in {}", folder.display()))?;
         }
@@ -233,6 +234,9 @@ impl Flags {
         }?;
         if communicator.world_size() > 1 {
             trainer.replicate(communicator, self.exchange.config())?;
+            if self.exchange.strategy == Strategy::ShardedOptimizer {
+                trainer.shard_optimizer()?;
+            }
         }
         match (self.compile, self.optimizer_in_backward) {
             (false, _) => {}
@@ -292,9 +296,13 @@ impl Flags {
                 .dtype
                 .map_or("their own dtype", |dtype| dtype.as_str());
             let exchange = exchange.exchange;
+            let divided = match self.exchange.strategy {
+                Strategy::Replicated => "",
+                Strategy::ShardedOptimizer => ", the optimizer divided among them",
+            };
             fields.insert(
                 "ranks",
-                format!("{ranks}, gradients averaged in {dtype}: {exchange}"),
+                format!("{ranks}, gradients averaged in {dtype}: {exchange}{divided}"),
             );
         }
         fields.insert(
@@ -353,7 +361,7 @@ impl Flags {
             .checkpoint_every
             .map_or(self.training.evaluate_every, usize::from);
         loop {
-            if let Some(signal) = signals.received() {
+            if let Some(signal) = signals.received(trainer.communicator())? {
                 bar.finish_and_clear();
                 self.save(trainer)?;
                 return Ok(Some(signal));
@@ -398,7 +406,7 @@ impl Flags {
             );
         }
         bar.suspend(|| self.say(line))?;
-        if let Some(folder) = &self.files.out {
+        if let (Some(folder), true) = (&self.files.out, is_first(trainer)) {
             let history = trainer.history();
             history.chart().save(folder.join(flags::LOSS_SVG))?;
             history
@@ -434,20 +442,26 @@ impl Flags {
         };
         let wanted_bytes = match self.compile {
             true => {
-                let several = communicator.world_size() > 1;
-                let replicated = several.then(|| self.exchange.config());
-                planned_bytes(
-                    model,
-                    config,
-                    self.optimizer_in_backward,
-                    replicated,
-                    device,
-                )?
+                let (several, exchange) = (communicator.world_size() > 1, &self.exchange);
+                let plan = PlanConfig {
+                    optimizer_in_backward: self.optimizer_in_backward,
+                    replicated: several.then(|| exchange.config()),
+                    optimizer_shard: several
+                        .then(|| exchange.strategy.optimizer_shard(communicator))
+                        .flatten(),
+                    ..Default::default()
+                };
+                planned_bytes(model, config, plan, device)?
             }
             false => eager_bytes(model, config, device)?,
         };
         check_room(wanted_bytes, device)
     }
+}
+
+/// Whether this rank writes files.
+fn is_first(trainer: &Trainer) -> bool {
+    trainer.communicator().is_none_or(|ranks| ranks.rank() == 0)
 }
 
 /// Tokens trained on and the time it took, evaluations and files left out.
@@ -506,8 +520,7 @@ fn scale(trainer: &Trainer) -> String {
 fn planned_bytes(
     model: &TransformerConfig,
     config: &TrainConfig,
-    optimizer_in_backward: bool,
-    replicated: Option<ReplicatedConfig>,
+    ranks: PlanConfig,
     device: &Device,
 ) -> Result<u64> {
     let plan = PlanConfig {
@@ -518,9 +531,7 @@ fn planned_bytes(
         loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
         checkpointing: model.checkpointing,
         clip_norm: config.max_grad_norm,
-        optimizer_in_backward,
-        replicated,
-        ..Default::default()
+        ..ranks
     };
     // Planning what cannot fit would take longer than anybody waits.
     let least_bytes = TrainStep::least_bytes(model, &plan)?;

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
-use tallow::dist::{self, Communicator, DistConfig, Exchange, Ranks, ReplicatedConfig};
+use tallow::dist::{self, Communicator, DistConfig, Exchange, Ranks, ReplicatedConfig, Shard};
 use tallow::{Error, Result};
 
 /// Flags of a job's ranks.
@@ -83,6 +83,10 @@ fn launch(_count: usize) -> Result<ExitCode> {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Ranks")]
 pub struct ExchangeFlags {
+    /// What is divided among the ranks, besides the batch
+    #[arg(long, value_enum, default_value_t = Strategy::Replicated)]
+    pub strategy: Strategy,
+
     /// When gradients are averaged over the ranks
     #[arg(long, value_enum, default_value_t = When::Overlapped)]
     pub exchange: When,
@@ -94,6 +98,33 @@ pub struct ExchangeFlags {
     /// Round gradients to bf16 to average them: half the bytes
     #[arg(long)]
     pub exchange_bf16: bool,
+}
+
+/// What is divided among the ranks, besides the batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Strategy {
+    /// Nothing: each rank has model, gradients and optimizer
+    Replicated,
+    /// The optimizer's state and update (ZeRO, stage 1)
+    ShardedOptimizer,
+}
+
+impl Strategy {
+    /// As tables say it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Replicated => "replicated",
+            Self::ShardedOptimizer => "sharded optimizer",
+        }
+    }
+
+    /// This rank's share of the optimizer, if it is divided.
+    pub fn optimizer_shard(self, communicator: &Communicator) -> Option<Shard> {
+        (self == Self::ShardedOptimizer).then(|| Shard {
+            rank: communicator.rank(),
+            world_size: communicator.world_size(),
+        })
+    }
 }
 
 /// As [`Exchange`].

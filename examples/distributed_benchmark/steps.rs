@@ -1,6 +1,7 @@
 //! Training steps by how their gradients are exchanged.
 
 use super::common::models::{Model, with_attention};
+use super::common::ranks::Strategy;
 use super::{Flags, common};
 use candle_core::{DType, Device, Tensor};
 use clap::Args;
@@ -27,14 +28,25 @@ pub struct Ways {
     #[arg(long)]
     exchange_bf16: bool,
 
+    /// What is divided among the ranks, besides the batch
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated")]
+    pub strategy: Vec<Strategy>,
+
     /// Leave out the exchanges that do not overlap with backward
     #[arg(long)]
     only_overlapped: bool,
 }
 
+/// How ranks train together.
+#[derive(Clone, Copy)]
+struct Way {
+    strategy: Strategy,
+    exchange: ReplicatedConfig,
+}
+
 impl Ways {
     /// Alone first, which the others are compared with.
-    fn all(&self) -> Vec<Option<ReplicatedConfig>> {
+    fn all(&self) -> Vec<Option<Way>> {
         let serial = [Exchange::PerParameter, Exchange::Flat];
         let serial = serial.into_iter().filter(|_| !self.only_overlapped);
         let each = Exchange::Overlapped { bucket_bytes: 0 };
@@ -45,8 +57,18 @@ impl Ways {
         });
         let dtype = self.exchange_bf16.then_some(DType::BF16);
         let exchanged = serial.chain(each).chain(buckets);
-        let exchanged = exchanged.map(|exchange| Some(ReplicatedConfig { exchange, dtype }));
-        [None].into_iter().chain(exchanged).collect()
+        let exchanged: Vec<_> = exchanged
+            .map(|exchange| ReplicatedConfig { exchange, dtype })
+            .collect();
+        let ways = self.strategy.iter().flat_map(|strategy| {
+            let strategy = *strategy;
+            let exchanged = exchanged.iter();
+            exchanged.map(move |exchange| Way {
+                strategy,
+                exchange: *exchange,
+            })
+        });
+        [None].into_iter().chain(ways.map(Some)).collect()
     }
 }
 
@@ -54,6 +76,7 @@ pub fn columns() -> Vec<Column> {
     vec![
         Column::text("model", "Model"),
         Column::text("execution", "Execution"),
+        Column::text("strategy", "Strategy"),
         Column::text("exchange", "Gradients averaged"),
         Column::ms("step_ms", "Step"),
         Column::ms("std_ms", "Std").minor(1),
@@ -70,8 +93,9 @@ impl Flags {
         for model in models {
             let mut alone_ms = f64::NAN;
             for way in self.ways.all() {
-                let exchange = way.map_or("alone".into(), |way| way.exchange.to_string());
-                common::progress(format_args!("{}, {exchange}", model.name));
+                let exchange = way.map_or("none".into(), |way| way.exchange.exchange.to_string());
+                let strategy = way.map_or("alone", |way| way.strategy.name());
+                common::progress(format_args!("{}, {strategy}, {exchange}", model.name));
                 let statistics = self.step(communicator, &model.config, way)?.statistics()?;
                 let step_ms = statistics.median_ms;
                 if way.is_none() {
@@ -88,6 +112,7 @@ impl Flags {
                 let mut row = Fields::new();
                 row.insert("model", model.name.as_str());
                 row.insert("execution", execution);
+                row.insert("strategy", strategy);
                 row.insert("exchange", exchange);
                 row.insert("step_ms", step_ms);
                 row.insert("std_ms", statistics.std_ms);
@@ -115,14 +140,18 @@ impl Flags {
         &self,
         communicator: &Communicator,
         config: &TransformerConfig,
-        way: Option<ReplicatedConfig>,
+        way: Option<Way>,
     ) -> Result<tallow::bench::Timing> {
         let device = communicator.device();
         let config = with_attention(config, self.attention);
         let model = TransformerLM::new(&config, self.common.seed, device)?;
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-        let replicated = way.map(|way| Replicated::new(communicator, model.parameters(), way));
+        let replicated =
+            way.map(|way| Replicated::new(communicator, model.parameters(), way.exchange));
         let replicated = replicated.transpose()?;
+        if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
+            optimizer.shard(communicator)?;
+        }
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
         let mut planned = match self.ways.compile {
             false => None,
@@ -166,7 +195,7 @@ impl Flags {
     }
 
     /// Tokens and targets of a rank, (B, T) u32.
-    fn batch(
+    pub(super) fn batch(
         &self,
         rank: usize,
         config: &TransformerConfig,

@@ -1,10 +1,12 @@
 //! Ctrl-C and SIGTERM: the first asks for an end, the second is one.
 
+use candle_core::Tensor;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use tallow::dist::{Communicator, Reduce};
 use tallow::{Error, Result};
 
 /// A signal that asks a program to end.
@@ -60,12 +62,16 @@ impl Signals {
         Ok(())
     }
 
-    /// The signal that came.
-    pub fn received(&self) -> Option<Signal> {
-        match self.received.load(Ordering::SeqCst) {
-            0 => None,
-            signal => Some(Signal(signal as i32)),
+    /// The signal that came, to any of the ranks: they all have to stop after the same step.
+    pub fn received(&self, ranks: Option<&Communicator>) -> Result<Option<Signal>> {
+        let mut received = self.received.load(Ordering::SeqCst);
+        if let Some(ranks) = ranks {
+            let largest = Tensor::new(&[received as f64], ranks.device())?;
+            ranks.all_reduce(&largest, Reduce::Max)?;
+            received = largest.to_vec1::<f64>()?[0] as usize;
+            ranks.check()?;
         }
+        Ok((received != 0).then_some(Signal(received as i32)))
     }
 }
 

@@ -70,7 +70,7 @@ fn flops_of_no_part(op: &Op) -> f64 {
         }
         Op::SumOfSquares { elements } => 2.0 * *elements as f64,
         Op::Unscale { elements } => *elements as f64,
-        Op::ClipFactor { parameters } => *parameters as f64,
+        Op::ClipFactor { parameters } => parameters.len() as f64,
         _ => 0.0, // copies
     }
 }

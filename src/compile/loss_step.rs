@@ -289,7 +289,8 @@ impl LossStep {
         self.step.set_clip_norm(norm)
     }
 
-    /// Copies of the last run's gradients by name, not clipped.
+    /// Copies of the last run's gradients by name, not clipped; of a [divided](AdamW::shard) optimizer those of this
+    /// rank's parameters.
     ///
     /// # Errors
     /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.

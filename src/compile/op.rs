@@ -14,6 +14,14 @@ pub enum Op {
         /// Of x.
         elements: usize,
     },
+    /// Writes `x`, in place: on rank `root` its mean over the ranks of a job, on the others nothing of use. Of a step's
+    /// micro-batches the last alone has it.
+    Reduce {
+        /// Of x.
+        elements: usize,
+        /// The rank.
+        root: usize,
+    },
     /// Writes `x`, in place: what rank `root` has there. Of a step's micro-batches the first alone has it.
     Broadcast {
         /// Of x.
@@ -27,12 +35,12 @@ pub enum Op {
         /// Of the gradient.
         elements: usize,
     },
-    /// Reads what was `found` of the gradients (P); writes `first` (1), the number of the first that is not finite, P
-    /// if all are. Where one is not, the step ends here; on a GPU the updates are told to change nothing, by `factor`
+    /// Reads what was `found` of the gradients (P); writes `first` (1), the place of the first that is not finite, P if
+    /// all are. Where one is not, the step ends here; on a GPU the updates are told to change nothing, by `factor`
     /// (3).
     CheckOverflow {
-        /// P.
-        parameters: usize,
+        /// The P parameters' numbers, by place.
+        parameters: Vec<usize>,
     },
     /// Reads `x`; writes `square`, the sum of its squares (1) and, on a GPU, those of its `chunks`.
     SumOfSquares {
@@ -42,8 +50,8 @@ pub enum Op {
     /// Reads the sums of `squares` (P); writes `factor` (2), the norm and what clipping multiplies the gradients by; on
     /// a GPU also which gradient is not finite, if one is (3).
     ClipFactor {
-        /// P.
-        parameters: usize,
+        /// The P parameters' numbers, by place.
+        parameters: Vec<usize>,
     },
     /// Reads `gradient` and, where gradients are clipped or checked, `factor`; writes `parameter`, `exp_avg`,
     /// `exp_avg_sq` and, on a GPU, the `copy` that products read, where there is one.
@@ -70,11 +78,23 @@ impl Op {
         }
     }
 
+    /// The parameters whose gradients it checks, by place.
+    #[cfg(feature = "cuda")]
+    pub(super) fn checked(&self) -> Option<&[usize]> {
+        match self {
+            Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {
+                Some(parameters)
+            }
+            _ => None,
+        }
+    }
+
     /// As reports call it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Kernel(kernel) => kernel.name(),
             Self::AllReduce { .. } => "all_reduce",
+            Self::Reduce { .. } => "reduce",
             Self::Broadcast { .. } => "broadcast",
             Self::Unscale { .. } => "unscale",
             Self::CheckOverflow { .. } => "check_overflow",
@@ -105,6 +125,7 @@ impl Op {
         match self {
             Self::Kernel(kernel) => kernel.reads_what_it_writes(),
             Self::AllReduce { .. }
+            | Self::Reduce { .. }
             | Self::Broadcast { .. }
             | Self::AdamW { .. }
             | Self::Unscale { .. } => true,
@@ -117,12 +138,13 @@ impl Op {
         match self {
             Self::Kernel(kernel) => kernel.sizes(),
             Self::AllReduce { elements }
+            | Self::Reduce { elements, .. }
             | Self::Broadcast { elements, .. }
             | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
             | Self::AdamW { elements, .. } => elements.to_string(),
             Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {
-                parameters.to_string()
+                parameters.len().to_string()
             }
         }
     }

@@ -263,7 +263,9 @@ impl Plan {
     pub(super) fn is_run_in(&self, index: usize, micro_batch: usize) -> bool {
         let is_of_all = self.runs.per_micro_batch.contains(&index);
         match self.calls[index].op {
-            Op::AllReduce { .. } if is_of_all => micro_batch + 1 == self.runs.micro_batches,
+            Op::AllReduce { .. } | Op::Reduce { .. } if is_of_all => {
+                micro_batch + 1 == self.runs.micro_batches
+            }
             Op::Broadcast { .. } if is_of_all => micro_batch == 0,
             _ => true,
         }

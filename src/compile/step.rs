@@ -311,7 +311,7 @@ impl Step {
         self.last_norm
     }
 
-    /// Copies of the last run's gradients by name, not clipped.
+    /// Copies of the last run's gradients by name, not clipped; of a divided optimizer those of this rank's parameters.
     ///
     /// # Errors
     /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
@@ -330,8 +330,11 @@ impl Step {
             let hint = "plan with optimizer_in_backward: false to read them";
             return refuse("each gradient was freed in backward", hint);
         }
+        let is_divided = self.config.optimizer_shard.is_some();
         let gradients = self.parameters.iter().zip(&self.gradients);
-        let gradients = gradients.filter_map(|((name, var), gradient)| {
+        let gradients = gradients.zip(&self.updated);
+        let gradients = gradients.filter(|(_, updated)| **updated || !is_divided);
+        let gradients = gradients.filter_map(|(((name, var), gradient), _)| {
             let gradient = gradient.as_ref()?;
             let copy = self.executor.copy(&self.plan, gradient, var.shape());
             Some(copy.map(|copy| (name.clone(), copy)))
@@ -352,9 +355,13 @@ impl Step {
             return Ok(None);
         };
         let first: Vec<u32> = self.executor.read(&self.plan, &call.writes["first"])?;
-        let parameter = first
+        let Op::CheckOverflow { parameters } = &call.op else {
+            return Ok(None);
+        };
+        let number = first
             .first()
-            .and_then(|first| self.parameters.get(*first as usize));
+            .and_then(|first| parameters.get(*first as usize));
+        let parameter = number.and_then(|number| self.parameters.get(*number));
         Ok(parameter.map(|(name, _)| name.clone()))
     }
 }

@@ -282,7 +282,8 @@ impl TrainStep {
         self.step.gradient_norm()
     }
 
-    /// Copies of the last run's gradients by name, not clipped.
+    /// Copies of the last run's gradients by name, not clipped; of a [divided](AdamW::shard) optimizer those of this
+    /// rank's parameters.
     ///
     /// # Errors
     /// [`Error::Order`](crate::Error::Order) before the first run, and where the optimizer runs in backward, which

@@ -4,6 +4,7 @@ use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
 use super::plan::{BufferRange, Phase};
 use super::writer::Writer;
+use crate::dist::Shard;
 use crate::kernels::workspace;
 use crate::ops::lowering::Named;
 use candle_core::DType;
@@ -16,12 +17,61 @@ pub(super) struct Update<'a> {
     pub gradients: &'a [Option<BufferRange>],
     /// Of each parameter, the copy in half precision that the update renews, where there is one.
     pub copies: HashMap<usize, BufferRange>,
-    /// By parameter: whether this rank updates it.
-    pub owned: Vec<bool>,
+    /// Where the optimizer is divided among ranks.
+    pub shares: Option<Shares>,
     pub on_gpu: bool,
 }
 
+/// Which rank updates which parameter.
+#[derive(Clone)]
+pub(super) struct Shares {
+    pub own: Shard,
+    /// By parameter.
+    pub owners: Vec<usize>,
+}
+
 impl Update<'_> {
+    /// Whether this rank updates a parameter.
+    fn is_own(&self, number: usize) -> bool {
+        let shares = self.shares.as_ref();
+        shares.is_none_or(|shares| shares.owners[number] == shares.own.rank)
+    }
+
+    /// The parameters in the order in which numbers that each gradient has one of are kept: rank by rank.
+    fn places(&self) -> Vec<usize> {
+        let mut numbers: Vec<usize> = (0..self.gradients.len()).collect();
+        if let Some(shares) = &self.shares {
+            numbers.sort_by_key(|number| shares.owners[*number]);
+        }
+        numbers
+    }
+
+    /// Each rank has made its own part of a buffer that has a number of each gradient: the others get it.
+    fn gather(&mut self, buffer: BufferId, places: &[usize]) {
+        let Some(Shares { own, owners }) = self.shares.clone() else {
+            return;
+        };
+        let mut start = 0;
+        for root in 0..own.world_size {
+            let count = places
+                .iter()
+                .filter(|number| owners[**number] == root)
+                .count();
+            let part = BufferRange {
+                buffer,
+                elements: start..start + count,
+            };
+            start += count;
+            if count > 0 {
+                let op = Op::Broadcast {
+                    elements: count,
+                    root,
+                };
+                self.plan.call(op, [], [("x", part)]);
+            }
+        }
+    }
+
     /// The whole of it, when all gradients are there: loss scaling undone, clipping, AdamW.
     pub fn run(&mut self, scales: bool, clips: bool) {
         let mut factor = None;
@@ -31,7 +81,8 @@ impl Update<'_> {
         if clips {
             factor = Some(self.clip_factor());
         }
-        for number in 0..self.gradients.len() {
+        // In the order of the sums: on a GPU both have one table.
+        for number in self.places() {
             self.adamw(number, factor);
         }
     }
@@ -49,18 +100,21 @@ impl Update<'_> {
         let finite = self
             .plan
             .arena(found, &[parameters], dtype, Category::Temporary);
-        for number in 0..parameters {
-            let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
+        let places = self.places();
+        for (place, number) in places.iter().enumerate() {
+            let gradient = self.gradients.get(*number).cloned().flatten();
+            let Some(gradient) = gradient.filter(|_| self.is_own(*number)) else {
                 continue;
             };
             let elements = gradient.elements.len();
             let is_finite = BufferRange {
                 buffer: finite,
-                elements: number..number + 1,
+                elements: place..place + 1,
             };
             let writes = [("gradient", gradient), ("found", is_finite)];
             self.plan.call(Op::Unscale { elements }, [], writes);
         }
+        self.gather(finite, &places);
         let first = self
             .plan
             .arena("first not finite", &[1], DType::U32, Category::Temporary);
@@ -69,7 +123,7 @@ impl Update<'_> {
         let whole = |id| self.plan.whole(id);
         let reads = [("found", whole(finite))];
         let writes = Named::from([("first", whole(first))]).with_some("factor", factor.map(whole));
-        let op = Op::CheckOverflow { parameters };
+        let op = Op::CheckOverflow { parameters: places };
         self.plan.call(op, reads, writes);
         factor
     }
@@ -92,22 +146,25 @@ impl Update<'_> {
         let squares = self
             .plan
             .arena("squares", &[parameters], DType::F64, Category::Temporary);
-        let all = self.gradients.iter().flatten();
-        let all_chunks = all.map(|gradient| workspace::chunks(gradient.elements.len()));
+        let places = self.places();
+        let own = places.iter().filter(|number| self.is_own(**number));
+        let own = own.filter_map(|number| self.gradients[*number].as_ref());
+        let all_chunks = own.map(|gradient| workspace::chunks(gradient.elements.len()));
         let all_chunks = [all_chunks.sum()];
         let chunks = self.on_gpu.then(|| {
             self.plan
                 .arena("chunks", &all_chunks, DType::F64, Category::Scratch)
         });
         let mut chunk = 0;
-        for number in 0..parameters {
-            let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
+        for (place, number) in places.iter().enumerate() {
+            let gradient = self.gradients.get(*number).cloned().flatten();
+            let Some(gradient) = gradient.filter(|_| self.is_own(*number)) else {
                 continue;
             };
             let elements = gradient.elements.len();
             let square = BufferRange {
                 buffer: squares,
-                elements: number..number + 1,
+                elements: place..place + 1,
             };
             let first = chunk;
             chunk += workspace::chunks(elements);
@@ -119,16 +176,18 @@ impl Update<'_> {
             let op = Op::SumOfSquares { elements };
             self.plan.call(op, [("x", gradient)], writes);
         }
+        self.gather(squares, &places);
         let factor = self.factor();
         let reads = [("squares", self.plan.whole(squares))];
         let writes = [("factor", self.plan.whole(factor))];
-        self.plan.call(Op::ClipFactor { parameters }, reads, writes);
+        let op = Op::ClipFactor { parameters: places };
+        self.plan.call(op, reads, writes);
         factor
     }
 
     /// The update of parameter number `number`, if it is this rank's.
     pub fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
-        if !self.owned[number] {
+        if !self.is_own(number) {
             return;
         }
         let Some(gradient) = self.gradients.get(number).cloned().flatten() else {

@@ -21,6 +21,13 @@ pub enum Reduce {
 pub(crate) enum Collective {
     /// All numbers of all ranks reduced, on every rank.
     AllReduce(Reduce),
+    /// All numbers of all ranks reduced, on `root` alone; the others' hold nothing of use afterwards.
+    Reduce {
+        /// How.
+        reduce: Reduce,
+        /// The rank.
+        root: usize,
+    },
     /// Each rank's part reduced over all ranks; the other parts hold nothing of use afterwards.
     ReduceScatter(Reduce),
     /// Each rank's part, on every rank.
@@ -40,6 +47,7 @@ impl Collective {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::AllReduce(_) => "all_reduce",
+            Self::Reduce { .. } => "reduce",
             Self::ReduceScatter(_) => "reduce_scatter",
             Self::AllGather => "all_gather",
             Self::Broadcast { .. } => "broadcast",

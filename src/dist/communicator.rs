@@ -113,6 +113,17 @@ impl Communicator {
         self.start(Collective::AllReduce(reduce), tensor)
     }
 
+    /// Reduces a contiguous tensor over all ranks, in place on `root`; what the others' holds is not defined then.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
+    pub fn reduce(&self, tensor: &Tensor, reduce: Reduce, root: usize) -> Result<()> {
+        self.check_rank("root", root)?;
+        self.start(Collective::Reduce { reduce, root }, tensor)?
+            .wait()?;
+        Ok(())
+    }
+
     /// Gives every rank what `root` has in a contiguous tensor, in place.
     ///
     /// # Errors

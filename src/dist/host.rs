@@ -82,7 +82,7 @@ pub(super) fn validate(
     dtype: DType,
     (rank, world_size): (usize, usize),
 ) -> Result<()> {
-    use Collective::{AllGather, Broadcast, Receive, ReduceScatter, Send};
+    use Collective::{AllGather, Broadcast, Receive, Reduce, ReduceScatter, Send};
     if !is_exchanged(dtype) {
         return Err(not_exchanged(dtype));
     }
@@ -96,7 +96,7 @@ pub(super) fn validate(
     let is_other = |other| other < world_size && other != rank;
     let another = || format!("another of the {world_size} ranks than {rank}, this one");
     match collective {
-        Broadcast { root } if root >= world_size => refused(
+        Broadcast { root } | Reduce { root, .. } if root >= world_size => refused(
             "root",
             root,
             format!("under the number of ranks, {world_size}"),
@@ -117,7 +117,9 @@ impl Collective {
     /// How it reduces, if it does.
     pub(super) fn reduce(self) -> Option<Reduce> {
         match self {
-            Self::AllReduce(reduce) | Self::ReduceScatter(reduce) => Some(reduce),
+            Self::AllReduce(reduce) | Self::ReduceScatter(reduce) | Self::Reduce { reduce, .. } => {
+                Some(reduce)
+            }
             _ => None,
         }
     }

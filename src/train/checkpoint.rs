@@ -171,7 +171,7 @@ impl Trainer {
         let path = path.as_ref();
         self.gather_weights()?;
         let state = self.optimizer.state_entries(STATE_PREFIX)?;
-        if self.ranks().is_some_and(|ranks| ranks.rank() > 0) {
+        if self.communicator().is_some_and(|ranks| ranks.rank() > 0) {
             return Ok(()); // rank 0 writes what all have
         }
         let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);

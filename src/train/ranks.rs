@@ -90,14 +90,14 @@ impl Trainer {
         }
     }
 
-    /// The ranks that train together, if there are several.
-    pub(super) fn ranks(&self) -> Option<&Communicator> {
+    /// The ranks that train together, if they [do](Self::replicate).
+    pub fn communicator(&self) -> Option<&Communicator> {
         self.replicated.as_ref().map(Replicated::communicator)
     }
 
     /// Which of a step's batches are this rank's.
     pub(super) fn batches(&self) -> Range<usize> {
-        let (rank, world_size) = match self.ranks() {
+        let (rank, world_size) = match self.communicator() {
             Some(ranks) => (ranks.rank(), ranks.world_size()),
             None => (0, 1),
         };
@@ -108,7 +108,7 @@ impl Trainer {
     /// Numbers that each rank has of its own, averaged.
     pub(super) fn mean_over_ranks<const N: usize>(&self, numbers: [f64; N]) -> Result<[f64; N]> {
         let mut means = numbers;
-        if let Some(ranks) = self.ranks() {
+        if let Some(ranks) = self.communicator() {
             means.copy_from_slice(&ranks.mean(&numbers)?);
         }
         Ok(means)

@@ -136,7 +136,7 @@ impl Trainer {
             return Ok(None);
         }
         let _step = probe::step();
-        let ranks = self.ranks().cloned();
+        let ranks = self.communicator().cloned();
         let _watch = ranks
             .as_ref()
             .map(|ranks| ranks.watch("a step of training"));
@@ -174,7 +174,7 @@ impl Trainer {
     pub fn evaluate(&mut self) -> Result<f64> {
         self.gather_weights()?;
         let (mut sum, mut predicted) = (0.0, 0);
-        let (rank, world_size) = match self.ranks() {
+        let (rank, world_size) = match self.communicator() {
             Some(ranks) => (ranks.rank(), ranks.world_size()),
             None => (0, 1),
         };

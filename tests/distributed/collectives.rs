@@ -48,6 +48,12 @@ pub fn of_every_dtype() -> Result<()> {
                 read(&x)?.into_iter().eq(numbers(factor)),
                 "{dtype:?} {reduce:?}"
             );
+            let x = of(own)?;
+            ranks.reduce(&x, reduce, world_size - 1)?;
+            assert!(
+                rank + 1 < world_size || read(&x)?.into_iter().eq(numbers(factor)),
+                "{dtype:?} {reduce:?}"
+            );
         }
         if elements > 0 {
             let all = ranks.all_gather(&of(own)?)?;

@@ -61,7 +61,7 @@ fn trainer(device: &Device, file: Option<&Path>, steps: usize) -> Result<Trainer
     }
 }
 
-/// Six steps, eager and planned, beside those of one process; three of them, and the next three, with a file.
+/// Six steps, eager and planned, the optimizer on all ranks or divided, beside those of one process; three of them, and the next three, with a file.
 pub fn as_one_process() -> Result<()> {
     let ranks = join(60)?;
     let file = std::env::var(FILE).ok();
@@ -70,8 +70,8 @@ pub fn as_one_process() -> Result<()> {
     let mut alone = trainer(device, None, 6)?;
     while alone.step()?.is_some() {}
     let wanted = alone.evaluate()?;
-    for planned in [false, true] {
-        if file.is_some() && !planned {
+    for (planned, sharded) in [(false, false), (true, false), (false, true), (true, true)] {
+        if file.is_some() && !(planned && sharded) {
             continue; // one run a file
         }
         let steps = match file {
@@ -80,6 +80,9 @@ pub fn as_one_process() -> Result<()> {
         };
         let mut together = trainer(device, file, steps)?;
         together.replicate(&ranks, ReplicatedConfig::default())?;
+        if sharded {
+            together.shard_optimizer()?;
+        }
         if planned {
             together.compile()?;
         }

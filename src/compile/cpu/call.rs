@@ -29,9 +29,13 @@ pub(super) fn run(
     match op {
         Op::Kernel(kernel) => kernel.run(s)?,
         Op::AllReduce { .. } => exchange(Collective::AllReduce(Reduce::Mean), s, controls)?,
+        Op::Reduce { root, .. } => {
+            let (reduce, root) = (Reduce::Mean, *root);
+            exchange(Collective::Reduce { reduce, root }, s, controls)?;
+        }
         Op::Broadcast { root, .. } => exchange(Collective::Broadcast { root: *root }, s, controls)?,
         Op::CheckOverflow { .. } => return check_overflow(s),
-        Op::ClipFactor { .. } => clip_factor(plan, s, controls)?,
+        Op::ClipFactor { parameters } => clip_factor(plan, parameters, s, controls)?,
         Op::SumOfSquares { .. } => sum_of_squares(s)?,
         Op::Unscale { .. } => unscale(s, controls)?,
         Op::AdamW { parameter, .. } => step(s, *parameter, controls)?,
@@ -47,6 +51,9 @@ fn exchange(
     let Some(communicator) = controls.communicator else {
         return Ok(()); // `Step` has refused it
     };
+    if s.dtype_of("x")? == DType::U8 {
+        return Ok(communicator.run_on_host(collective, s.y::<u8>("x")?)?);
+    }
     for_real!(s.dtype_of("x")?, R => {
         Ok(communicator.run_on_host(collective, s.y::<R>("x")?)?)
     })
@@ -107,7 +114,12 @@ fn step_of<R: Real, M: Moment<Wide = R>>(
 }
 
 /// The norm, and what the gradients are multiplied by: as `clip_grad_norm_checked`.
-fn clip_factor(plan: &Plan, s: &Slices<'_>, controls: &Controls<'_>) -> Result<()> {
+fn clip_factor(
+    plan: &Plan,
+    parameters: &[usize],
+    s: &Slices<'_>,
+    controls: &Controls<'_>,
+) -> Result<()> {
     let squares = s.x::<f64>("squares")?;
     let norm = squares.iter().sum::<f64>().sqrt();
     let result = s.y::<f64>("factor")?;
@@ -116,5 +128,6 @@ fn clip_factor(plan: &Plan, s: &Slices<'_>, controls: &Controls<'_>) -> Result<(
         return Ok(());
     }
     let culprit = squares.iter().position(|square| !square.is_finite());
-    Err(not_finite(plan, culprit, norm))
+    let culprit = culprit.and_then(|place| parameters.get(place));
+    Err(not_finite(plan, culprit.copied(), norm))
 }

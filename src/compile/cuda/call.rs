@@ -13,11 +13,11 @@ use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Weights come from other ranks so many bytes at once: enough that all ranks send at the same time, and not so many
-/// that the first layer waits long for its own.
+/// What is to or from one rank goes so many bytes at once: enough that all ranks send at the same time, and not so many
+/// that the first layer waits long for its weights.
 const GROUP_BYTES: usize = 32 << 20;
 
-impl Launcher<'_> {
+impl<'a> Launcher<'a> {
     /// Launches a call, unless it is launched already.
     ///
     /// # Errors
@@ -45,7 +45,7 @@ impl Launcher<'_> {
                 let exchange = self.exchange(Collective::AllReduce(Reduce::Mean), call);
                 self.exchanges.start(gpu, &[exchange])?;
             }
-            Op::Broadcast { .. } => self.start_broadcasts(index)?,
+            Op::Reduce { .. } | Op::Broadcast { .. } => self.start_group(index)?,
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
             }
@@ -74,7 +74,7 @@ impl Launcher<'_> {
         operands.try_for_each(|operand| self.exchanges.wait_for(self.gpu, operand.buffer))
     }
 
-    fn exchange(&self, collective: Collective, call: &Call) -> Exchange<'_> {
+    fn exchange(&self, collective: Collective, call: &Call) -> Exchange<'a> {
         let x = &call.writes["x"];
         Exchange {
             collective,
@@ -83,19 +83,26 @@ impl Launcher<'_> {
         }
     }
 
-    /// Call `index` and those after it that have weights come from their owners, as many as [`GROUP_BYTES`] wants in
-    /// one go.
-    fn start_broadcasts(&mut self, index: usize) -> Result<()> {
+    /// Call `index` and those after it that are to or from one rank each, as many as [`GROUP_BYTES`] wants in one go,
+    /// or as are parts of one buffer.
+    fn start_group(&mut self, index: usize) -> Result<()> {
         let calls = &self.plan.calls()[index..self.end];
         let (mut group, mut bytes) = (Vec::new(), 0);
         for call in calls {
-            let Op::Broadcast { elements, root } = call.op else {
-                break;
+            let (elements, collective) = match call.op {
+                Op::Reduce { elements, root } => {
+                    let reduce = Reduce::Mean;
+                    (elements, Collective::Reduce { reduce, root })
+                }
+                Op::Broadcast { elements, root } => (elements, Collective::Broadcast { root }),
+                _ => break,
             };
-            if bytes >= GROUP_BYTES {
+            let exchange = self.exchange(collective, call);
+            let last = group.last();
+            let follows = last.is_some_and(|last: &Exchange<'_>| last.buffer == exchange.buffer);
+            if bytes >= GROUP_BYTES && !follows {
                 break;
             }
-            let exchange = self.exchange(Collective::Broadcast { root }, call);
             bytes += elements * exchange.x.dtype.size_in_bytes();
             group.push(exchange);
         }

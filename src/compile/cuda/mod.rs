@@ -283,7 +283,11 @@ impl Executor {
         match (left_out, controls.loss_scale) {
             (0, _) => Ok(true),
             (_, Some(_)) => Ok(false),
-            (_, None) => Err(not_finite(plan, usize::try_from(culprit).ok(), norm)),
+            (_, None) => {
+                let place = usize::try_from(culprit).ok();
+                let number = place.and_then(|place| call.op.checked()?.get(place).copied());
+                Err(not_finite(plan, number, norm))
+            }
         }
     }
 

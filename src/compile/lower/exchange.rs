@@ -21,6 +21,8 @@ pub(super) struct Averaged<'a> {
     pub per_micro_batch: &'a mut Range<usize>,
     /// Where a gradient lies, for those that read it after the run.
     pub gradients: &'a mut [Option<BufferRange>],
+    /// By parameter, the rank that needs its gradient; none where all do.
+    pub owners: Option<&'a [usize]>,
     pub kept: &'a mut Vec<BufferId>,
     pub loss: BufferId,
 }
@@ -158,18 +160,59 @@ impl Averaged<'_> {
         let buffer = moved.get(&first).map_or(first, |(joined, _)| *joined);
         let whole = BufferRange::whole(self.buffers, buffer);
         let before = bucket.position.checked_sub(1);
-        let call = Call {
-            op: Op::AllReduce {
-                elements: whole.elements.len(),
-            },
-            path: "all_reduce".into(),
-            phase: before.map_or(Phase::Backward, |before| self.calls[before].phase),
+        let phase = before.map_or(Phase::Backward, |before| self.calls[before].phase);
+        let exchange = |op: Op, x: BufferRange| Call {
+            path: op.name().into(),
+            op,
+            phase,
             part: None,
             reads: [].into(),
-            writes: [("x", whole)].into(),
+            writes: [("x", x)].into(),
         };
-        self.calls.insert(bucket.position, call);
-        self.per_micro_batch.end += 1;
+        let parts = self.parts_by_owner(buffer);
+        let calls: Vec<Call> = match &parts[..] {
+            [] => {
+                let elements = whole.elements.len();
+                vec![exchange(Op::AllReduce { elements }, whole)]
+            }
+            parts => {
+                let parts = parts.iter();
+                let calls = parts.map(|(root, elements)| {
+                    let (root, elements) = (*root, elements.clone());
+                    let op = Op::Reduce {
+                        elements: elements.len(),
+                        root,
+                    };
+                    exchange(op, BufferRange { buffer, elements })
+                });
+                calls.collect()
+            }
+        };
+        self.per_micro_batch.end += calls.len();
+        let position = bucket.position;
+        self.calls.splice(position..position, calls);
+    }
+
+    /// The elements of a buffer of gradients that each rank needs, where that is not all of them for all.
+    fn parts_by_owner(&self, buffer: BufferId) -> Vec<(usize, Range<usize>)> {
+        let owners = self.owners.unwrap_or_default();
+        let gradients = self.gradients.iter().zip(owners);
+        let inside = gradients.filter_map(|(gradient, owner)| {
+            let gradient = gradient
+                .as_ref()
+                .filter(|gradient| gradient.buffer == buffer)?;
+            Some((*owner, gradient.elements.clone()))
+        });
+        let mut inside: Vec<(usize, Range<usize>)> = inside.collect();
+        inside.sort_by_key(|(_, elements)| elements.start);
+        let mut parts: Vec<(usize, Range<usize>)> = Vec::new();
+        for (owner, elements) in inside {
+            match parts.last_mut() {
+                Some((last, part)) if *last == owner => part.end = elements.end,
+                _ => parts.push((owner, elements)),
+            }
+        }
+        parts
     }
 }
 

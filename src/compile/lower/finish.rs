@@ -34,7 +34,7 @@ impl Lower<'_> {
                 self.plan.kept.push(gradient.buffer);
             }
         }
-        let (owners, copies) = (self.owners(), self.copies());
+        let (shares, copies) = (self.shares(), self.copies());
         let update = self.plan.calls.split_off(per_micro_batch.end);
         let mut needed: HashSet<BufferId> = self.plan.kept.iter().copied().collect();
         let reads = update.iter().flat_map(|call| call.reads.iter());
@@ -56,14 +56,15 @@ impl Lower<'_> {
                 buffers: &mut self.plan.buffers,
                 per_micro_batch: &mut per_micro_batch,
                 gradients: &mut gradients,
+                owners: shares.as_ref().map(|shares| &shares.owners[..]),
                 kept: &mut self.plan.kept,
                 loss: output.buffer,
             };
             averaged.add(replicated);
         }
-        if let Some(owners) = &owners {
+        if let Some(shares) = &shares {
             let fetched = Fetched {
-                owners,
+                owners: &shares.owners,
                 copies: &copies,
                 buffers: &self.plan.buffers,
                 on_gpu: target == Target::Cuda,

@@ -2,7 +2,7 @@
 
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::plan::BufferRange;
-use super::super::update::Update;
+use super::super::update::{Shares, Update};
 use super::program::Program;
 use super::{Job, Lower};
 use crate::dist::Shard;
@@ -228,12 +228,13 @@ impl Lower<'_> {
         (self.plan.path, self.plan.phase, self.plan.part) = (path, phase, part);
     }
 
-    /// By parameter the rank that updates it, where the optimizer is divided among ranks.
-    pub(super) fn owners(&self) -> Option<Vec<usize>> {
-        let shard = self.job.config.optimizer_shard?;
+    /// Which rank updates which parameter, where the optimizer is divided among ranks.
+    pub(super) fn shares(&self) -> Option<Shares> {
+        let own = self.job.config.optimizer_shard?;
         let parameters = self.job.function.parameters.iter();
         let sizes = parameters.map(|parameter| (parameter.name.as_str(), parameter.elements));
-        Some(Shard::owners(shard.world_size, sizes))
+        let owners = Shard::owners(own.world_size, sizes);
+        Some(Shares { own, owners })
     }
 
     /// By parameter, the copies that products read.
@@ -245,13 +246,8 @@ impl Lower<'_> {
     }
 
     pub(super) fn updates(&mut self) -> Update<'_> {
-        let own = self.job.config.optimizer_shard.map(|shard| shard.rank);
-        let owned = match self.owners() {
-            Some(owners) => owners.iter().map(|owner| Some(*owner) == own).collect(),
-            None => vec![true; self.weights.gradients.len()],
-        };
         Update {
-            owned,
+            shares: self.shares(),
             on_gpu: self.is_on_gpu(),
             copies: self.copies(),
             plan: &mut self.plan,

@@ -42,8 +42,10 @@ pub(super) fn plan(
     match collective {
         Collective::Barrier => vec![step(Call::Barrier, nothing, nothing)],
         // Open MPI's own reduce-scatter has one rank add up everything and takes longer; this one has the bits of an
-        // all-reduce, too.
-        Collective::AllReduce(reduce) | Collective::ReduceScatter(reduce) => pieces(buffer)
+        // all-reduce, too. So has a reduction for one rank.
+        Collective::AllReduce(reduce)
+        | Collective::ReduceScatter(reduce)
+        | Collective::Reduce { reduce, .. } => pieces(buffer)
             .map(|own| step(Call::AllReduce(reduce), own, own))
             .collect(),
         Collective::AllGather if (1..=piece).contains(&buffer.elements) => {
@@ -107,6 +109,10 @@ mod tests {
                         Collective::ReduceScatter(Reduce::Mean),
                         Collective::AllGather,
                         Collective::Broadcast { root },
+                        Collective::Reduce {
+                            reduce: Reduce::Mean,
+                            root,
+                        },
                     ] {
                         let of = |rank| planned(collective, elements, (rank, world_size), piece);
                         for rank in 0..world_size {

@@ -115,6 +115,8 @@ functions! {
     group_end = c"ncclGroupEnd": fn() -> Code;
     all_reduce = c"ncclAllReduce":
         fn(Pointer, Pointer, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+    reduce = c"ncclReduce":
+        fn(Pointer, Pointer, usize, c_int, c_int, c_int, Comm, *mut c_void) -> Code;
     reduce_scatter = c"ncclReduceScatter":
         fn(Pointer, Pointer, usize, c_int, c_int, Comm, *mut c_void) -> Code;
     all_gather = c"ncclAllGather": fn(Pointer, Pointer, usize, c_int, Comm, *mut c_void) -> Code;

@@ -17,7 +17,7 @@ use library::{
 };
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, SendError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use std::{ptr, thread};
@@ -28,6 +28,10 @@ const POLL: Duration = Duration::from_millis(20);
 /// How long an abort waits for a call to return by itself.
 const GRACE: Duration = Duration::from_millis(500);
 
+/// How long the end of a communicator waits for its abort: a process that exits meanwhile would take the library away
+/// under it.
+const ABORT: Duration = Duration::from_secs(10);
+
 /// A process's GPU among the others. Any thread may use it; dropping it ends the communicator.
 pub(crate) struct NcclBackend {
     nccl: &'static Nccl,
@@ -37,6 +41,8 @@ pub(crate) struct NcclBackend {
     communicator: AtomicPtr<c_void>,
     /// Held in calls.
     in_call: Arc<Mutex<()>>,
+    /// Disconnected once an abort that was begun is over.
+    aborting: Mutex<Option<Receiver<()>>>,
 }
 
 /// What rank 0 makes for a new communicator, and tells the others.
@@ -124,6 +130,7 @@ impl NcclBackend {
             world_size,
             communicator,
             in_call: Arc::default(),
+            aborting: Mutex::default(),
         })
     }
 
@@ -163,6 +170,10 @@ impl NcclBackend {
                     Collective::AllReduce(reduce) => {
                         let with = operation(reduce);
                         (nccl.all_reduce)(pointer, pointer, elements, of, with, comm, stream)
+                    }
+                    Collective::Reduce { reduce, root } => {
+                        let (with, root) = (operation(reduce), peer(root));
+                        (nccl.reduce)(pointer, pointer, elements, of, with, root, comm, stream)
                     }
                     Collective::ReduceScatter(reduce) => {
                         let with = operation(reduce);
@@ -217,7 +228,9 @@ impl NcclBackend {
         }
         let (nccl, in_call) = (self.nccl, Arc::clone(&self.in_call));
         let communicator = AtomicPtr::new(communicator);
+        let (over, aborting) = channel();
         let abort = move || {
+            let _over: Sender<()> = over;
             // A call that waits for a rank that is gone returns only because of the abort.
             let began = Instant::now();
             let mut free = unless_locked(&in_call);
@@ -231,6 +244,7 @@ impl NcclBackend {
         // Without a thread for it what hangs stays so, until the process ends.
         let thread = thread::Builder::new().name("tallow-nccl".into());
         drop(thread.spawn(abort));
+        *self.aborting.lock().unwrap_or_else(PoisonError::into_inner) = Some(aborting);
     }
 
     /// Runs several collectives as one: what `collectives` has NCCL do begins when it returns, all of it together.
@@ -278,6 +292,10 @@ impl Drop for NcclBackend {
         if !communicator.is_null() {
             // SAFETY: nobody else has it any more.
             unsafe { (self.nccl.comm_destroy)(communicator) };
+        }
+        let aborting = self.aborting.get_mut();
+        if let Some(aborting) = aborting.unwrap_or_else(PoisonError::into_inner) {
+            let _over = aborting.recv_timeout(ABORT);
         }
     }
 }

@@ -111,6 +111,7 @@ macro_rules! collectives {
 }
 
 collectives! {
+    reduce(from: Pointer, into: Pointer, count: usize, of: c_int, with: c_int, root: c_int);
     reduce_scatter(from: Pointer, into: Pointer, count: usize, of: c_int, with: c_int);
     all_gather(from: Pointer, into: Pointer, count: usize, of: c_int);
     broadcast(from: Pointer, into: Pointer, count: usize, of: c_int, root: c_int);
@@ -130,6 +131,7 @@ static DOUBLE: Nccl = Nccl {
     comm_abort,
     comm_destroy,
     all_reduce,
+    reduce,
     reduce_scatter,
     all_gather,
     broadcast,
@@ -188,6 +190,14 @@ fn collectives_are_in_place() {
             Collective::Broadcast { root: 2 },
             DType::U32,
             "broadcast 1000 1000 6 3 2",
+        ),
+        (
+            Collective::Reduce {
+                reduce: Reduce::Mean,
+                root: 1,
+            },
+            DType::BF16,
+            "reduce 1000 1000 6 9 4 1",
         ),
         (Collective::Send { to: 0 }, DType::U8, "send 1000 6 1 0"),
         (

@@ -30,6 +30,11 @@ pub(super) unsafe fn exchange(
                     reduce_range(reduce, buffers, 0..elements, buffers);
                 }
             }
+            Collective::Reduce { reduce, root } => {
+                if let Some(reduce_range) = reduce_range {
+                    reduce_range(reduce, buffers, 0..elements, &[buffers[root]]);
+                }
+            }
             Collective::ReduceScatter(reduce) => {
                 let part = elements / world_size;
                 for (rank, buffer) in buffers.iter().enumerate() {

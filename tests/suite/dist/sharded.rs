@@ -4,7 +4,7 @@ use super::{EXCHANGES, batch, bits, config, model, on_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
-use tallow::compile::{Category, Location, Op, PlanConfig, TrainStep};
+use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, TrainStep};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig, Shard};
 use tallow::model::TransformerLM;
 use tallow::optim::{
@@ -193,6 +193,34 @@ fn an_overflow_is_seen_by_all() {
     assert!(found[0] == found[1]);
 }
 
+/// With clipping, a gradient that is not finite is found by its owner and named on all ranks.
+#[test]
+fn a_gradient_that_is_not_finite_is_named() {
+    let errors = on_ranks(3, |ranks| {
+        let model = model(1);
+        let (_, var) = model.parameters().swap_remove(3);
+        var.set(&(var.as_tensor() * f64::INFINITY)?)?;
+        let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
+        optimizer.shard(&ranks)?;
+        let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+        let config = plan_config(1, Some(1.0));
+        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+        let [tokens, targets] = batch(ranks.rank());
+        let error = step.run(&mut optimizer, &tokens, &targets).unwrap_err();
+        Ok((error.to_string(), optimizer.steps()))
+    });
+    assert!(
+        errors[0].0.contains("the gradient of parameter"),
+        "{}",
+        errors[0].0
+    );
+    assert!(
+        errors
+            .iter()
+            .all(|error| *error == (errors[0].0.clone(), 0))
+    );
+}
+
 /// A rank's plan updates its own parameters, has their state alone, and fetches the others' before they are read.
 #[test]
 fn what_a_rank_does() {
@@ -221,7 +249,7 @@ fn what_a_rank_does() {
                 Op::AdamW { parameter, .. } => Some(parameter),
                 _ => None,
             }));
-            let state = |plan: &tallow::compile::Plan| -> u64 {
+            let state = |plan: &Plan| -> u64 {
                 let state = plan.buffers().iter();
                 let state = state.filter(|b| b.category == Category::OptimizerState);
                 state.map(|buffer| buffer.bytes()).sum()
@@ -230,7 +258,7 @@ fn what_a_rank_does() {
             assert_eq!(plan.peak_bytes(), whole.peak_bytes());
             let mut fetched = 0;
             for (index, call) in plan.calls().iter().enumerate() {
-                if matches!(call.op, Op::Broadcast { .. }) {
+                if matches!(call.op, Op::Broadcast { .. }) && call.phase == Phase::Forward {
                     fetched += 1;
                     let weight = &call.writes["x"];
                     let location = plan.buffer(weight.buffer).location;
@@ -242,10 +270,36 @@ fn what_a_rank_does() {
                 }
             }
             assert_eq!(fetched, count);
+            check_places(plan);
         }
         updated.sort();
         assert!(updated.into_iter().eq(0..count));
     }
+}
+
+/// The sum of a gradient's squares is where the parameter's number is in the list that clipping has.
+fn check_places(plan: &Plan) {
+    let calls = plan.calls();
+    let places = calls.iter().find_map(|call| match &call.op {
+        Op::ClipFactor { parameters } => Some(parameters),
+        _ => None,
+    });
+    let places = places.unwrap();
+    let mut found = 0;
+    for call in calls
+        .iter()
+        .filter(|call| matches!(call.op, Op::SumOfSquares { .. }))
+    {
+        let gradient = Some(&call.reads["x"]);
+        let mut updates = calls
+            .iter()
+            .filter(|call| call.reads.get("gradient") == gradient);
+        let number = places[call.writes["square"].elements.start];
+        let update = &updates.next().unwrap().op;
+        assert!(matches!(update, Op::AdamW { parameter, .. } if *parameter == number));
+        found += 1;
+    }
+    assert!(found > 0);
 }
 
 fn config_of_six_layers() -> tallow::model::TransformerConfig {

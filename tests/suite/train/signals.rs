@@ -25,7 +25,10 @@ fn listen() {
     println!("\nlistening");
     let mut seen = false;
     loop {
-        if let Some(signal) = signals.as_ref().and_then(Signals::received) {
+        if let Some(signal) = signals
+            .as_ref()
+            .and_then(|signals| signals.received(None).unwrap())
+        {
             if role == "polite" {
                 std::process::exit(signal.exit_status().into());
             }
