@@ -66,6 +66,11 @@ impl TrainStep {
     /// On a GPU a bucket's all-reduce runs beside the rest of backward, on a stream of its own, and is recorded in the
     /// CUDA graph with it. On the CPU it is waited for where it begins.
     ///
+    /// Where the optimizer is [divided](AdamW::shard) among the ranks, a gradient is averaged on its owner alone, which
+    /// updates the parameter, and a run begins by fetching the others' as its products read them, on a GPU beside the
+    /// first layers. So a rank has of others' parameters the values of the last run until
+    /// [`AdamW::gather_weights`].
+    ///
     /// # Errors
     /// As [`new`](Self::new); [`Error::Config`](crate::Error::Config) for gradients exchanged in bf16 on the CPU,
     /// [`Error::Placement`](crate::Error::Placement) for a model on another device than the ranks'.

@@ -13,9 +13,9 @@ use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// What is to or from one rank goes so many bytes at once: enough that all ranks send at the same time, and not so many
-/// that the first layer waits long for its weights.
-const GROUP_BYTES: usize = 32 << 20;
+/// What is to or from one rank goes so many bytes at once. In a group all ranks send at the same time; in smaller ones
+/// (8 to 128 MiB were tried) one often waits for another, which costs more than that the first layer waits longer.
+const GROUP_BYTES: usize = 512 << 20;
 
 impl<'a> Launcher<'a> {
     /// Launches a call, unless it is launched already.
