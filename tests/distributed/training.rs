@@ -61,7 +61,8 @@ fn trainer(device: &Device, file: Option<&Path>, steps: usize) -> Result<Trainer
     }
 }
 
-/// Six steps, eager and planned, the optimizer on all ranks or divided, beside those of one process; three of them, and the next three, with a file.
+/// Six steps, eager and planned, the optimizer on all ranks or divided, beside those of one process; three of them, and
+/// the next three, with a file.
 pub fn as_one_process() -> Result<()> {
     let ranks = join(60)?;
     let file = std::env::var(FILE).ok();
