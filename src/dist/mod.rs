@@ -45,7 +45,8 @@
 //! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
 //! ([`Replicated`]). What does not: the optimizer, whose state may be divided among the ranks
 //! ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among its
-//! calls ([`compile`](crate::compile)), and the training loop ([`Trainer::replicate`](crate::train::Trainer::replicate),
+//! calls ([`compile`](crate::compile)), and the training loop
+//! ([`Trainer::replicate`](crate::train::Trainer::replicate),
 //! [`shard_optimizer`](crate::train::Trainer::shard_optimizer)). Weights are not divided (FSDP).
 //!
 //! # Failures
