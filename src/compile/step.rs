@@ -330,10 +330,9 @@ impl Step {
             let hint = "plan with optimizer_in_backward: false to read them";
             return refuse("each gradient was freed in backward", hint);
         }
-        let is_divided = self.config.optimizer_shard.is_some();
         let gradients = self.parameters.iter().zip(&self.gradients);
         let gradients = gradients.zip(&self.updated);
-        let gradients = gradients.filter(|(_, updated)| **updated || !is_divided);
+        let gradients = gradients.filter(|(_, updated)| **updated); // others are averaged elsewhere
         let gradients = gradients.filter_map(|(((name, var), gradient), _)| {
             let gradient = gradient.as_ref()?;
             let copy = self.executor.copy(&self.plan, gradient, var.shape());

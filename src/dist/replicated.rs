@@ -2,7 +2,7 @@
 
 use super::buckets::Buckets;
 use super::{Communicator, Exchange, ReplicatedConfig};
-use crate::optim::distinct;
+use crate::optim::{described, distinct};
 use crate::{Result, backward_with_hook};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
@@ -61,11 +61,7 @@ impl Replicated {
     ) -> Result<Self> {
         config.validate()?;
         let parameters = distinct(parameters);
-        let shapes = parameters.iter().map(|(name, var)| {
-            let dtype = var.dtype().as_str();
-            format!("{name} {:?} {dtype}", var.dims())
-        });
-        communicator.agree(OP, &[("parameters", shapes.collect::<Vec<_>>().join(", "))])?;
+        communicator.agree(OP, &[("parameters", described(parameters.iter()))])?;
         for (_, var) in &parameters {
             communicator.broadcast(var.as_tensor(), 0)?;
         }

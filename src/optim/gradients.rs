@@ -15,6 +15,15 @@ pub(crate) fn distinct(parameters: impl IntoIterator<Item = (String, Var)>) -> V
         .collect()
 }
 
+/// Parameters as ranks compare them: names, shapes, dtypes.
+pub(crate) fn described<'a>(parameters: impl Iterator<Item = &'a (String, Var)>) -> String {
+    let described = parameters.map(|(name, var)| {
+        let dtype = var.dtype().as_str();
+        format!("{name} {:?} {dtype}", var.dims())
+    });
+    described.collect::<Vec<_>>().join(", ")
+}
+
 /// The gradient of `var`: there, of its shape, of a float dtype, on its device.
 pub(super) fn gradient_of<'a>(
     op: &'static str,

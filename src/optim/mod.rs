@@ -37,7 +37,7 @@ mod cuda;
 mod file;
 mod grad_scaler;
 mod gradients;
-pub(crate) use gradients::distinct;
+pub(crate) use gradients::{described, distinct};
 pub(crate) mod guard;
 mod planned;
 pub(crate) use planned::PlannedUpdate;

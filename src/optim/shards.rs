@@ -1,8 +1,8 @@
 //! The optimizer's state divided among the ranks of a job.
 
-use super::AdamW;
 #[cfg(feature = "files")]
 use super::slot::Slot;
+use super::{AdamW, described};
 use crate::dist::{Collective, Communicator, Shard};
 use crate::{Error, Result};
 #[cfg(feature = "files")]
@@ -72,12 +72,8 @@ impl AdamW {
         for (_, var) in self.parameters() {
             communicator.check_device(var.device())?;
         }
-        let described = self.parameters().map(|(name, var)| {
-            let dtype = var.dtype().as_str();
-            format!("{name} {:?} {dtype}", var.dims())
-        });
         let facts = [
-            ("parameters", described.collect::<Vec<_>>().join(", ")),
+            ("parameters", described(self.parameters())),
             ("steps", self.steps.to_string()),
         ];
         communicator.agree(OP, &facts)?;

@@ -53,6 +53,13 @@ fn config() -> TransformerConfig {
     }
 }
 
+fn config_of_six_layers() -> TransformerConfig {
+    TransformerConfig {
+        num_layers: 6,
+        ..config()
+    }
+}
+
 fn model(seed: u64) -> TransformerLM {
     TransformerLM::new(&config(), seed, &Device::Cpu).unwrap()
 }
@@ -64,6 +71,15 @@ fn batch(index: usize) -> [Tensor; 2] {
     [0, 1].map(|first| {
         let part = ids.narrow(0, first, 12).unwrap();
         part.reshape((1, 12)).unwrap()
+    })
+}
+
+/// Some batches one after another, as a plan takes them.
+fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
+    let all: Vec<[Tensor; 2]> = numbers.map(batch).collect();
+    [0, 1].map(|i| {
+        let part: Vec<&Tensor> = all.iter().map(|pair| &pair[i]).collect();
+        Tensor::cat(&part, 0).unwrap()
     })
 }
 

@@ -1,7 +1,7 @@
 //! Planned steps: exchanges are calls of the plan.
 
-use super::{EXCHANGES, batch, bits, config, distance, model, on_ranks};
-use candle_core::{DType, Device, Tensor};
+use super::{EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks};
+use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::compile::{Op, Plan, PlanConfig, TrainStep};
@@ -23,15 +23,6 @@ fn exchanges(plan: &Plan) -> Vec<usize> {
     let calls = plan.calls().iter().enumerate();
     let exchanges = calls.filter(|(_, call)| matches!(call.op, Op::AllReduce { .. }));
     exchanges.map(|(index, _)| index).collect()
-}
-
-/// Some batches one after another, as a plan takes them.
-fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
-    let all: Vec<[Tensor; 2]> = numbers.map(batch).collect();
-    [0, 1].map(|i| {
-        let part: Vec<&Tensor> = all.iter().map(|pair| &pair[i]).collect();
-        Tensor::cat(&part, 0).unwrap()
-    })
 }
 
 /// Two steps of two ranks with micro-batches, against eager gradients of all batches; weights are the same on both.
@@ -156,13 +147,6 @@ fn buckets_in_backward() {
     assert!(buckets.peak_bytes() <= alone.peak_bytes() + 256 * 80);
 }
 
-fn config_of_six_layers() -> tallow::model::TransformerConfig {
-    tallow::model::TransformerConfig {
-        num_layers: 6,
-        ..config()
-    }
-}
-
 /// A gradient that overflows on one rank: no rank takes the step, and all have the same scale.
 #[test]
 fn an_overflow_is_seen_by_all() {
@@ -233,6 +217,7 @@ fn what_is_refused() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn in_bf16_on_a_gpu() {
+    use candle_core::Tensor;
     use tallow::model::TransformerLM;
     use tallow::nn::Checkpointing;
 
@@ -245,7 +230,7 @@ fn in_bf16_on_a_gpu() {
         ..plan_config(1)
     };
     let run = |dtype: Option<DType>| {
-        let model = TransformerLM::new(&self::config(), 1, &gpu).unwrap();
+        let model = TransformerLM::new(&super::config(), 1, &gpu).unwrap();
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
         let way = ReplicatedConfig {
             exchange: Exchange::Overlapped { bucket_bytes: 3000 },

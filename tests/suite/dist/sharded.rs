@@ -1,8 +1,8 @@
 //! The optimizer's state divided among ranks: the bits of an optimizer that has it all.
 
-use super::{EXCHANGES, batch, bits, config, model, on_ranks};
+use super::{EXCHANGES, batch, batches, bits, config, config_of_six_layers, model, on_ranks};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use rstest::rstest;
 use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, TrainStep};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig, Shard};
@@ -117,12 +117,7 @@ fn planned_steps(
                 };
                 let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
                 let first = ranks.rank() * accumulation;
-                let [tokens, targets] = [0, 1].map(|i| {
-                    let all: Vec<_> = (first..first + accumulation)
-                        .map(|number| batch(number)[i].clone())
-                        .collect();
-                    Tensor::cat(&all, 0).unwrap()
-                });
+                let [tokens, targets] = batches(first..first + accumulation);
                 let mut losses = Vec::new();
                 for _ in 0..3 {
                     losses.push(step.run(&mut optimizer, &tokens, &targets)?.to_bits());
@@ -300,13 +295,6 @@ fn check_places(plan: &Plan) {
         found += 1;
     }
     assert!(found > 0);
-}
-
-fn config_of_six_layers() -> tallow::model::TransformerConfig {
-    tallow::model::TransformerConfig {
-        num_layers: 6,
-        ..config()
-    }
 }
 
 /// What rank 0 saves is the file of an optimizer that has all.
