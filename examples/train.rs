@@ -299,6 +299,7 @@ impl Flags {
             let divided = match self.exchange.strategy {
                 Strategy::Replicated => "",
                 Strategy::ShardedOptimizer => ", the optimizer divided among them",
+                Strategy::FullyShard => ", weights, gradients and optimizer divided among them",
             };
             fields.insert(
                 "ranks",

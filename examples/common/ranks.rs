@@ -107,6 +107,8 @@ pub enum Strategy {
     Replicated,
     /// The optimizer's state and update (ZeRO, stage 1)
     ShardedOptimizer,
+    /// Weights, gradients, the optimizer's state and update (ZeRO, stage 3; FSDP)
+    FullyShard,
 }
 
 impl Strategy {
@@ -115,6 +117,7 @@ impl Strategy {
         match self {
             Self::Replicated => "replicated",
             Self::ShardedOptimizer => "sharded optimizer",
+            Self::FullyShard => "fully shard",
         }
     }
 

@@ -2,10 +2,11 @@
 
 use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
+use super::steps::{Job, Way};
 use super::{Flags, common};
-use tallow::dist::{Communicator, Replicated, ReplicatedConfig};
+use tallow::dist::{Communicator, ReplicatedConfig};
 use tallow::memory::Meter;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerConfig;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -67,10 +68,10 @@ impl Flags {
         let base = taken()?;
         let of_run = || Ok::<_, Error>(taken()?.saturating_sub(base));
         let config = with_attention(config, self.attention);
-        let model = TransformerLM::new(&config, self.common.seed, device)?;
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-        let way = ReplicatedConfig::default();
-        let replicated = Replicated::new(communicator, model.parameters(), way)?;
+        let exchange = ReplicatedConfig::default();
+        let way = Some(Way { strategy, exchange });
+        let job = Job::new(communicator, &config, self.common.seed, way)?;
+        let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
         if strategy == Strategy::ShardedOptimizer {
             optimizer.shard(communicator)?;
         }
@@ -80,8 +81,8 @@ impl Flags {
         let mut row = Fields::new();
         for _ in 0..2 {
             meter.reset_peak();
-            let loss = precision.run(|| model.loss(&tokens, &targets))?;
-            let gradients = replicated.backward(loss)?;
+            let loss = precision.run(|| job.model.loss(&tokens, &targets))?;
+            let gradients = job.backward(loss)?;
             let before = of_run()?;
             optimizer.step(&gradients)?;
             let after = of_run()?;

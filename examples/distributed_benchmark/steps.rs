@@ -2,16 +2,17 @@
 
 use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
-use super::{Flags, common};
-use candle_core::{DType, Device, Tensor};
+use super::{Flags, common, values};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
 use clap::Args;
 use tallow::bench::Stopwatch;
 use tallow::compile::{PlanConfig, TrainStep};
-use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::dist::{Communicator, Exchange, FullyShard, Replicated, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
-use tallow::{Result, backward};
+use tallow::{Result, backward, nn};
 
 /// How steps are run.
 #[derive(Args, Clone, Debug)]
@@ -35,13 +36,30 @@ pub struct Ways {
     /// Leave out the exchanges that do not overlap with backward
     #[arg(long)]
     only_overlapped: bool,
+
+    /// Leave out the steps alone, which a model may be too large for
+    #[arg(long)]
+    without_alone: bool,
+
+    /// Recompute in backward so much that the arena of a planned step is within these, in GiB
+    #[arg(long, value_name = "GIB", value_parser = values::gib)]
+    memory_budget_gib: Option<f64>,
 }
 
 /// How ranks train together.
 #[derive(Clone, Copy)]
-struct Way {
-    strategy: Strategy,
-    exchange: ReplicatedConfig,
+pub struct Way {
+    pub strategy: Strategy,
+    pub exchange: ReplicatedConfig,
+}
+
+impl Way {
+    fn exchange(&self) -> String {
+        match self.strategy {
+            Strategy::FullyShard => "by block".into(), // the only way
+            _ => self.exchange.exchange.to_string(),
+        }
+    }
 }
 
 impl Ways {
@@ -62,13 +80,18 @@ impl Ways {
             .collect();
         let ways = self.strategy.iter().flat_map(|strategy| {
             let strategy = *strategy;
-            let exchanged = exchanged.iter();
+            let count = match strategy {
+                Strategy::FullyShard => 1,
+                _ => exchanged.len(),
+            };
+            let exchanged = exchanged[..count].iter();
             exchanged.map(move |exchange| Way {
                 strategy,
                 exchange: *exchange,
             })
         });
-        [None].into_iter().chain(ways.map(Some)).collect()
+        let alone = [None].into_iter().filter(|_| !self.without_alone);
+        alone.chain(ways.map(Some)).collect()
     }
 }
 
@@ -93,7 +116,7 @@ impl Flags {
         for model in models {
             let mut alone_ms = f64::NAN;
             for way in self.ways.all() {
-                let exchange = way.map_or("none".into(), |way| way.exchange.exchange.to_string());
+                let exchange = way.map_or("none".into(), |way| way.exchange());
                 let strategy = way.map_or("alone", |way| way.strategy.name());
                 common::progress(format_args!("{}, {strategy}, {exchange}", model.name));
                 let statistics = self.step(communicator, &model.config, way)?.statistics()?;
@@ -144,27 +167,20 @@ impl Flags {
     ) -> Result<tallow::bench::Timing> {
         let device = communicator.device();
         let config = with_attention(config, self.attention);
-        let model = TransformerLM::new(&config, self.common.seed, device)?;
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-        let replicated =
-            way.map(|way| Replicated::new(communicator, model.parameters(), way.exchange));
-        let replicated = replicated.transpose()?;
+        let job = Job::new(communicator, &config, self.common.seed, way)?;
+        let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
         if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
             optimizer.shard(communicator)?;
         }
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
         let mut planned = match self.ways.compile {
             false => None,
-            true => Some(self.planned(&model, &optimizer, replicated.as_ref())?),
+            true => Some(job.planned(&optimizer, &self.plan_config()?)?),
         };
         let precision = self.precision.precision()?;
         let eager = |optimizer: &mut AdamW| {
-            let loss = precision.run(|| model.loss(&tokens, &targets))?;
-            let gradients = match &replicated {
-                Some(replicated) => replicated.backward(loss)?,
-                None => backward(loss)?,
-            };
-            optimizer.step(&gradients)
+            let loss = precision.run(|| job.model.loss(&tokens, &targets))?;
+            optimizer.step(&job.backward(loss)?)
         };
         communicator.barrier()?;
         let mut stopwatch = Stopwatch::new(device).warmup(self.warmup_steps);
@@ -176,22 +192,15 @@ impl Flags {
         timing
     }
 
-    fn planned(
-        &self,
-        model: &TransformerLM,
-        optimizer: &AdamW,
-        replicated: Option<&Replicated>,
-    ) -> Result<TrainStep> {
-        let config = PlanConfig {
+    fn plan_config(&self) -> Result<PlanConfig> {
+        let budget = self.ways.memory_budget_gib;
+        Ok(PlanConfig {
             batch_size: self.batch_size,
             sequence_length: self.context_length,
             precision: self.precision.precision()?,
+            memory_budget_bytes: budget.map(|gib| (gib * 2f64.powi(30)) as u64),
             ..Default::default()
-        };
-        match replicated {
-            Some(replicated) => TrainStep::replicated(model, optimizer, &config, replicated),
-            None => TrainStep::new(model, optimizer, &config),
-        }
+        })
     }
 
     /// Tokens and targets of a rank, (B, T) u32.
@@ -211,5 +220,64 @@ impl Flags {
         let start = (rank * count) as u64;
         let of = |offset| Tensor::from_iter(ids(offset), device)?.reshape(shape);
         Ok([of(start)?, of(start + 1)?])
+    }
+}
+
+/// A rank's model, and how it trains with the others.
+pub struct Job {
+    pub model: TransformerLM,
+    replicated: Option<Replicated>,
+    sharded: Option<FullyShard>,
+}
+
+impl Job {
+    pub fn new(
+        communicator: &Communicator,
+        config: &TransformerConfig,
+        seed: u64,
+        way: Option<Way>,
+    ) -> Result<Self> {
+        if let Some(way) = way.filter(|way| way.strategy == Strategy::FullyShard) {
+            let sharded = FullyShard::new(communicator, way.exchange.dtype)?;
+            let weights = nn::seeded(seed, DType::F32, communicator.device());
+            return Ok(Self {
+                model: TransformerLM::from_var_builder(config, sharded.builder(weights))?,
+                replicated: None,
+                sharded: Some(sharded),
+            });
+        }
+        let model = TransformerLM::new(config, seed, communicator.device())?;
+        let replicated =
+            way.map(|way| Replicated::new(communicator, model.parameters(), way.exchange));
+        Ok(Self {
+            replicated: replicated.transpose()?,
+            sharded: None,
+            model,
+        })
+    }
+
+    /// What this rank trains.
+    pub fn parameters(&self) -> Vec<(String, Var)> {
+        match &self.sharded {
+            Some(sharded) => sharded.parameters(),
+            None => self.model.parameters(),
+        }
+    }
+
+    pub fn planned(&self, optimizer: &AdamW, config: &PlanConfig) -> Result<TrainStep> {
+        match (&self.replicated, &self.sharded) {
+            (Some(replicated), _) => {
+                TrainStep::replicated(&self.model, optimizer, config, replicated)
+            }
+            (_, Some(sharded)) => TrainStep::fully_sharded(&self.model, optimizer, config, sharded),
+            _ => TrainStep::new(&self.model, optimizer, config),
+        }
+    }
+
+    pub fn backward(&self, loss: Tensor) -> Result<GradStore> {
+        match &self.replicated {
+            Some(replicated) => replicated.backward(loss),
+            None => backward(loss), // of parts it exchanges by itself
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! What to plan for.
 
-use crate::dist::{ReplicatedConfig, Shard};
+use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::{Precision, Regime};
@@ -29,6 +29,10 @@ pub struct StepConfig {
     /// This rank's share of an optimizer whose state and update are [divided](crate::optim::AdamW::shard) among the
     /// ranks. Goes with `replicated`.
     pub optimizer_shard: Option<Shard>,
+    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, of which the plan is one's,
+    /// for [`LossStep::fully_sharded`](super::LossStep::fully_sharded). Goes with neither `replicated` nor an optimizer
+    /// in backward.
+    pub fully_shard: Option<FullyShardConfig>,
 }
 
 /// One micro-batch, nothing else.
@@ -42,6 +46,7 @@ impl Default for StepConfig {
             optimizer_in_backward: false,
             replicated: None,
             optimizer_shard: None,
+            fully_shard: None,
         }
     }
 }
@@ -76,11 +81,24 @@ impl StepConfig {
                 });
             }
         }
+        if let Some(fully_shard) = &self.fully_shard {
+            fully_shard.validate()?;
+            if self.replicated.is_some() {
+                return Err(Error::Config {
+                    config,
+                    field: "fully_shard",
+                    expected: "None with replicated".into(),
+                    got: "both".into(),
+                    hint: "ranks have either all of the weights or parts of them".into(),
+                });
+            }
+        }
         let beside = [
             (self.clip_norm.is_some(), "false with clip_norm"),
             (self.accumulation > 1, "false with accumulation"),
             (self.loss_scaling, "false with loss_scaling"),
             (self.replicated.is_some(), "false with replicated"),
+            (self.fully_shard.is_some(), "false with fully_shard"),
         ];
         let beside = beside.into_iter().find(|(is_there, _)| *is_there);
         match beside {
@@ -153,6 +171,11 @@ pub struct PlanConfig {
     /// This rank's share of an optimizer whose state and update are [divided](crate::optim::AdamW::shard) among the
     /// ranks. Goes with `replicated`.
     pub optimizer_shard: Option<Shard>,
+    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, of which the plan is one's,
+    /// for [`TrainStep::fully_sharded`](super::TrainStep::fully_sharded): what a rank of any number of them needs,
+    /// [`TrainStep::plan_for`](super::TrainStep::plan_for) tells without them. Goes with neither `replicated` nor an
+    /// optimizer in backward.
+    pub fully_shard: Option<FullyShardConfig>,
 }
 
 /// Four sequences of 256 tokens, nothing else.
@@ -172,6 +195,7 @@ impl Default for PlanConfig {
             dropout_seed: None,
             replicated: None,
             optimizer_shard: None,
+            fully_shard: None,
         }
     }
 }
@@ -210,6 +234,7 @@ impl PlanConfig {
             optimizer_in_backward: self.optimizer_in_backward,
             replicated: self.replicated,
             optimizer_shard: self.optimizer_shard,
+            fully_shard: self.fully_shard,
         }
     }
 

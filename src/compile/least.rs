@@ -13,7 +13,13 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
     let [q, kv] = model.attention_widths().map(|size| size as f64);
-    let (rows, parameters) = (b * t, model.num_parameters() as f64);
+    let ranks = config.fully_shard.map_or(1, |own| own.shard.world_size);
+    // A rank's, but for the last ranks, whose parts may be smaller.
+    let parameters = match ranks {
+        1 => model.num_parameters() as f64,
+        _ => 0.9 * model.num_parameters() as f64 / ranks as f64,
+    };
+    let rows = b * t;
     let width = config.precision.dtype().size_in_bytes() as f64;
     let ids_and_tables = 4.0 * (rows + model.angle_elements(config.sequence_length) as f64);
     let total = match trains {

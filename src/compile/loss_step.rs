@@ -11,7 +11,7 @@ use super::planned::Planned;
 use super::run::Tensors;
 use super::step::{ScaledStep, Step};
 use super::traced::TracedFunction;
-use crate::dist::Replicated;
+use crate::dist::{Communicator, FullyShard, Replicated};
 use crate::graph::Graph;
 use crate::optim::{AdamW, GradScaler};
 use crate::{Error, Result};
@@ -102,13 +102,8 @@ impl LossStep {
             });
         };
         let device = first.device().clone();
-        parameters::check(OP, &parameters, &device)?;
         optimizer.planned_updates(OP, &parameters)?;
-        let named = parameters.iter();
-        let named = named.map(|(name, var)| (name.as_str(), var.as_tensor()));
-        let function = TracedFunction::new(OP, Executor::target(&device), named, loss)?;
-        let planned = Self::planned(function, config)?;
-        Self::of(planned, parameters, &device, config, "StepConfig")
+        Self::plan_and_allocate(&parameters.clone(), parameters, &device, config, loss)
     }
 
     /// As [`new`](Self::new), with gradients and loss averaged over the ranks of `replicated`, as
@@ -129,13 +124,54 @@ impl LossStep {
             ..config.clone()
         };
         let mut step = Self::new(optimizer, &config, loss)?;
-        step.replicate(replicated)?;
+        step.join_job(replicated.communicator())?;
         Ok(step)
     }
 
-    /// Has every run average over these ranks, for which it was planned.
-    pub(super) fn replicate(&mut self, replicated: &Replicated) -> Result<()> {
-        self.step.replicate(replicated)
+    /// As [`new`](Self::new), of layers whose weights are divided over the ranks of `sharded`, from whose
+    /// [builder](FullyShard::builder) they were built; the optimizer trains [the parts](FullyShard::parameters). See
+    /// [`TrainStep::fully_sharded`](super::TrainStep::fully_sharded).
+    ///
+    /// # Errors
+    /// As [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other parameters than all parts.
+    pub fn fully_sharded(
+        optimizer: &AdamW,
+        config: &StepConfig,
+        sharded: &FullyShard,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        let config = StepConfig {
+            fully_shard: Some(sharded.config()),
+            ..config.clone()
+        };
+        config.validate()?;
+        let (communicator, weights) = (sharded.communicator(), sharded.hollow_weights());
+        let (device, parts) = (communicator.device(), sharded.parts_of(&weights)?);
+        optimizer.planned_updates(OP, &parts)?;
+        let mut step = Self::plan_and_allocate(&weights, parts, device, &config, loss)?;
+        step.join_job(communicator)?;
+        Ok(step)
+    }
+
+    /// Plans a step of a loss over `weights`, which updates `parameters`: these, or parts of them.
+    fn plan_and_allocate(
+        weights: &[(String, Var)],
+        parameters: Vec<(String, Var)>,
+        device: &Device,
+        config: &StepConfig,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        parameters::check(OP, &parameters, device)?;
+        let named = weights.iter();
+        let named = named.map(|(name, var)| (name.as_str(), var.as_tensor()));
+        let function = TracedFunction::new(OP, Executor::target(device), named, loss)?;
+        let planned = Self::planned(function, config)?;
+        Self::of(planned, parameters, device, config, "StepConfig")
+    }
+
+    /// Has every run exchange with these ranks, for which it was planned.
+    pub(super) fn join_job(&mut self, communicator: &Communicator) -> Result<()> {
+        self.step.join_job(communicator)
     }
 
     /// This rank's number, 0 in a step of one.

@@ -1,6 +1,8 @@
 //! What a call does: a kernel, an exchange with other ranks, or a part of the update.
 
+use crate::dist::{Collective, Reduce};
 use crate::ops::lowering::Kernel;
+use std::ops::Range;
 
 /// What a call does. It has its operands by the names in `code` here, in this order; what is written in place is among
 /// the writes alone.
@@ -29,6 +31,17 @@ pub enum Op {
         /// The rank.
         root: usize,
     },
+    /// Writes `x`, in place, of which each rank has its [part](crate::dist::Shard::part): that of every rank.
+    AllGather {
+        /// Of x.
+        elements: usize,
+    },
+    /// Writes `x`, in place: in this rank's [part](crate::dist::Shard::part) its mean over the ranks of a job, in the
+    /// others nothing of use.
+    ReduceScatter {
+        /// Of x.
+        elements: usize,
+    },
     /// A gradient over the loss scale. Writes `gradient`, in place, and `found` (1): whether all of it is finite; on a
     /// GPU, whether it is not.
     Unscale {
@@ -39,7 +52,7 @@ pub enum Op {
     /// all are. Where one is not, the step ends here; on a GPU the updates are told to change nothing, by `factor`
     /// (3).
     CheckOverflow {
-        /// The P parameters' numbers, by place.
+        /// The parameters' numbers, by place. Of parameters that ranks have parts of, each has as many places.
         parameters: Vec<usize>,
     },
     /// Reads `x`; writes `square`, the sum of its squares (1) and, on a GPU, those of its `chunks`.
@@ -50,7 +63,7 @@ pub enum Op {
     /// Reads the sums of `squares` (P); writes `factor` (2), the norm and what clipping multiplies the gradients by; on
     /// a GPU also which gradient is not finite, if one is (3).
     ClipFactor {
-        /// The P parameters' numbers, by place.
+        /// The parameters' numbers, by place. Of parameters that ranks have parts of, each has as many places.
         parameters: Vec<usize>,
     },
     /// Reads `gradient` and, where gradients are clipped or checked, `factor`; writes `parameter`, `exp_avg`,
@@ -78,6 +91,22 @@ impl Op {
         }
     }
 
+    /// What ranks do together for it, by the elements of `x` that they do it to; nothing, if it is no exchange.
+    pub(super) fn collectives(&self, world_size: usize) -> Vec<(Collective, Range<usize>)> {
+        let reduce = Reduce::Mean;
+        let (collective, elements) = match *self {
+            Self::AllReduce { elements } => (Collective::AllReduce(reduce), elements),
+            Self::Reduce { elements, root } => (Collective::Reduce { reduce, root }, elements),
+            Self::Broadcast { elements, root } => (Collective::Broadcast { root }, elements),
+            Self::AllGather { elements } => return Collective::gathering(world_size, elements),
+            Self::ReduceScatter { elements } => {
+                return Collective::scattering(world_size, elements);
+            }
+            _ => return Vec::new(),
+        };
+        vec![(collective, 0..elements)]
+    }
+
     /// The parameters whose gradients it checks, by place.
     #[cfg(feature = "cuda")]
     pub(super) fn checked(&self) -> Option<&[usize]> {
@@ -96,6 +125,8 @@ impl Op {
             Self::AllReduce { .. } => "all_reduce",
             Self::Reduce { .. } => "reduce",
             Self::Broadcast { .. } => "broadcast",
+            Self::AllGather { .. } => "all_gather",
+            Self::ReduceScatter { .. } => "reduce_scatter",
             Self::Unscale { .. } => "unscale",
             Self::CheckOverflow { .. } => "check_overflow",
             Self::SumOfSquares { .. } => "sum_of_squares",
@@ -127,6 +158,8 @@ impl Op {
             Self::AllReduce { .. }
             | Self::Reduce { .. }
             | Self::Broadcast { .. }
+            | Self::AllGather { .. }
+            | Self::ReduceScatter { .. }
             | Self::AdamW { .. }
             | Self::Unscale { .. } => true,
             _ => false,
@@ -140,6 +173,8 @@ impl Op {
             Self::AllReduce { elements }
             | Self::Reduce { elements, .. }
             | Self::Broadcast { elements, .. }
+            | Self::AllGather { elements }
+            | Self::ReduceScatter { elements }
             | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
             | Self::AdamW { elements, .. } => elements.to_string(),

@@ -8,7 +8,7 @@ use super::parameters;
 use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
-use crate::dist::{Communicator, Replicated};
+use crate::dist::Communicator;
 use crate::optim::{AdamW, GradScaler, PlannedUpdate};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -67,11 +67,14 @@ impl Step {
         config: &StepConfig,
         config_name: &'static str,
     ) -> Result<Self> {
-        if let Some(replicated) = &config.replicated
-            && replicated.dtype == Some(DType::BF16)
-            && device.is_cpu()
-        {
-            return Err(Error::config("ReplicatedConfig", "dtype", "bf16").must_be(
+        let replicated = config.replicated.and_then(|replicated| replicated.dtype);
+        let sharded = config.fully_shard.and_then(|sharded| sharded.dtype);
+        if replicated.or(sharded) == Some(DType::BF16) && device.is_cpu() {
+            let of = match sharded {
+                None => "ReplicatedConfig",
+                Some(_) => "FullyShardConfig",
+            };
+            return Err(Error::config(of, "dtype", "bf16").must_be(
                 "None or f32 in a plan for the CPU",
                 "its update reads gradients in f32; eager steps exchange bf16 on the CPU too",
             ));
@@ -100,12 +103,11 @@ impl Step {
         })
     }
 
-    /// Has every run average gradients and loss over these ranks.
+    /// Has every run exchange with these ranks.
     ///
     /// # Errors
     /// Ranks whose tensors are elsewhere than the parameters.
-    pub fn replicate(&mut self, replicated: &Replicated) -> Result<()> {
-        let communicator = replicated.communicator();
+    pub fn join_job(&mut self, communicator: &Communicator) -> Result<()> {
         for (_, var) in &self.parameters {
             communicator.check_device(var.device())?;
         }
@@ -118,11 +120,14 @@ impl Step {
     /// # Errors
     /// A plan that has exchanges, and no ranks.
     fn ranks(&self) -> Result<Option<Communicator>> {
-        if self.config.replicated.is_some() && self.communicator.is_none() {
+        let config = &self.config;
+        let exchanges = config.replicated.is_some() || config.fully_shard.is_some();
+        if exchanges && self.communicator.is_none() {
             return Err(Error::Order {
                 op: self.op,
                 problem: "the plan averages gradients over ranks, and was given none".into(),
-                hint: "make the step with TrainStep::replicated or LossStep::replicated".into(),
+                hint: "make the step with replicated or fully_sharded of TrainStep or LossStep"
+                    .into(),
             });
         }
         Ok(self.communicator.clone())

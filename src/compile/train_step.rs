@@ -9,12 +9,12 @@ use super::plan::Plan;
 use super::step::ScaledStep;
 use super::{least, parameters};
 use crate::Result;
-use crate::dist::Replicated;
+use crate::dist::{FullyShard, Replicated};
 use crate::model::{Documents, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::DropoutKey;
 use crate::optim::{AdamW, GradScaler};
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, Var};
 
 const OP: &str = "compile::TrainStep";
 
@@ -46,7 +46,17 @@ impl TrainStep {
     /// that no plan keeps to, with the smallest that one would; an arena that does not fit the machine's memory.
     pub fn new(model: &TransformerLM, optimizer: &AdamW, config: &PlanConfig) -> Result<Self> {
         config.check(model.config())?;
-        let (device, parameters) = (model.device(), model.parameters());
+        Self::of(model, optimizer, config, model.parameters(), model.device())
+    }
+
+    /// Plans a step that updates `parameters`: the model's, or parts of them.
+    fn of(
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        config: &PlanConfig,
+        parameters: Vec<(String, Var)>,
+        device: &Device,
+    ) -> Result<Self> {
         parameters::check(OP, &parameters, device)?;
         optimizer.planned_updates(OP, &parameters)?;
         let planner = Planner::new(OP, model, config, Executor::target(device))?;
@@ -86,7 +96,37 @@ impl TrainStep {
             ..config.clone()
         };
         let mut step = Self::new(model, optimizer, &config)?;
-        step.step.replicate(replicated)?;
+        step.step.join_job(replicated.communicator())?;
+        Ok(step)
+    }
+
+    /// As [`new`](Self::new), of a model whose weights are divided over the ranks of `sharded`, from whose
+    /// [builder](FullyShard::builder) it was built; the optimizer trains [the parts](FullyShard::parameters). Every rank
+    /// runs the step at the same time, each on its own part of the batch: tokens and targets are this rank's.
+    ///
+    /// A module's weights are gathered in the dtype that its products read, in forward and again in backward, and freed
+    /// after they were read last. Its gradients are averaged after its backward, of each micro-batch, and a rank keeps
+    /// its part. On a GPU exchanges run beside the kernels, on a stream of their own, the gathers one module ahead, and
+    /// are recorded in the CUDA graph with them. On the CPU each is waited for where it begins.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`](crate::Error::Order) for a model
+    /// that is not all of what the builder gave; [`Error::Rank`](crate::Error::Rank) where ranks have other weights.
+    pub fn fully_sharded(
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        config: &PlanConfig,
+        sharded: &FullyShard,
+    ) -> Result<Self> {
+        let config = PlanConfig {
+            fully_shard: Some(sharded.config()),
+            ..config.clone()
+        };
+        config.check(model.config())?;
+        let communicator = sharded.communicator();
+        let parts = sharded.parts_of(&model.parameters())?;
+        let mut step = Self::of(model, optimizer, &config, parts, communicator.device())?;
+        step.step.join_job(communicator)?;
         Ok(step)
     }
 

@@ -17,58 +17,75 @@ pub(super) struct Update<'a> {
     pub gradients: &'a [Option<BufferRange>],
     /// Of each parameter, the copy in half precision that the update renews, where there is one.
     pub copies: HashMap<usize, BufferRange>,
-    /// Where the optimizer is divided among ranks.
+    /// Where the update is divided among ranks.
     pub shares: Option<Shares>,
     pub on_gpu: bool,
 }
 
-/// Which rank updates which parameter.
+/// What each rank updates.
 #[derive(Clone)]
 pub(super) struct Shares {
     pub own: Shard,
-    /// By parameter.
-    pub owners: Vec<usize>,
+    /// By parameter, the rank that updates it. None: every rank updates its part of each.
+    pub owners: Option<Vec<usize>>,
+}
+
+impl Shares {
+    /// Whether a rank updates a parameter, or a part of it.
+    fn has(&self, rank: usize, number: usize) -> bool {
+        let owners = self.owners.as_ref();
+        owners.is_none_or(|owners| owners[number] == rank)
+    }
+}
+
+/// A number that a rank has of a gradient.
+struct Place {
+    number: usize,
+    rank: usize,
+    is_own: bool,
 }
 
 impl Update<'_> {
-    /// Whether this rank updates a parameter.
+    /// Whether this rank updates a parameter, or its part of it.
     fn is_own(&self, number: usize) -> bool {
         let shares = self.shares.as_ref();
-        shares.is_none_or(|shares| shares.owners[number] == shares.own.rank)
+        shares.is_none_or(|shares| shares.has(shares.own.rank, number))
     }
 
-    /// The parameters in the order in which numbers that each gradient has one of are kept: rank by rank.
-    fn places(&self) -> Vec<usize> {
-        let mut numbers: Vec<usize> = (0..self.gradients.len()).collect();
-        if let Some(shares) = &self.shares {
-            numbers.sort_by_key(|number| shares.owners[*number]);
-        }
-        numbers
-    }
-
-    /// Each rank has made its own part of a buffer that has a number of each gradient: the others get it.
-    fn gather(&mut self, buffer: BufferId, places: &[usize]) {
-        let Some(Shares { own, owners }) = self.shares.clone() else {
-            return;
+    /// The order in which numbers are kept that there are of each gradient: rank by rank.
+    fn places(&self) -> Vec<Place> {
+        let (own, world_size) = match &self.shares {
+            Some(shares) => (shares.own.rank, shares.own.world_size),
+            None => (0, 1),
         };
+        let of_rank = |rank: usize| {
+            let numbers = 0..self.gradients.len();
+            let shares = self.shares.as_ref();
+            let has = move |number: &usize| shares.is_none_or(|s| s.has(rank, *number));
+            numbers.filter(has).map(move |number| Place {
+                number,
+                rank,
+                is_own: rank == own,
+            })
+        };
+        (0..world_size).flat_map(of_rank).collect()
+    }
+
+    /// Each rank has made its own part of a buffer that has a number at each place: the others get it.
+    fn gather(&mut self, buffer: BufferId, places: &[Place]) {
+        if self.shares.is_none() {
+            return;
+        }
         let mut start = 0;
-        for root in 0..own.world_size {
-            let count = places
-                .iter()
-                .filter(|number| owners[**number] == root)
-                .count();
+        for of_rank in places.chunk_by(|a, b| a.rank == b.rank) {
+            let (root, elements) = (of_rank[0].rank, of_rank.len());
             let part = BufferRange {
                 buffer,
-                elements: start..start + count,
+                elements: start..start + elements,
             };
-            start += count;
-            if count > 0 {
-                let op = Op::Broadcast {
-                    elements: count,
-                    root,
-                };
-                self.plan.call(op, [], [("x", part)]);
-            }
+            start += elements;
+            let op = Op::Broadcast { elements, root };
+            self.plan.call(op, [], [("x", part)]);
         }
     }
 
@@ -82,8 +99,8 @@ impl Update<'_> {
             factor = Some(self.clip_factor());
         }
         // In the order of the sums: on a GPU both have one table.
-        for number in self.places() {
-            self.adamw(number, factor);
+        for place in self.places().iter().filter(|place| place.is_own) {
+            self.adamw(place.number, factor);
         }
     }
 
@@ -92,24 +109,23 @@ impl Update<'_> {
     fn unscale(&mut self) -> Option<BufferId> {
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "grad_scaler".into();
-        let parameters = self.gradients.len();
+        let places = self.places();
         let (found, dtype) = match self.on_gpu {
             true => ("not finite", DType::U32),
             false => ("finite", DType::U8),
         };
         let finite = self
             .plan
-            .arena(found, &[parameters], dtype, Category::Temporary);
-        let places = self.places();
-        for (place, number) in places.iter().enumerate() {
-            let gradient = self.gradients.get(*number).cloned().flatten();
-            let Some(gradient) = gradient.filter(|_| self.is_own(*number)) else {
+            .arena(found, &[places.len()], dtype, Category::Temporary);
+        for (i, place) in places.iter().enumerate() {
+            let gradient = self.gradients[place.number].clone();
+            let Some(gradient) = gradient.filter(|_| place.is_own) else {
                 continue;
             };
             let elements = gradient.elements.len();
             let is_finite = BufferRange {
                 buffer: finite,
-                elements: place..place + 1,
+                elements: i..i + 1,
             };
             let writes = [("gradient", gradient), ("found", is_finite)];
             self.plan.call(Op::Unscale { elements }, [], writes);
@@ -123,7 +139,8 @@ impl Update<'_> {
         let whole = |id| self.plan.whole(id);
         let reads = [("found", whole(finite))];
         let writes = Named::from([("first", whole(first))]).with_some("factor", factor.map(whole));
-        let op = Op::CheckOverflow { parameters: places };
+        let parameters = places.iter().map(|place| place.number).collect();
+        let op = Op::CheckOverflow { parameters };
         self.plan.call(op, reads, writes);
         factor
     }
@@ -142,13 +159,12 @@ impl Update<'_> {
     fn clip_factor(&mut self) -> BufferId {
         self.plan.phase = Phase::Clip;
         self.plan.path = "clip_grad_norm".into();
-        let parameters = self.gradients.len();
+        let places = self.places();
         let squares = self
             .plan
-            .arena("squares", &[parameters], DType::F64, Category::Temporary);
-        let places = self.places();
-        let own = places.iter().filter(|number| self.is_own(**number));
-        let own = own.filter_map(|number| self.gradients[*number].as_ref());
+            .arena("squares", &[places.len()], DType::F64, Category::Temporary);
+        let own = places.iter().filter(|place| place.is_own);
+        let own = own.filter_map(|place| self.gradients[place.number].as_ref());
         let all_chunks = own.map(|gradient| workspace::chunks(gradient.elements.len()));
         let all_chunks = [all_chunks.sum()];
         let chunks = self.on_gpu.then(|| {
@@ -156,15 +172,15 @@ impl Update<'_> {
                 .arena("chunks", &all_chunks, DType::F64, Category::Scratch)
         });
         let mut chunk = 0;
-        for (place, number) in places.iter().enumerate() {
-            let gradient = self.gradients.get(*number).cloned().flatten();
-            let Some(gradient) = gradient.filter(|_| self.is_own(*number)) else {
+        for (i, place) in places.iter().enumerate() {
+            let gradient = self.gradients[place.number].clone();
+            let Some(gradient) = gradient.filter(|_| place.is_own) else {
                 continue;
             };
             let elements = gradient.elements.len();
             let square = BufferRange {
                 buffer: squares,
-                elements: place..place + 1,
+                elements: i..i + 1,
             };
             let first = chunk;
             chunk += workspace::chunks(elements);
@@ -180,7 +196,8 @@ impl Update<'_> {
         let factor = self.factor();
         let reads = [("squares", self.plan.whole(squares))];
         let writes = [("factor", self.plan.whole(factor))];
-        let op = Op::ClipFactor { parameters: places };
+        let parameters = places.iter().map(|place| place.number).collect();
+        let op = Op::ClipFactor { parameters };
         self.plan.call(op, reads, writes);
         factor
     }

@@ -1,6 +1,8 @@
 //! What ranks do together, and on which numbers.
 
+use super::Shard;
 use candle_core::DType;
+use std::ops::Range;
 
 /// How the numbers of all ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,6 +45,36 @@ pub(crate) enum Collective {
 }
 
 impl Collective {
+    /// What gives every rank all of a tensor of which each has its [part](Shard::part), by the elements that it is of.
+    pub(crate) fn gathering(world_size: usize, elements: usize) -> Vec<(Self, Range<usize>)> {
+        let from = |root| Self::Broadcast { root };
+        Self::by_parts(world_size, elements, Self::AllGather, from)
+    }
+
+    /// What gives each rank the mean over all of its [part](Shard::part) of a tensor, by the elements that it is of;
+    /// the other parts hold nothing of use afterwards.
+    pub(crate) fn scattering(world_size: usize, elements: usize) -> Vec<(Self, Range<usize>)> {
+        let reduce = Reduce::Mean;
+        let to = |root| Self::Reduce { reduce, root };
+        Self::by_parts(world_size, elements, Self::ReduceScatter(reduce), to)
+    }
+
+    /// `whole` of parts of one size, else `each`.
+    fn by_parts(
+        world_size: usize,
+        elements: usize,
+        whole: Self,
+        each: impl Fn(usize) -> Self,
+    ) -> Vec<(Self, Range<usize>)> {
+        let parts: Vec<Range<usize>> = Shard::parts(world_size, elements).collect();
+        if parts.iter().all(|part| part.len() == parts[0].len()) {
+            return vec![(whole, 0..elements)];
+        }
+        let parts = parts.into_iter().enumerate();
+        let parts = parts.filter(|(_, part)| !part.is_empty());
+        parts.map(|(rank, part)| (each(rank), part)).collect()
+    }
+
     /// As errors and reports call it.
     pub(crate) fn name(self) -> &'static str {
         match self {

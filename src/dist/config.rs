@@ -1,5 +1,6 @@
 //! How ranks come together, and how they exchange gradients.
 
+use super::Shard;
 use crate::{Error, Result};
 use candle_core::DType;
 use std::fmt;
@@ -91,10 +92,34 @@ impl ReplicatedConfig {
     /// # Errors
     /// [`Error::Config`] for a dtype that is neither bf16 nor f32 (f16's range is too small for sums of gradients).
     pub fn validate(&self) -> Result<()> {
-        match self.dtype {
-            None | Some(DType::BF16 | DType::F32) => Ok(()),
-            Some(other) => Err(Error::config("ReplicatedConfig", "dtype", other.as_str())
-                .must_be("None, bf16 or f32", "None exchanges gradients as they are")),
-        }
+        check_dtype("ReplicatedConfig", self.dtype)
+    }
+}
+
+/// Fully sharded data parallelism: every rank has a part of each weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FullyShardConfig {
+    /// Which rank this is, of how many.
+    pub shard: Shard,
+    /// What gradients are rounded to for the exchange, as [`ReplicatedConfig::dtype`] says.
+    pub dtype: Option<DType>,
+}
+
+impl FullyShardConfig {
+    /// Whether there is such a rank, and gradients can be exchanged so.
+    ///
+    /// # Errors
+    /// [`Error::Config`], as [`ReplicatedConfig::validate`].
+    pub fn validate(&self) -> Result<()> {
+        self.shard.validate()?;
+        check_dtype("FullyShardConfig", self.dtype)
+    }
+}
+
+fn check_dtype(config: &'static str, dtype: Option<DType>) -> Result<()> {
+    match dtype {
+        None | Some(DType::BF16 | DType::F32) => Ok(()),
+        Some(other) => Err(Error::config(config, "dtype", other.as_str())
+            .must_be("None, bf16 or f32", "None exchanges gradients as they are")),
     }
 }

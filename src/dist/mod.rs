@@ -60,6 +60,8 @@ mod buckets;
 mod collective;
 mod communicator;
 mod config;
+mod fully_shard;
+mod gather;
 #[cfg(feature = "cuda")]
 mod gpu_queue;
 mod host;
@@ -85,7 +87,9 @@ mod threads;
 pub use collective::Reduce;
 pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;
-pub use config::{DistConfig, Exchange, ReplicatedConfig};
+pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
+pub use fully_shard::FullyShard;
+pub use gather::gathered;
 pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};

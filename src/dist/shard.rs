@@ -1,6 +1,11 @@
 //! A rank's share of what is divided among the ranks of a job.
 
 use crate::{Error, Result};
+use std::ops::Range;
+
+/// Parts of a tensor begin at multiples of so many elements: 16 bytes of a half precision, which exchanges are at their
+/// best with.
+const PART_ELEMENTS: usize = 8;
 
 /// One rank of several, each of which has a share of something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,6 +29,27 @@ impl Shard {
                 "ranks count from 0",
             )),
         }
+    }
+
+    /// This rank's part of a tensor of so many elements that all ranks have a part of, in the order of the ranks: of one
+    /// size, but for the last ranks', which may have less or none.
+    ///
+    /// ```
+    /// use tallow::dist::Shard;
+    ///
+    /// let parts = [0, 1, 2].map(|rank| Shard { rank, world_size: 3 }.part(50));
+    /// assert_eq!(parts, [0..24, 24..48, 48..50]); // whole 16 bytes, were they of bf16
+    /// ```
+    pub fn part(&self, elements: usize) -> Range<usize> {
+        let each = elements.div_ceil(self.world_size);
+        let each = each.next_multiple_of(PART_ELEMENTS);
+        let begin = |rank: usize| (rank * each).min(elements);
+        begin(self.rank)..begin(self.rank + 1)
+    }
+
+    /// The [parts](Self::part) of all ranks.
+    pub(crate) fn parts(world_size: usize, elements: usize) -> impl Iterator<Item = Range<usize>> {
+        (0..world_size).map(move |rank| Self { rank, world_size }.part(elements))
     }
 
     /// The rank that owns each of these parameters, given as name and elements.

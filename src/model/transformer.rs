@@ -2,6 +2,7 @@
 
 use super::{TransformerConfig, depth};
 use crate::attention::Algorithm;
+use crate::dist::gathered;
 use crate::nn::{
     self, Architecture, Checkpointing, DropoutRates, Embedding, ForwardContext, Layer, Linear,
     Norm, RotaryConfig, RotaryEmbedding, TransformerBlock, join,
@@ -44,6 +45,7 @@ pub struct TransformerLM {
     layers: Vec<TransformerBlock>,
     ln_final: Norm,
     lm_head: Linear,
+    device: Device,
 }
 
 impl TransformerLM {
@@ -124,6 +126,7 @@ impl TransformerLM {
             layers,
             ln_final,
             lm_head,
+            device: vb.device().clone(),
         })
     }
 
@@ -166,7 +169,7 @@ impl TransformerLM {
 
     /// Where the parameters are.
     pub fn device(&self) -> &Device {
-        self.lm_head.weight().device()
+        &self.device
     }
 
     /// Every parameter with its name, in a fixed order: embeddings, blocks, final norm, head. One variable under two
@@ -273,7 +276,7 @@ impl TransformerLM {
         ignore: Option<u32>,
     ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
-        let head = self.lm_head.weight();
+        let head = &gathered(self.lm_head.weight())?;
         in_module("lm_head", || match ignore {
             None => ops::linear_cross_entropy(&hidden, head, targets),
             Some(id) => ops::linear_cross_entropy_ignoring(&hidden, head, targets, id),

@@ -1,6 +1,7 @@
 //! Token ids to vectors.
 
 use super::{Layer, check_weight, join, variable};
+use crate::dist::gathered;
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -62,7 +63,7 @@ impl Embedding {
     /// # Errors
     /// As [`ops::embedding()`].
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        ops::embedding(tokens, &self.weight)
+        ops::embedding(tokens, &gathered(&self.weight)?)
     }
 }
 

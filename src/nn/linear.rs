@@ -1,6 +1,7 @@
 //! y = x W^T, and y = x W^T + b.
 
 use super::{Layer, check_weight, join, variable};
+use crate::dist::gathered;
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -88,9 +89,10 @@ impl Linear {
     /// # Errors
     /// As [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let weight = gathered(&self.weight)?;
         match &self.bias {
-            Some(bias) => ops::linear_bias(x, &self.weight, bias),
-            None => ops::linear(x, &self.weight),
+            Some(bias) => ops::linear_bias(x, &weight, &gathered(bias)?),
+            None => ops::linear(x, &weight),
         }
     }
 }

@@ -4,6 +4,7 @@
 
 mod collectives;
 mod failures;
+mod fully_sharded;
 mod replicated;
 mod sharded;
 mod training;
@@ -19,11 +20,12 @@ const CASE: &str = "TALLOW_TEST_CASE";
 /// What a rank does, and its name.
 type Case = (&'static str, fn() -> Result<()>);
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     ("collectives", collectives::of_every_dtype),
     ("replicated", replicated::as_one_process),
     ("tied", replicated::tied_as_one_process),
     ("sharded", sharded::as_one_process),
+    ("fully sharded", fully_sharded::as_one_process),
     ("training", training::as_one_process),
     ("stopped", failures::stopped),
     ("ended", failures::ended),

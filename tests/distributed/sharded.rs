@@ -16,7 +16,7 @@ fn small_network(#[values(2, 3, 4)] ranks: usize) {
     succeed("sharded", at_most(ranks));
 }
 
-const CONFIG: AdamWConfig = AdamWConfig {
+pub(super) const CONFIG: AdamWConfig = AdamWConfig {
     lr: 0.1,
     betas: (0.9, 0.999),
     eps: 1e-8,
@@ -85,7 +85,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
 }
 
 /// A tied weight under one of its names.
-fn distinct(network: &Network) -> Vec<(String, candle_core::Var)> {
+pub(super) fn distinct(network: &Network) -> Vec<(String, candle_core::Var)> {
     let mut seen = Vec::new();
     let mut parameters = network.parameters();
     parameters.retain(|(_, var)| {

@@ -2,6 +2,7 @@
 //! (Processes are in `tests/distributed`, by MPI; several GPUs in the example `distributed_benchmark`.)
 
 mod collectives;
+mod fully_sharded;
 mod planned;
 mod replicated;
 mod sharded;

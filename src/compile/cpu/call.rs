@@ -6,11 +6,10 @@ use super::super::plan::Plan;
 use super::super::run::not_finite;
 use super::Controls;
 use crate::Result;
-use crate::dist::{Collective, Reduce};
 use crate::kernels::Update;
 use crate::kernels::cpu::adamw::{self, Moment};
 use crate::kernels::cpu::{Real, reduce, unscale as unscaling};
-use crate::ops::cpu::for_real;
+use crate::ops::cpu::{for_real, for_stored};
 use crate::ops::lowering::Slices;
 use candle_core::DType;
 use half::bf16;
@@ -28,12 +27,11 @@ pub(super) fn run(
 ) -> Result<ControlFlow<()>> {
     match op {
         Op::Kernel(kernel) => kernel.run(s)?,
-        Op::AllReduce { .. } => exchange(Collective::AllReduce(Reduce::Mean), s, controls)?,
-        Op::Reduce { root, .. } => {
-            let (reduce, root) = (Reduce::Mean, *root);
-            exchange(Collective::Reduce { reduce, root }, s, controls)?;
-        }
-        Op::Broadcast { root, .. } => exchange(Collective::Broadcast { root: *root }, s, controls)?,
+        Op::AllReduce { .. }
+        | Op::Reduce { .. }
+        | Op::Broadcast { .. }
+        | Op::AllGather { .. }
+        | Op::ReduceScatter { .. } => exchange(op, s, controls)?,
         Op::CheckOverflow { .. } => return check_overflow(s),
         Op::ClipFactor { parameters } => clip_factor(plan, parameters, s, controls)?,
         Op::SumOfSquares { .. } => sum_of_squares(s)?,
@@ -43,19 +41,21 @@ pub(super) fn run(
     Ok(ControlFlow::Continue(()))
 }
 
-fn exchange(
-    collective: Collective,
-    s: &Slices<'_>,
-    controls: &Controls<'_>,
-) -> candle_core::Result<()> {
+fn exchange(op: &Op, s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
     let Some(communicator) = controls.communicator else {
         return Ok(()); // `Step` has refused it
     };
+    let collectives = op.collectives(communicator.world_size());
+    let mut collectives = collectives.into_iter();
     if s.dtype_of("x")? == DType::U8 {
-        return Ok(communicator.run_on_host(collective, s.y::<u8>("x")?)?);
+        let x = s.y::<u8>("x")?;
+        collectives.try_for_each(|(what, some)| communicator.run_on_host(what, &mut x[some]))?;
+        return Ok(());
     }
-    for_real!(s.dtype_of("x")?, R => {
-        Ok(communicator.run_on_host(collective, s.y::<R>("x")?)?)
+    for_stored!(s.dtype_of("x")?, T => {
+        let x = s.y::<T>("x")?;
+        collectives.try_for_each(|(what, some)| communicator.run_on_host(what, &mut x[some]))?;
+        Ok(())
     })
 }
 

@@ -5,7 +5,6 @@ use super::super::plan::{BufferRange, Call, Plan};
 use super::exchanges::Exchange;
 use super::launcher::Launcher;
 use crate::attention::planned_flash_sizes;
-use crate::dist::{Collective, Reduce};
 use crate::kernels::cuda::{adamw, flash_attention, source};
 use crate::ops::lowering::{Multiplier, Operands};
 use crate::{Error, Result};
@@ -42,10 +41,13 @@ impl<'a> Launcher<'a> {
                 })?;
             }
             Op::AllReduce { .. } => {
-                let exchange = self.exchange(Collective::AllReduce(Reduce::Mean), call);
-                self.exchanges.start(gpu, &[exchange])?;
+                let exchanges = self.exchanges_of(call);
+                self.exchanges.start(gpu, &exchanges)?;
             }
-            Op::Reduce { .. } | Op::Broadcast { .. } => self.start_group(index)?,
+            Op::Reduce { .. }
+            | Op::Broadcast { .. }
+            | Op::AllGather { .. }
+            | Op::ReduceScatter { .. } => self.start_group(index)?,
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
             }
@@ -74,39 +76,50 @@ impl<'a> Launcher<'a> {
         operands.try_for_each(|operand| self.exchanges.wait_for(self.gpu, operand.buffer))
     }
 
-    fn exchange(&self, collective: Collective, call: &Call) -> Exchange<'a> {
+    fn exchanges_of(&self, call: &Call) -> Vec<Exchange<'a>> {
         let x = &call.writes["x"];
-        Exchange {
-            collective,
-            buffer: x.buffer,
-            x: self.view(x),
-        }
+        let collectives = call.op.collectives(self.exchanges.world_size()).into_iter();
+        let exchanges = collectives.map(|(collective, elements)| {
+            let start = x.elements.start;
+            let some = BufferRange {
+                buffer: x.buffer,
+                elements: start + elements.start..start + elements.end,
+            };
+            Exchange {
+                collective,
+                buffer: x.buffer,
+                x: self.view(&some),
+            }
+        });
+        exchanges.collect()
     }
 
-    /// Call `index` and those after it that are to or from one rank each, as many as [`GROUP_BYTES`] wants in one go,
-    /// or as are parts of one buffer.
+    /// Call `index` and those after it that are to or from one rank each, or of parts, as many as [`GROUP_BYTES`] wants
+    /// in one go, or as are parts of one buffer.
     fn start_group(&mut self, index: usize) -> Result<()> {
         let calls = &self.plan.calls()[index..self.end];
+        let is_grouped = |op: &Op| {
+            matches!(
+                op,
+                Op::Reduce { .. }
+                    | Op::Broadcast { .. }
+                    | Op::AllGather { .. }
+                    | Op::ReduceScatter { .. }
+            )
+        };
         let (mut group, mut bytes) = (Vec::new(), 0);
-        for call in calls {
-            let (elements, collective) = match call.op {
-                Op::Reduce { elements, root } => {
-                    let reduce = Reduce::Mean;
-                    (elements, Collective::Reduce { reduce, root })
-                }
-                Op::Broadcast { elements, root } => (elements, Collective::Broadcast { root }),
-                _ => break,
-            };
-            let exchange = self.exchange(collective, call);
+        self.launched = index;
+        for call in calls.iter().take_while(|call| is_grouped(&call.op)) {
+            let x = &call.writes["x"];
             let last = group.last();
-            let follows = last.is_some_and(|last: &Exchange<'_>| last.buffer == exchange.buffer);
+            let follows = last.is_some_and(|last: &Exchange<'_>| last.buffer == x.buffer);
             if bytes >= GROUP_BYTES && !follows {
                 break;
             }
-            bytes += elements * exchange.x.dtype.size_in_bytes();
-            group.push(exchange);
+            bytes += self.view(x).bytes();
+            group.extend(self.exchanges_of(call));
+            self.launched += 1;
         }
-        self.launched = index + group.len();
         self.exchanges.start(self.gpu, &group)
     }
 

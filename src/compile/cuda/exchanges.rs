@@ -29,6 +29,13 @@ impl Exchanges {
         self.communicator = communicator.cloned();
     }
 
+    /// How many ranks there are.
+    pub(super) fn world_size(&self) -> usize {
+        self.communicator
+            .as_ref()
+            .map_or(1, Communicator::world_size)
+    }
+
     /// Has buffers' elements exchanged, once the plan's stream has made them; it goes on meanwhile.
     pub(super) fn start(&mut self, gpu: &CudaDevice, exchanges: &[Exchange<'_>]) -> Result<()> {
         let queue = self.communicator.as_ref().and_then(Communicator::gpu_queue);

@@ -38,8 +38,14 @@ struct Bucket {
 }
 
 impl Averaged<'_> {
+    /// Adds the call that averages the loss.
+    pub fn add_loss(&mut self) {
+        let alone = self.alone(self.loss);
+        self.insert(&alone, &HashMap::new());
+    }
+
     /// Adds the calls.
-    pub fn add(mut self, config: &ReplicatedConfig) {
+    pub fn add(&mut self, config: &ReplicatedConfig) {
         let mut buckets = self.buckets(config.exchange);
         buckets.push(self.alone(self.loss));
         let moved = self.join(&buckets);

@@ -5,7 +5,7 @@ use super::super::op::Op;
 use super::super::plan::{BufferRange, Plan, Runs};
 use super::exchange::Averaged;
 use super::fetch::Fetched;
-use super::{Lower, Lowered, Target, dead, no_planned_form};
+use super::{Lower, Lowered, Target, dead, no_planned_form, sharded};
 use crate::Result;
 use crate::kernels::workspace;
 use std::collections::HashSet;
@@ -47,24 +47,33 @@ impl Lower<'_> {
         let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
         let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
         let before = calls.len();
+        let repeats = match target {
+            Target::Cuda if self.job.config.fully_shard.is_some() => {
+                sharded::gather_ahead(repeats, &self.plan.buffers)
+            }
+            _ => repeats,
+        };
         calls.extend(repeats);
         let mut per_micro_batch = before..calls.len();
         calls.extend(update);
+        let owners = shares.and_then(|shares| shares.owners);
+        let mut averaged = Averaged {
+            calls: &mut calls,
+            buffers: &mut self.plan.buffers,
+            per_micro_batch: &mut per_micro_batch,
+            gradients: &mut gradients,
+            owners: owners.as_deref(),
+            kept: &mut self.plan.kept,
+            loss: output.buffer,
+        };
         if let Some(replicated) = &self.job.config.replicated {
-            let averaged = Averaged {
-                calls: &mut calls,
-                buffers: &mut self.plan.buffers,
-                per_micro_batch: &mut per_micro_batch,
-                gradients: &mut gradients,
-                owners: shares.as_ref().map(|shares| &shares.owners[..]),
-                kept: &mut self.plan.kept,
-                loss: output.buffer,
-            };
             averaged.add(replicated);
+        } else if self.job.config.fully_shard.is_some() {
+            averaged.add_loss();
         }
-        if let Some(shares) = &shares {
+        if let Some(owners) = &owners {
             let fetched = Fetched {
-                owners: &shares.owners,
+                owners,
                 copies: &copies,
                 buffers: &self.plan.buffers,
                 on_gpu: target == Target::Cuda,

@@ -104,18 +104,18 @@ impl Lower<'_> {
 
     /// Adds the gradient of what `operand` shows to that of its value.
     pub(super) fn contribute(&mut self, operand: &graph::ValueRef, dx: BufferRange) {
-        let base = self.value(operand.value);
+        let elements = self.elements_of(operand.value);
         let program = self.program.clone();
         let value = program.graph.value(operand.value);
         let is_in_order = operand.view.as_ref().is_none_or(strided::is_contiguous);
-        let is_whole = is_in_order && dx.elements.len() == base.elements.len();
+        let is_whole = is_in_order && dx.elements.len() == elements;
         let dx = match is_whole {
             true => dx,
             false => {
                 let shape = program.graph.shape_of(operand);
                 let all = || strided::broadcast(shape, shape);
                 let view = operand.view.clone().unwrap_or_else(all);
-                self.scattered(dx, view, base.elements.len(), value.dtype)
+                self.scattered(dx, view, elements, value.dtype)
             }
         };
         if self.trained(operand.value).is_some() {
@@ -124,7 +124,7 @@ impl Lower<'_> {
         let sum_of_both = match self.gradients.take(operand.value) {
             None => dx,
             Some(before) => {
-                let after = self.temporary("gradient", &[base.elements.len()], value.dtype);
+                let after = self.temporary("gradient", &[elements], value.dtype);
                 let reads = [("a", before), ("b", dx)];
                 let writes = [("y", after.clone())];
                 self.plan.call(sum(), reads, writes);

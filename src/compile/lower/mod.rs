@@ -13,8 +13,8 @@
 //!
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
 //! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), calls that no
-//! result is needed of ([`dead`]), gradients averaged over ranks ([`exchange`]), and weights that other ranks update
-//! ([`fetch`]). What does not: where buffers lie ([`arena`](super::arena)) and what computes a call.
+//! result is needed of ([`dead`]), gradients averaged over ranks ([`exchange`]), weights that other ranks update
+//! ([`fetch`]), and weights that every rank has a part of ([`sharded`]). What does not: where buffers lie ([`arena`](super::arena)) and what computes a call.
 
 mod attention;
 mod dead;
@@ -33,6 +33,7 @@ mod norm;
 mod passes;
 mod program;
 mod recompute;
+mod sharded;
 #[cfg(test)]
 mod tests;
 mod values;
@@ -102,7 +103,9 @@ pub(super) fn step(job: &Job<'_>) -> Result<Lowered> {
     let first = lower.plan.calls.len();
     lower.forward()?;
     let loss = lower.mean_loss()?;
+    lower.free_weights();
     lower.backward()?;
+    lower.scatter_all_gradients();
     lower.check_reached()?;
     let per_micro_batch = first..lower.plan.calls.len();
     lower.update();
@@ -299,6 +302,7 @@ impl<'a> Lower<'a> {
                 .map(|next| module_of(forms[next].form.path()));
             if after.is_some_and(|next| next != module_of(form.path())) {
                 self.update_matrices();
+                self.scatter_gradients();
             }
         }
         Ok(())

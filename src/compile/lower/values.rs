@@ -55,6 +55,10 @@ impl Lower<'_> {
 
     /// Where all of a value lies.
     pub(super) fn value(&mut self, id: ValueId) -> BufferRange {
+        if self.part_of(id).is_some() {
+            let dtype = self.program.graph.value(id).dtype;
+            return self.gathered(&[id], dtype);
+        }
         if let Some(operand) = &self.places[id.0] {
             return operand.clone();
         }
@@ -94,6 +98,14 @@ impl Lower<'_> {
         let operand = self.plan.whole(buffer);
         self.places[id.0] = Some(operand.clone());
         operand
+    }
+
+    /// How many elements there are of a value.
+    pub(super) fn elements_of(&mut self, id: ValueId) -> usize {
+        match self.job.function.numbers.get(&id) {
+            Some(number) => self.job.function.parameters[*number].elements,
+            None => self.value(id).elements.len(),
+        }
     }
 
     /// How many elements of a value's storage are read: views may reach beyond what was read first.
@@ -136,7 +148,9 @@ impl Lower<'_> {
         }
         let value = self.program.graph.value(operand.value);
         let (dtype, source) = (value.dtype, value.source.clone());
-        if source == Source::Constant {
+        // A parameter that is read in views alone looks like one.
+        let is_parameter = self.job.function.numbers.contains_key(&operand.value);
+        if source == Source::Constant && !is_parameter {
             // Put in order once and for all.
             self.arguments.push((operand.value, Some(view.clone())));
             let (category, location) = (

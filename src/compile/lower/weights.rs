@@ -1,9 +1,10 @@
 //! Weights: the copies that products read, their gradients, and when they are updated.
 
-use super::super::buffer::{BufferId, Category, Location};
+use super::super::buffer::Category;
 use super::super::plan::BufferRange;
 use super::super::update::{Shares, Update};
 use super::program::Program;
+use super::sharded::Sharded;
 use super::{Job, Lower};
 use crate::dist::Shard;
 use crate::graph::ValueId;
@@ -22,6 +23,8 @@ pub(super) struct Weights {
     is_free_early: Vec<bool>,
     /// In the dtype that products read them in.
     copies: HashMap<ValueId, BufferRange>,
+    /// Of weights that ranks have parts of.
+    pub sharded: Sharded,
     /// Parameters whose gradients are complete, to be updated in backward.
     waiting: Vec<usize>,
     /// The same, to be updated at its end.
@@ -48,6 +51,7 @@ impl Weights {
             to_come,
             is_free_early,
             copies: HashMap::new(),
+            sharded: Sharded::default(),
             waiting: Vec::new(),
             late: Vec::new(),
         }
@@ -63,6 +67,9 @@ impl Lower<'_> {
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
     pub(super) fn copy_weights(&mut self) {
+        if self.job.config.fully_shard.is_some() {
+            return; // they are there only while they are used
+        }
         for placed in self.forms.clone().iter() {
             placed.form.copy_weights(self);
         }
@@ -80,29 +87,23 @@ impl Lower<'_> {
             );
             return self.value(first);
         }
+        if self.part_of(first).is_some() {
+            return self.gathered(weights, dtype);
+        }
         if let Some(copy) = self.weights.copies.get(&first) {
             return match weights {
                 [_] => copy.clone(),
                 _ => self.plan.whole(copy.buffer),
             };
         }
-        let all: Vec<BufferRange> = weights.iter().map(|weight| self.value(*weight)).collect();
-        let (shape, name) = (self.stacked(&all), self.names(&all));
-        let (category, location) = (Category::WeightCopy, Location::Arena { offset_bytes: 0 });
-        let buffers = &mut self.plan.buffers;
-        let copy = buffers.add(
-            &format!("copy of {name}"),
-            &shape,
-            dtype,
-            category,
-            location,
-        );
-        for ((value, weight), part) in weights.iter().zip(&all).zip(parts(&all, copy)) {
-            self.weights.copies.insert(*value, part.clone());
+        let places = self.stack("copy of", weights, dtype, Category::WeightCopy);
+        for (weight, place) in weights.iter().zip(&places) {
+            let operand = self.value(*weight);
+            self.weights.copies.insert(*weight, place.clone());
             self.plan
-                .call(converted(), [("x", weight.clone())], [("y", part)]);
+                .call(converted(), [("x", operand)], [("y", place.clone())]);
         }
-        self.plan.whole(copy)
+        self.plan.whole(places[0].buffer)
     }
 
     /// The gradients of parameters, one under the other, and whether what computes them adds.
@@ -120,23 +121,15 @@ impl Lower<'_> {
         }
         let accumulate = match self.job.config.accumulation {
             1 => Accumulate::Never,
+            _ if self.job.config.fully_shard.is_some() => Accumulate::Never, // parts are accumulated
             _ => Accumulate::AfterFirst,
         };
-        let all: Vec<BufferRange> = weights.iter().map(|weight| self.value(*weight)).collect();
-        let (shape, name) = (self.stacked(&all), self.names(&all));
-        let (category, location) = (Category::Gradient, Location::Arena { offset_bytes: 0 });
-        let buffers = &mut self.plan.buffers;
-        let gradient = buffers.add(
-            &format!("gradient of {name}"),
-            &shape,
-            dtype,
-            category,
-            location,
-        );
-        for (number, part) in numbers.into_iter().zip(parts(&all, gradient)) {
-            self.weights.gradients[number] = Some(part);
+        let places = self.stack("gradient of", weights, dtype, Category::Gradient);
+        let gradient = self.plan.whole(places[0].buffer);
+        for (number, place) in numbers.into_iter().zip(places) {
+            self.weights.gradients[number] = Some(place);
         }
-        (self.plan.whole(gradient), accumulate)
+        (gradient, accumulate)
     }
 
     /// The dtype of the gradients of weights that one product makes. With the optimizer in backward only the update
@@ -149,7 +142,8 @@ impl Lower<'_> {
             None => false,
         };
         let config = self.job.config;
-        let exchanged = config.replicated.and_then(|replicated| replicated.dtype);
+        let replicated = config.replicated.and_then(|replicated| replicated.dtype);
+        let exchanged = replicated.or(config.fully_shard.and_then(|sharded| sharded.dtype));
         let is_rounded =
             exchanged == Some(DType::BF16) && config.accumulation == 1 && !config.loss_scaling;
         let passes = self.is_on_gpu() && (config.optimizer_in_backward || is_rounded);
@@ -165,8 +159,10 @@ impl Lower<'_> {
         let Some(number) = self.trained(value) else {
             return;
         };
+        let config = self.job.config;
+        let stays = config.accumulation == 1 || config.fully_shard.is_some();
         let is_first = self.weights.gradients[number].is_none();
-        if is_first && self.job.config.accumulation == 1 && !self.gradients.reads(gradient.buffer) {
+        if is_first && stays && !self.gradients.reads(gradient.buffer) {
             self.weights.gradients[number] = Some(gradient);
         } else {
             let dtype = self.program.graph.value(value).dtype;
@@ -183,6 +179,9 @@ impl Lower<'_> {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         for number in numbers {
             self.weights.to_come[number] -= 1;
+            if self.weights.to_come[number] == 0 && self.job.config.fully_shard.is_some() {
+                self.weights.sharded.complete.push(number);
+            }
             if self.weights.to_come[number] > 0 || !self.job.config.optimizer_in_backward {
                 continue;
             }
@@ -228,12 +227,17 @@ impl Lower<'_> {
         (self.plan.path, self.plan.phase, self.plan.part) = (path, phase, part);
     }
 
-    /// Which rank updates which parameter, where the optimizer is divided among ranks.
+    /// What each rank updates, where that is divided among ranks.
     pub(super) fn shares(&self) -> Option<Shares> {
-        let own = self.job.config.optimizer_shard?;
+        let config = self.job.config;
+        if let Some(sharded) = config.fully_shard {
+            let (own, owners) = (sharded.shard, None);
+            return Some(Shares { own, owners });
+        }
+        let own = config.optimizer_shard?;
         let parameters = self.job.function.parameters.iter();
         let sizes = parameters.map(|parameter| (parameter.name.as_str(), parameter.elements));
-        let owners = Shard::owners(own.world_size, sizes);
+        let owners = Some(Shard::owners(own.world_size, sizes));
         Some(Shares { own, owners })
     }
 
@@ -255,32 +259,45 @@ impl Lower<'_> {
         }
     }
 
-    /// The shape of weights one under the other.
-    fn stacked(&self, weights: &[BufferRange]) -> Vec<usize> {
-        let shapes = weights.iter().map(|w| &self.plan.buffers[w.buffer].shape);
-        let mut shape = self.plan.buffers[weights[0].buffer].shape.clone();
-        shape[0] = shapes.map(|shape| shape[0]).sum();
-        shape
+    /// A buffer for something of weights, one under the other: the place of each.
+    pub(super) fn stack(
+        &mut self,
+        what: &str,
+        weights: &[ValueId],
+        dtype: DType,
+        category: Category,
+    ) -> Vec<BufferRange> {
+        let described = weights.iter().map(|weight| self.described(*weight));
+        let (names, shapes): (Vec<String>, Vec<Vec<usize>>) = described.unzip();
+        let mut shape = shapes[0].clone();
+        shape[0] = shapes.iter().map(|shape| shape[0]).sum();
+        let name = format!("{what} {}", names.join(" and "));
+        let stack = self.plan.buffers.arena(&name, &shape, dtype, category);
+        let mut end = 0;
+        let places = shapes.iter().map(|shape| {
+            let start = end;
+            end += shape.iter().product::<usize>();
+            BufferRange {
+                buffer: stack,
+                elements: start..end,
+            }
+        });
+        places.collect()
     }
 
-    fn names(&self, weights: &[BufferRange]) -> String {
-        let names = weights
-            .iter()
-            .map(|w| self.plan.buffers[w.buffer].name.as_str());
-        names.collect::<Vec<_>>().join(" and ")
-    }
-}
-
-/// The place of each weight in `stack`, where they lie one under the other.
-fn parts(weights: &[BufferRange], stack: BufferId) -> Vec<BufferRange> {
-    let mut end = 0;
-    let parts = weights.iter().map(|weight| {
-        let start = end;
-        end += weight.elements.len();
-        BufferRange {
-            buffer: stack,
-            elements: start..end,
+    /// Name and shape of a weight.
+    fn described(&mut self, weight: ValueId) -> (String, Vec<usize>) {
+        if self.part_of(weight).is_none() {
+            let operand = self.value(weight);
+            let buffer = &self.plan.buffers[operand.buffer];
+            return (buffer.name.clone(), buffer.shape.clone());
         }
-    });
-    parts.collect()
+        let parameter = &self.job.function.parameters[self.job.function.numbers[&weight]];
+        let value = self.program.graph.value(weight);
+        let shape = match value.elements() == parameter.elements {
+            true => value.shape.clone(),
+            false => vec![parameter.elements], // first read as a view
+        };
+        (parameter.name.clone(), shape)
+    }
 }

@@ -57,7 +57,7 @@ impl<'a> View<'a> {
         self.part(first, self.len.saturating_sub(first))
     }
 
-    fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.len * self.dtype.size_in_bytes()
     }
 }

@@ -1,0 +1,244 @@
+//! Fully sharded data parallelism: weights divided over the ranks.
+
+use super::gather::Part;
+use super::{Communicator, FullyShardConfig, Shard};
+use crate::optim::described;
+use crate::{Error, Result, graph, no_grad};
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The same model on every rank, none of which has all of it: of each weight, its gradient and its optimizer state a
+/// rank has its [part](Shard::part), and weights are there as a whole only while they are used (ZeRO, stage 3;
+/// `fully_shard` in PyTorch).
+///
+/// A layer that is built from its [`builder`](Self::builder) has hollow weights, which take no memory, and which it
+/// [gathers](super::gathered) where it reads them. What is trained are the parts, [`parameters`](Self::parameters), by
+/// any optimizer. They and the layers' weights are connected for as long as this lives.
+///
+/// In a [planned](crate::compile::TrainStep::fully_sharded) step a weight is gathered for forward, freed, and gathered
+/// again for backward. In an eager one it is kept for backward once it is gathered, unless the block is
+/// [checkpointed](crate::nn::Checkpointing), and gathered again with it; gradients are averaged in
+/// [`backward`](crate::backward()).
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use tallow::compile::{PlanConfig, TrainStep};
+/// use tallow::dist::{self, FullyShard};
+/// use tallow::model::{TransformerConfig, TransformerLM};
+/// use tallow::nn;
+/// use tallow::optim::{AdamW, AdamWConfig};
+///
+/// let config = TransformerConfig {
+///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///     ..Default::default()
+/// };
+/// // Two ranks, here threads of one process; processes call dist::init.
+/// let of = |communicator: dist::Communicator| -> tallow::Result<f32> {
+///     let sharded = FullyShard::new(&communicator, None)?;
+///     let weights = nn::seeded(0, DType::F32, communicator.device());
+///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
+///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
+///     let plan = PlanConfig { batch_size: 1, sequence_length: 4, ..Default::default() };
+///     let mut step = TrainStep::fully_sharded(&model, &optimizer, &plan, &sharded)?;
+///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
+///     step.run(&mut optimizer, &tokens, &tokens)
+/// };
+/// std::thread::scope(|scope| {
+///     let ranks: Vec<_> = dist::threads(2)?.into_iter().map(|rank| scope.spawn(move || of(rank))).collect();
+///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap().map(drop))
+/// })?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao et
+/// al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+#[derive(Clone, Debug)]
+pub struct FullyShard {
+    communicator: Communicator,
+    dtype: Option<DType>,
+    /// In the order in which they were asked for.
+    weights: Arc<Mutex<Vec<Weight>>>,
+}
+
+/// A weight, and this rank's part of it.
+#[derive(Clone, Debug)]
+struct Weight {
+    name: String,
+    part: Arc<Part>,
+}
+
+impl FullyShard {
+    /// For the ranks of a job. `dtype` is what gradients are rounded to for the exchange, as
+    /// [`FullyShardConfig::dtype`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a dtype that is neither bf16 nor f32.
+    pub fn new(communicator: &Communicator, dtype: Option<DType>) -> Result<Self> {
+        let sharded = Self {
+            communicator: communicator.clone(),
+            dtype,
+            weights: Arc::default(),
+        };
+        sharded.config().validate()?;
+        Ok(sharded)
+    }
+
+    /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file), and
+    /// of it this rank's part is kept: so one weight is there as a whole at a time, and never the model.
+    pub fn builder<'v>(&self, vb: VarBuilder<'v>) -> VarBuilder<'v> {
+        let (dtype, device) = (vb.dtype(), vb.device().clone());
+        let sharded = self.clone();
+        VarBuilder::from_backend(Box::new(Sharding { vb, sharded }), dtype, device)
+    }
+
+    /// This rank's parts of the weights, by the weights' names, in the order in which they were built: what an optimizer
+    /// trains.
+    ///
+    /// A part is a column (elements, 1), of a vector (elements).
+    pub fn parameters(&self) -> Vec<(String, Var)> {
+        let weights = self.weights();
+        let parts = weights.iter();
+        let parts = parts.map(|weight| (weight.name.clone(), weight.part.var.clone()));
+        parts.collect()
+    }
+
+    /// All of a weight, on every rank, on the ranks' device. All ranks have to call it.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for a weight that was not built; [`Error::Rank`].
+    pub fn whole(&self, name: &str) -> Result<Tensor> {
+        let weight = self.weights().iter().find(|w| w.name == name).cloned();
+        match weight {
+            Some(weight) => no_grad(|| weight.part.gathered()),
+            None => Err(self.refuse(format!("there is no weight {name}"))),
+        }
+    }
+
+    /// The ranks.
+    pub fn communicator(&self) -> &Communicator {
+        &self.communicator
+    }
+
+    /// What a plan is told.
+    pub fn config(&self) -> FullyShardConfig {
+        FullyShardConfig {
+            shard: self.shard(),
+            dtype: self.dtype,
+        }
+    }
+
+    fn shard(&self) -> Shard {
+        Shard {
+            rank: self.communicator.rank(),
+            world_size: self.communicator.world_size(),
+        }
+    }
+
+    /// The part of each of these weights, which are all that were built; all ranks have the same.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for weights that are not exactly these; [`Error::Rank`].
+    pub(crate) fn parts_of(&self, weights: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
+        self.communicator
+            .agree(OP, &[("weights", described(weights.iter()))])?;
+        let mut own = self.weights().clone();
+        let parts = weights.iter().map(|(name, weight)| {
+            let place = own
+                .iter()
+                .position(|own| own.part.hollow.id() == weight.id());
+            match place {
+                Some(place) => Ok((name.clone(), own.swap_remove(place).part.var.clone())),
+                None => Err(self.refuse(format!("weight {name} is not of its builder"))),
+            }
+        });
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        match own.first() {
+            None => Ok(parts),
+            Some(other) => {
+                Err(self.refuse(format!("weight {} is not of what is planned", other.name)))
+            }
+        }
+    }
+
+    /// The weights by name, hollow.
+    pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
+        let weights = self.weights();
+        let hollow = weights.iter().filter_map(|weight| {
+            let var = Var::from_tensor(&weight.part.hollow); // the variable itself
+            Some((weight.name.clone(), var.ok()?))
+        });
+        hollow.collect()
+    }
+
+    fn weights(&self) -> MutexGuard<'_, Vec<Weight>> {
+        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn refuse(&self, problem: String) -> Error {
+        Error::Order {
+            op: OP,
+            problem,
+            hint: "build one model from FullyShard::builder, and nothing else".into(),
+        }
+    }
+}
+
+const OP: &str = "dist::FullyShard";
+
+/// Hands out hollow weights, and keeps parts of real ones.
+struct Sharding<'v> {
+    vb: VarBuilder<'v>,
+    sharded: FullyShard,
+}
+
+impl SimpleBackend for Sharding<'_> {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        _: DType,
+        _: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let known = self.sharded.weights();
+        if let Some(known) = known.iter().find(|weight| weight.name == name) {
+            let hollow = &known.part.hollow;
+            return match hollow.shape() == &shape {
+                true => Ok(hollow.clone()),
+                false => candle_core::bail!("{name} is {:?}, not {shape:?}", hollow.dims()),
+            };
+        }
+        drop(known);
+        let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
+        self.sharded
+            .communicator
+            .check_device(whole.device())
+            .map_err(candle_core::Error::wrap)?;
+        let part = self.sharded.shard().part(shape.elem_count());
+        let mut column = vec![1; shape.rank().max(1)];
+        column[0] = part.len();
+        let part = whole.flatten_all()?.narrow(0, part.start, part.len())?;
+        let part = Var::from_tensor(&part.reshape(column)?.detach())?;
+        let hollow = graph::hollow_weight(name, shape, part.dtype())?;
+        let part = Part {
+            var: part,
+            hollow: hollow.clone(),
+            communicator: self.sharded.communicator.clone(),
+            dtype: self.sharded.dtype,
+        };
+        self.sharded.weights().push(Weight {
+            name: name.into(),
+            part: part.shared(),
+        });
+        Ok(hollow)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!("{name}: a sharded weight was asked for without its shape")
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.vb.contains_tensor(name)
+    }
+}

@@ -1,0 +1,161 @@
+//! All of a weight that every rank has a part of, as an op of eager steps.
+
+use super::{Collective, Communicator, Shard};
+use crate::graph;
+use crate::ops::cpu::{self, for_stored};
+use crate::ops::record::{Made, Op, Storages, applied};
+#[cfg(feature = "cuda")]
+use crate::{kernels::cuda::view, ops::cuda};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Result, Shape, Tensor, TensorId, Var};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+
+/// A rank's part of a weight.
+#[derive(Debug)]
+pub(super) struct Part {
+    /// (elements, 1, ...), of as many dimensions as the weight: what decays matrices alone knows it as one.
+    pub var: Var,
+    /// Of the weight's shape.
+    pub hollow: Tensor,
+    pub communicator: Communicator,
+    /// What gradients are rounded to for the exchange.
+    pub dtype: Option<DType>,
+}
+
+/// Parts that are there, by their hollow weights.
+static PARTS: LazyLock<Mutex<HashMap<TensorId, Weak<Part>>>> = LazyLock::new(Mutex::default);
+
+fn parts() -> MutexGuard<'static, HashMap<TensorId, Weak<Part>>> {
+    PARTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Part {
+    /// Has [`gathered`] find it.
+    pub fn shared(self) -> Arc<Self> {
+        let part = Arc::new(self);
+        parts().insert(part.hollow.id(), Arc::downgrade(&part));
+        part
+    }
+
+    /// All of the weight, on every rank.
+    ///
+    /// # Errors
+    /// [`Error::Rank`](crate::Error::Rank).
+    pub fn gathered(&self) -> crate::Result<Tensor> {
+        let op = Gather {
+            communicator: self.communicator.clone(),
+            shape: self.hollow.shape().clone(),
+            dtype: self.dtype,
+        };
+        Ok(applied(&[self.var.as_tensor()], op)?)
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        parts().remove(&self.hollow.id());
+    }
+}
+
+/// All of a weight whose [parts](super::FullyShard) the ranks of a job have: what a layer of your own passes on to ops.
+/// Any other tensor itself, and in a [trace](crate::graph::trace()) that of the weight too.
+///
+/// Every rank has to call it, and gets the same. The gradient of what comes is averaged over the ranks, and a rank's
+/// part of it is that of its part of the weight.
+///
+/// # Errors
+/// [`Error::Rank`](crate::Error::Rank).
+pub fn gathered(weight: &Tensor) -> crate::Result<Tensor> {
+    if graph::is_tracing() || !graph::is_hollow(weight) {
+        return Ok(weight.clone());
+    }
+    let part = parts().get(&weight.id()).and_then(Weak::upgrade);
+    match part {
+        Some(part) => part.gathered(),
+        None => Ok(weight.clone()), // which ops refuse
+    }
+}
+
+/// A part, to all of it.
+struct Gather {
+    communicator: Communicator,
+    shape: Shape,
+    dtype: Option<DType>,
+}
+
+impl Gather {
+    fn own(&self) -> std::ops::Range<usize> {
+        let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
+        Shard { rank, world_size }.part(self.shape.elem_count())
+    }
+}
+
+impl Op for Gather {
+    fn name(&self) -> &'static str {
+        "all_gather"
+    }
+
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+        let (part, layout) = inputs[0];
+        let (elements, world_size) = (self.shape.elem_count(), self.communicator.world_size());
+        for_stored!(part.dtype(), T => {
+            let part = cpu::view::<T>(part, layout)?;
+            let mut exchanged = Ok(());
+            let whole = cpu::output::<T>(self.shape.clone(), |whole| {
+                whole[self.own()].copy_from_slice(part);
+                let collectives = Collective::gathering(world_size, elements);
+                exchanged = collectives.into_iter().try_for_each(|(collective, some)| {
+                    self.communicator.run_on_host(collective, &mut whole[some])
+                });
+            })?;
+            exchanged?;
+            Ok(whole)
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+        use candle_core::cuda_backend::WrapErr;
+        let (part, layout) = inputs[0];
+        let (gpu, elements) = (&part.device, self.shape.elem_count());
+        let part = cuda::view(part, layout)?;
+        let storage = cuda::alloc_uninit(gpu, part.dtype, elements)?;
+        let (whole, own) = (cuda::whole(&storage)?, self.own());
+        view::copy(gpu, part, whole.part(own.start, own.len()))?;
+        if let Some(queue) = self.communicator.gpu_queue() {
+            self.communicator.check()?;
+            let collectives = Collective::gathering(self.communicator.world_size(), elements);
+            let collectives = collectives.into_iter().map(|(collective, some)| {
+                let some = whole.part(some.start, some.len());
+                (collective, (some.pointer, some.len, some.dtype))
+            });
+            let collectives: Vec<_> = collectives.collect();
+            let over = queue.start_all(&collectives, &gpu.cuda_stream())?;
+            gpu.cuda_stream().wait(&over).w()?;
+        }
+        Ok((storage, self.shape.clone()))
+    }
+
+    fn bwd(&self, inputs: &[&Tensor], _: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let part = inputs[0];
+        // A copy: it is exchanged in place.
+        let whole = match self.dtype.filter(|dtype| *dtype != dy.dtype()) {
+            Some(dtype) => dy.to_dtype(dtype)?.contiguous()?,
+            None => dy.force_contiguous()?,
+        };
+        let whole = whole.flatten_all()?;
+        let (elements, world_size) = (whole.elem_count(), self.communicator.world_size());
+        for (collective, some) in Collective::scattering(world_size, elements) {
+            let some = whole.narrow(0, some.start, some.len())?;
+            self.communicator.start(collective, &some)?.wait()?;
+        }
+        let own = self.own();
+        let own = whole.narrow(0, own.start, own.len())?.force_contiguous()?; // frees the rest
+        Ok(vec![Some(
+            own.to_dtype(part.dtype())?.reshape(part.shape())?,
+        )])
+    }
+}

@@ -1,0 +1,163 @@
+//! Stanford CS336's own test of fully sharded data parallelism, written here: a small network, also one with a tied
+//! weight, has the gathered weights of one process after ten steps, eager and planned. And on GPUs, a transformer.
+
+use super::replicated::{BATCH, Network, numbers};
+use super::sharded::{CONFIG, distinct};
+use super::{at_most, join, succeed};
+use candle_core::{DType, Tensor, Var};
+use candle_nn::VarBuilder;
+use rstest::rstest;
+use std::collections::HashMap;
+use tallow::attention::Algorithm;
+use tallow::compile::{LossStep, PlanConfig, StepConfig, TrainStep};
+use tallow::dist::{Communicator, FullyShard, Replicated, ReplicatedConfig};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn;
+use tallow::optim::AdamW;
+use tallow::precision::Precision;
+use tallow::{Result, graph};
+
+#[rstest]
+#[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
+fn small_network(#[values(2, 3, 4)] ranks: usize) {
+    succeed("fully sharded", at_most(ranks));
+}
+
+pub fn as_one_process() -> Result<()> {
+    let ranks = join(60)?;
+    for tied in [false, true] {
+        ten_steps(&ranks, tied, None)?;
+        for clip_norm in [None, Some(1e6)] {
+            let config = StepConfig {
+                clip_norm, // far beyond all norms
+                ..Default::default()
+            };
+            ten_steps(&ranks, tied, Some(&config))?;
+        }
+    }
+    if ranks.device().is_cuda() {
+        for (precision, exchange, clip_norm) in [
+            (Precision::F32, None, None),
+            (Precision::BF16, None, Some(1e6)),
+            (Precision::BF16, Some(DType::BF16), None),
+        ] {
+            as_replicated(&ranks, precision, exchange, clip_norm)?;
+        }
+    }
+    ranks.barrier()
+}
+
+fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> Result<()> {
+    let device = ranks.device();
+    let alone = Network::new(1, tied, device)?;
+    let mut wanted = AdamW::new(distinct(&alone), CONFIG)?;
+    let sharded = FullyShard::new(ranks, None)?;
+    let given = Network::new(1, tied, device)?.parameters().into_iter();
+    let given: HashMap<String, Tensor> =
+        given.map(|(name, var)| (name, var.into_inner())).collect();
+    let vb = sharded.builder(VarBuilder::from_tensors(given, DType::F32, device));
+    let mut layers = Vec::new();
+    for (i, layer) in alone.layers.iter().enumerate() {
+        let name = if tied && i == 2 { 1 } else { i };
+        let hollow = vb.get(layer.dims(), &format!("layers.{name}"))?;
+        layers.push(Var::from_tensor(&hollow)?);
+    }
+    let network = Network { layers };
+    let mut optimizer = AdamW::new(sharded.parameters(), CONFIG)?;
+    let rows = BATCH / ranks.world_size();
+    let mut step = match planned {
+        None => None,
+        Some(config) => {
+            let x = graph::input("x", (rows, 10), DType::F32)?;
+            let y = graph::input("y", (rows, 5), DType::F32)?;
+            let loss = || network.loss(&x, &y);
+            Some(LossStep::fully_sharded(&optimizer, config, &sharded, loss)?)
+        }
+    };
+    for number in 0..10 {
+        let x = numbers(7 + number, (BATCH, 10), device)?;
+        let y = numbers(70 + number, (BATCH, 5), device)?;
+        wanted.step(&tallow::backward(alone.loss(&x, &y)?)?)?;
+        let [x, y] = [x, y].map(|x| x.narrow(0, ranks.rank() * rows, rows));
+        let (x, y) = (x?.contiguous()?, y?.contiguous()?);
+        match &mut step {
+            Some(step) => {
+                step.run(&mut optimizer, &[("x", &x), ("y", &y)])?;
+            }
+            None => optimizer.step(&tallow::backward(network.loss(&x, &y)?)?)?,
+        }
+    }
+    for (name, wanted) in distinct(&alone) {
+        let values = |x: &Tensor| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
+        let found = values(&sharded.whole(&name)?)?;
+        for (a, b) in found.into_iter().zip(values(&wanted)?) {
+            assert!((a - b).abs() <= 1e-4, "tied {tied}, {planned:?}: {a} {b}");
+        }
+    }
+    Ok(())
+}
+
+/// Losses and weights of planned steps whose weights are divided, beside those of steps that have all of them.
+fn as_replicated(
+    ranks: &Communicator,
+    precision: Precision,
+    exchange: Option<DType>,
+    clip_norm: Option<f64>,
+) -> Result<()> {
+    let device = ranks.device();
+    let config = TransformerConfig {
+        vocab_size: 1000,
+        context_length: 128,
+        d_model: 256,
+        num_layers: 3,
+        num_heads: 4,
+        d_ff: 704,
+        attention: Algorithm::Flash,
+        ..Default::default()
+    };
+    let plan = PlanConfig {
+        batch_size: 2,
+        sequence_length: 128,
+        precision,
+        clip_norm,
+        ..Default::default()
+    };
+    let ids = |offset: usize| {
+        let ids = (0..256).map(|i| ((i + offset + 300 * ranks.rank()) * 7919 % 1000) as u32);
+        Tensor::from_iter(ids, device)?.reshape((2, 128))
+    };
+    let (tokens, targets) = (ids(0)?, ids(1)?);
+    let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
+        let losses = (0..5).map(|_| step.run(&mut optimizer, &tokens, &targets));
+        losses.collect()
+    };
+    let adamw = tallow::optim::AdamWConfig::default();
+    let whole = TransformerLM::new(&config, 3, device)?;
+    let optimizer = AdamW::new(whole.parameters(), adamw)?;
+    let way = ReplicatedConfig {
+        dtype: exchange,
+        ..Default::default()
+    };
+    let replicated = Replicated::new(ranks, whole.parameters(), way)?;
+    let step = TrainStep::replicated(&whole, &optimizer, &plan, &replicated)?;
+    let wanted = run(step, optimizer)?;
+    let sharded = FullyShard::new(ranks, exchange)?;
+    let vb = sharded.builder(nn::seeded(3, DType::F32, device));
+    let model = TransformerLM::from_var_builder(&config, vb)?;
+    let optimizer = AdamW::new(sharded.parameters(), adamw)?;
+    let step = TrainStep::fully_sharded(&model, &optimizer, &plan, &sharded)?;
+    let found = run(step, optimizer)?;
+    for (a, b) in found.iter().zip(&wanted) {
+        assert!(
+            (a - b).abs() <= 1e-3 * b,
+            "{precision}, {exchange:?}: {found:?} {wanted:?}"
+        );
+    }
+    for (name, wanted) in whole.parameters() {
+        let off = (sharded.whole(&name)? - wanted.as_tensor())?.abs()?;
+        let off = off.mean_all()?.to_scalar::<f32>()?;
+        // A step moves a weight by the learning rate at most, 1e-3.
+        assert!(off < 2e-4, "{precision}, {exchange:?}, {name}: {off}");
+    }
+    Ok(())
+}
