@@ -5,7 +5,7 @@ use crate::graph;
 use crate::ops::cpu::{self, for_stored};
 use crate::ops::record::{Made, Op, Storages, applied};
 #[cfg(feature = "cuda")]
-use crate::{kernels::cuda::view, ops::cuda};
+use crate::{kernels::cuda::copy, ops::cuda};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
@@ -124,7 +124,7 @@ impl Op for Gather {
         let part = cuda::view(part, layout)?;
         let storage = cuda::alloc_uninit(gpu, part.dtype, elements)?;
         let (whole, own) = (cuda::whole(&storage)?, self.own());
-        view::copy(gpu, part, whole.part(own.start, own.len()))?;
+        copy(gpu, part, whole.part(own.start, own.len()))?;
         if let Some(queue) = self.communicator.gpu_queue() {
             self.communicator.check()?;
             let collectives = Collective::gathering(self.communicator.world_size(), elements);

@@ -52,11 +52,11 @@ fn whole_weights(model: &TransformerLM, sharded: &FullyShard) -> Result<Vec<(Str
     whole.collect()
 }
 
+/// Losses, and weights by name.
+type Run = (Vec<f32>, Vec<(String, Tensor)>);
+
 /// Three steps of both.
-fn both_ways(
-    ranks: &Communicator,
-    config: &PlanConfig,
-) -> Result<[(Vec<f32>, Vec<(String, Tensor)>); 2]> {
+fn both_ways(ranks: &Communicator, config: &PlanConfig) -> Result<[Run; 2]> {
     let first = ranks.rank() * config.accumulation;
     let [tokens, targets] = batches(first..first + config.accumulation);
     let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
