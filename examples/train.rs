@@ -447,8 +447,8 @@ impl Flags {
                 let plan = PlanConfig {
                     optimizer_in_backward: self.optimizer_in_backward,
                     replicated: several.then(|| exchange.config()),
-                    optimizer_shard: several
-                        .then(|| exchange.strategy.optimizer_shard(communicator))
+                    shard: several
+                        .then(|| exchange.strategy.shard(communicator))
                         .flatten(),
                     ..Default::default()
                 };

@@ -122,7 +122,7 @@ impl Strategy {
     }
 
     /// This rank's share of the optimizer, if it is divided.
-    pub fn optimizer_shard(self, communicator: &Communicator) -> Option<Shard> {
+    pub fn shard(self, communicator: &Communicator) -> Option<Shard> {
         (self == Self::ShardedOptimizer).then(|| Shard {
             rank: communicator.rank(),
             world_size: communicator.world_size(),

@@ -8,7 +8,9 @@ use candle_core::{DType, Device, Tensor, Var};
 use clap::Args;
 use tallow::bench::Stopwatch;
 use tallow::compile::{PlanConfig, TrainStep};
-use tallow::dist::{Communicator, Exchange, FullyShard, Replicated, ReplicatedConfig};
+use tallow::dist::{
+    Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
+};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
@@ -54,11 +56,9 @@ pub struct Way {
 }
 
 impl Way {
+    /// As its row says it.
     fn exchange(&self) -> String {
-        match self.strategy {
-            Strategy::FullyShard => "by block".into(), // the only way
-            _ => self.exchange.exchange.to_string(),
-        }
+        self.exchange.exchange.to_string()
     }
 }
 
@@ -80,11 +80,12 @@ impl Ways {
             .collect();
         let ways = self.strategy.iter().flat_map(|strategy| {
             let strategy = *strategy;
-            let count = match strategy {
-                Strategy::FullyShard => 1,
-                _ => exchanged.len(),
+            let is_bucket = |way: &&ReplicatedConfig| {
+                matches!(way.exchange, Exchange::Overlapped { bucket_bytes } if bucket_bytes > 0)
             };
-            let exchanged = exchanged[..count].iter();
+            let exchanged = exchanged.iter();
+            let exchanged = exchanged
+                .filter(move |way| strategy != Strategy::FullyShard || is_bucket(way));
             exchanged.map(move |exchange| Way {
                 strategy,
                 exchange: *exchange,
@@ -233,20 +234,28 @@ pub struct Job {
 impl Job {
     pub fn new(
         communicator: &Communicator,
-        config: &TransformerConfig,
+        model: &TransformerConfig,
         seed: u64,
         way: Option<Way>,
     ) -> Result<Self> {
         if let Some(way) = way.filter(|way| way.strategy == Strategy::FullyShard) {
-            let sharded = FullyShard::new(communicator, way.exchange.dtype)?;
+            let Exchange::Overlapped { bucket_bytes } = way.exchange.exchange else {
+                unreachable!("a row of weights in parts without buckets");
+            };
+            let dtype = way.exchange.dtype;
+            let config = FullyShardConfig {
+                dtype,
+                bucket_bytes,
+            };
+            let sharded = FullyShard::new(communicator, config)?;
             let weights = nn::seeded(seed, DType::F32, communicator.device());
             return Ok(Self {
-                model: TransformerLM::from_var_builder(config, sharded.builder(weights))?,
+                model: TransformerLM::from_var_builder(model, sharded.builder(weights))?,
                 replicated: None,
                 sharded: Some(sharded),
             });
         }
-        let model = TransformerLM::new(config, seed, communicator.device())?;
+        let model = TransformerLM::new(model, seed, communicator.device())?;
         let replicated =
             way.map(|way| Replicated::new(communicator, model.parameters(), way.exchange));
         Ok(Self {

@@ -26,12 +26,12 @@ pub struct StepConfig {
     /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how. Does not go with an
     /// optimizer in backward.
     pub replicated: Option<ReplicatedConfig>,
-    /// This rank's share of an optimizer whose state and update are [divided](crate::optim::AdamW::shard) among the
-    /// ranks. Goes with `replicated`.
-    pub optimizer_shard: Option<Shard>,
-    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, of which the plan is one's,
-    /// for [`LossStep::fully_sharded`](super::LossStep::fully_sharded). Goes with neither `replicated` nor an optimizer
-    /// in backward.
+    /// Which rank the plan is of, of how many: with `replicated` of an optimizer whose state and update are
+    /// [divided](crate::optim::AdamW::shard) among them, with `fully_shard` of ranks that have parts of all.
+    pub shard: Option<Shard>,
+    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, and how, for
+    /// [`LossStep::fully_sharded`](super::LossStep::fully_sharded). Wants `shard`, and goes with neither `replicated`
+    /// nor an optimizer in backward.
     pub fully_shard: Option<FullyShardConfig>,
 }
 
@@ -45,7 +45,7 @@ impl Default for StepConfig {
             memory_budget_bytes: None,
             optimizer_in_backward: false,
             replicated: None,
-            optimizer_shard: None,
+            shard: None,
             fully_shard: None,
         }
     }
@@ -69,29 +69,27 @@ impl StepConfig {
         if let Some(replicated) = &self.replicated {
             replicated.validate()?;
         }
-        if let Some(shard) = &self.optimizer_shard {
+        if let Some(shard) = &self.shard {
             shard.validate()?;
-            if self.replicated.is_none() {
-                return Err(Error::Config {
-                    config,
-                    field: "optimizer_shard",
-                    expected: "None without replicated".into(),
-                    got: format!("rank {} of {}", shard.rank, shard.world_size),
-                    hint: "each rank has to have the averaged gradients".into(),
-                });
-            }
         }
         if let Some(fully_shard) = &self.fully_shard {
             fully_shard.validate()?;
-            if self.replicated.is_some() {
-                return Err(Error::Config {
-                    config,
-                    field: "fully_shard",
-                    expected: "None with replicated".into(),
-                    got: "both".into(),
-                    hint: "ranks have either all of the weights or parts of them".into(),
-                });
+        }
+        let refuse = |field, expected: &str, got: &str| {
+            Err(Error::config(config, field, got).must_be(
+                expected,
+                "ranks have all of the weights (replicated) or parts of them (fully_shard), and shard says which rank",
+            ))
+        };
+        match (&self.replicated, &self.fully_shard, &self.shard) {
+            (Some(_), Some(_), _) => {
+                return refuse("fully_shard", "None with replicated", "both");
             }
+            (_, Some(_), None) => return refuse("shard", "Some with fully_shard", "None"),
+            (None, None, Some(_)) => {
+                return refuse("shard", "None without replicated or fully_shard", "Some");
+            }
+            _ => {}
         }
         let beside = [
             (self.clip_norm.is_some(), "false with clip_norm"),
@@ -168,13 +166,13 @@ pub struct PlanConfig {
     /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how, for
     /// [`TrainStep::replicated`](super::TrainStep::replicated). Does not go with an optimizer in backward.
     pub replicated: Option<ReplicatedConfig>,
-    /// This rank's share of an optimizer whose state and update are [divided](crate::optim::AdamW::shard) among the
-    /// ranks. Goes with `replicated`.
-    pub optimizer_shard: Option<Shard>,
-    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, of which the plan is one's,
-    /// for [`TrainStep::fully_sharded`](super::TrainStep::fully_sharded): what a rank of any number of them needs,
-    /// [`TrainStep::plan_for`](super::TrainStep::plan_for) tells without them. Goes with neither `replicated` nor an
-    /// optimizer in backward.
+    /// Which rank the plan is of, of how many: with `replicated` of an optimizer whose state and update are
+    /// [divided](crate::optim::AdamW::shard) among them, with `fully_shard` of ranks that have parts of all.
+    pub shard: Option<Shard>,
+    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, and how, for
+    /// [`TrainStep::fully_sharded`](super::TrainStep::fully_sharded): what a rank of any number of them needs,
+    /// [`TrainStep::plan_for`](super::TrainStep::plan_for) tells without them. Wants `shard`, and goes with neither
+    /// `replicated` nor an optimizer in backward.
     pub fully_shard: Option<FullyShardConfig>,
 }
 
@@ -194,7 +192,7 @@ impl Default for PlanConfig {
             separator: None,
             dropout_seed: None,
             replicated: None,
-            optimizer_shard: None,
+            shard: None,
             fully_shard: None,
         }
     }
@@ -233,7 +231,7 @@ impl PlanConfig {
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer_in_backward: self.optimizer_in_backward,
             replicated: self.replicated,
-            optimizer_shard: self.optimizer_shard,
+            shard: self.shard,
             fully_shard: self.fully_shard,
         }
     }

@@ -13,7 +13,10 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
     let [q, kv] = model.attention_widths().map(|size| size as f64);
-    let ranks = config.fully_shard.map_or(1, |own| own.shard.world_size);
+    let ranks = match (config.fully_shard, config.shard) {
+        (Some(_), Some(own)) => own.world_size,
+        _ => 1,
+    };
     // A rank's, but for the last ranks, whose parts may be smaller.
     let parameters = match ranks {
         1 => model.num_parameters() as f64,

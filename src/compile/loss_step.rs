@@ -120,7 +120,7 @@ impl LossStep {
     ) -> Result<Self> {
         let config = StepConfig {
             replicated: Some(replicated.config()),
-            optimizer_shard: optimizer.own_shard(),
+            shard: optimizer.own_shard(),
             ..config.clone()
         };
         let mut step = Self::new(optimizer, &config, loss)?;
@@ -142,6 +142,7 @@ impl LossStep {
     ) -> Result<Self> {
         let config = StepConfig {
             fully_shard: Some(sharded.config()),
+            shard: Some(sharded.shard()),
             ..config.clone()
         };
         config.validate()?;

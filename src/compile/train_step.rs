@@ -92,7 +92,7 @@ impl TrainStep {
     ) -> Result<Self> {
         let config = PlanConfig {
             replicated: Some(replicated.config()),
-            optimizer_shard: optimizer.own_shard(),
+            shard: optimizer.own_shard(),
             ..config.clone()
         };
         let mut step = Self::new(model, optimizer, &config)?;
@@ -120,6 +120,7 @@ impl TrainStep {
     ) -> Result<Self> {
         let config = PlanConfig {
             fully_shard: Some(sharded.config()),
+            shard: Some(sharded.shard()),
             ..config.clone()
         };
         config.check(model.config())?;

@@ -1,6 +1,5 @@
 //! How ranks come together, and how they exchange gradients.
 
-use super::Shard;
 use crate::{Error, Result};
 use candle_core::DType;
 use std::fmt;
@@ -99,19 +98,30 @@ impl ReplicatedConfig {
 /// Fully sharded data parallelism: every rank has a part of each weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FullyShardConfig {
-    /// Which rank this is, of how many.
-    pub shard: Shard,
     /// What gradients are rounded to for the exchange, as [`ReplicatedConfig::dtype`] says.
     pub dtype: Option<DType>,
+    /// In a planned step on a GPU weights are gathered together that are read one after the other, block by block,
+    /// until they have so many bytes, while the ones before are at work; and so are gradients. The most weights that
+    /// are there as a whole are twice as many, or those of two blocks.
+    pub bucket_bytes: u64,
+}
+
+/// Gradients as they are, 128 MiB.
+impl Default for FullyShardConfig {
+    fn default() -> Self {
+        Self {
+            dtype: None,
+            bucket_bytes: 128 << 20,
+        }
+    }
 }
 
 impl FullyShardConfig {
-    /// Whether there is such a rank, and gradients can be exchanged so.
+    /// Whether gradients can be exchanged so.
     ///
     /// # Errors
     /// [`Error::Config`], as [`ReplicatedConfig::validate`].
     pub fn validate(&self) -> Result<()> {
-        self.shard.validate()?;
         check_dtype("FullyShardConfig", self.dtype)
     }
 }

@@ -2,8 +2,9 @@
 
 use super::gather::Part;
 use super::{Communicator, FullyShardConfig, Shard};
-use crate::optim::described;
+use crate::optim::{clip_parts, described};
 use crate::{Error, Result, graph, no_grad};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// ```
 /// use candle_core::{DType, Tensor};
 /// use tallow::compile::{PlanConfig, TrainStep};
-/// use tallow::dist::{self, FullyShard};
+/// use tallow::dist::{self, FullyShard, FullyShardConfig};
 /// use tallow::model::{TransformerConfig, TransformerLM};
 /// use tallow::nn;
 /// use tallow::optim::{AdamW, AdamWConfig};
@@ -35,7 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// };
 /// // Two ranks, here threads of one process; processes call dist::init.
 /// let of = |communicator: dist::Communicator| -> tallow::Result<f32> {
-///     let sharded = FullyShard::new(&communicator, None)?;
+///     let sharded = FullyShard::new(&communicator, FullyShardConfig::default())?;
 ///     let weights = nn::seeded(0, DType::F32, communicator.device());
 ///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
 ///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
@@ -56,7 +57,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Clone, Debug)]
 pub struct FullyShard {
     communicator: Communicator,
-    dtype: Option<DType>,
+    config: FullyShardConfig,
     /// In the order in which they were asked for.
     weights: Arc<Mutex<Vec<Weight>>>,
 }
@@ -69,25 +70,24 @@ struct Weight {
 }
 
 impl FullyShard {
-    /// For the ranks of a job. `dtype` is what gradients are rounded to for the exchange, as
-    /// [`FullyShardConfig::dtype`].
+    /// For the ranks of a job.
     ///
     /// # Errors
     /// [`Error::Config`] for a dtype that is neither bf16 nor f32.
-    pub fn new(communicator: &Communicator, dtype: Option<DType>) -> Result<Self> {
-        let sharded = Self {
+    pub fn new(communicator: &Communicator, config: FullyShardConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self {
             communicator: communicator.clone(),
-            dtype,
+            config,
             weights: Arc::default(),
-        };
-        sharded.config().validate()?;
-        Ok(sharded)
+        })
     }
 
     /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file), and
-    /// of it this rank's part is kept: so one weight is there as a whole at a time, and never the model.
+    /// of it this rank's part is kept, on the ranks' device: so one weight is there as a whole at a time, and never the
+    /// model.
     pub fn builder<'v>(&self, vb: VarBuilder<'v>) -> VarBuilder<'v> {
-        let (dtype, device) = (vb.dtype(), vb.device().clone());
+        let (dtype, device) = (vb.dtype(), self.communicator.device().clone());
         let sharded = self.clone();
         VarBuilder::from_backend(Box::new(Sharding { vb, sharded }), dtype, device)
     }
@@ -115,24 +115,58 @@ impl FullyShard {
         }
     }
 
+    /// Scales gradients of [parts](Self::parameters) so that the common L2 norm of all parts of all ranks is at most
+    /// `max_norm`; the norm before. As [`clip_grad_norm`](crate::optim::clip_grad_norm) otherwise; every rank has to
+    /// call it.
+    ///
+    /// # Errors
+    /// As [`clip_grad_norm`](crate::optim::clip_grad_norm); [`Error::Rank`].
+    pub fn clip_grad_norm(&self, gradients: &mut GradStore, max_norm: f64) -> Result<f64> {
+        clip_parts(gradients, &self.parameters(), max_norm, &self.communicator)
+    }
+
     /// The ranks.
     pub fn communicator(&self) -> &Communicator {
         &self.communicator
     }
 
-    /// What a plan is told.
+    /// How weights and gradients are exchanged.
     pub fn config(&self) -> FullyShardConfig {
-        FullyShardConfig {
-            shard: self.shard(),
-            dtype: self.dtype,
-        }
+        self.config
     }
 
-    fn shard(&self) -> Shard {
+    /// Which rank this is, of how many.
+    pub fn shard(&self) -> Shard {
         Shard {
             rank: self.communicator.rank(),
             world_size: self.communicator.world_size(),
         }
+    }
+
+    /// This rank's part of something that lies as a weight does, on any device.
+    ///
+    /// # Errors
+    /// candle's.
+    pub(crate) fn own_part(&self, whole: &Tensor) -> Result<Tensor> {
+        let part = self.shard().part(whole.elem_count());
+        let flat = whole.flatten_all()?;
+        let part = flat.narrow(0, part.start, part.len())?;
+        Ok(part.reshape(self.part_dims(whole.dims()))?)
+    }
+
+    /// The shape of this rank's part of a weight of this shape: a column, of as many dimensions.
+    pub(crate) fn part_dims(&self, whole: &[usize]) -> Vec<usize> {
+        let mut dims = vec![1; whole.len().max(1)];
+        dims[0] = self.shard().part(whole.iter().product()).len();
+        dims
+    }
+
+    /// The shape of a weight.
+    #[cfg(feature = "files")]
+    pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
+        let weights = self.weights();
+        let weight = weights.iter().find(|weight| weight.name == name)?;
+        Some(weight.part.hollow.dims().to_vec())
     }
 
     /// The part of each of these weights, which are all that were built; all ranks have the same.
@@ -211,21 +245,15 @@ impl SimpleBackend for Sharding<'_> {
         }
         drop(known);
         let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
-        self.sharded
-            .communicator
-            .check_device(whole.device())
-            .map_err(candle_core::Error::wrap)?;
-        let part = self.sharded.shard().part(shape.elem_count());
-        let mut column = vec![1; shape.rank().max(1)];
-        column[0] = part.len();
-        let part = whole.flatten_all()?.narrow(0, part.start, part.len())?;
-        let part = Var::from_tensor(&part.reshape(column)?.detach())?;
+        let part = self.sharded.own_part(&whole)?.detach();
+        let part = part.to_device(self.sharded.communicator.device())?;
+        let part = Var::from_tensor(&part)?;
         let hollow = graph::hollow_weight(name, shape, part.dtype())?;
         let part = Part {
             var: part,
             hollow: hollow.clone(),
             communicator: self.sharded.communicator.clone(),
-            dtype: self.sharded.dtype,
+            dtype: self.sharded.config.dtype,
         };
         self.sharded.weights().push(Weight {
             name: name.into(),

@@ -211,7 +211,7 @@ pub(super) fn with_suffix(path: &Path, suffix: impl std::fmt::Display) -> PathBu
     name.into()
 }
 
-fn folder_of(path: &Path) -> &Path {
+pub(super) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),

@@ -3,6 +3,7 @@
 //! - [`open`]: a file to read, opened once; pipes and devices are refused.
 //! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
 //! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
+//! - [`Manifest`]: tensors in parts, which ranks have written to a file each.
 //! - [`first_difference`]: in what saved settings and given ones differ.
 //! - [`PathLock`]: one writer for a path.
 
@@ -11,6 +12,7 @@ mod differences;
 #[cfg(feature = "train")]
 mod lock;
 mod open;
+mod parts;
 mod save;
 mod tensors;
 
@@ -19,5 +21,6 @@ pub(crate) use differences::{Difference, first_difference};
 #[cfg(feature = "train")]
 pub(crate) use lock::PathLock;
 pub(crate) use open::{open, read_exact_at, read_to_string};
+pub(crate) use parts::Manifest;
 pub(crate) use save::{Entry, save_tensors};
 pub(crate) use tensors::TensorFile;

@@ -1,6 +1,7 @@
 //! Tensors out of a file.
 
 use super::open::{open, read_exact_at};
+use super::parts::Parts;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, safetensors::Load};
 use safetensors::SafeTensorError;
@@ -28,13 +29,22 @@ pub(crate) struct TensorFile {
     /// Where the first tensor begins.
     data_start: u64,
     checksums: Checksums,
+    /// Where ranks have written parts of tensors, each to a file of its own.
+    parts: Option<Parts>,
 }
 
 impl TensorFile {
     /// # Errors
     /// [`Error::Io`] for what cannot be read or is no regular file; [`Error::Format`] for what is no whole safetensors
-    /// file, or whose texts were damaged.
+    /// file, or whose texts were damaged; the same of the files with parts of its tensors, where there are any.
     pub(crate) fn open(path: &Path) -> Result<Self> {
+        let mut file = Self::open_one(path)?;
+        file.parts = Parts::open(&file)?;
+        Ok(file)
+    }
+
+    /// One file, whose tensors are all in it.
+    pub(crate) fn open_one(path: &Path) -> Result<Self> {
         let file = open(path)?;
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?;
         let len = len.len();
@@ -56,6 +66,7 @@ impl TensorFile {
             header,
             data_start,
             checksums: Checksums::default(),
+            parts: None,
         };
         file.read_checksums()?;
         Ok(file)
@@ -73,7 +84,7 @@ impl TensorFile {
         let texts = self.header.metadata().iter().flatten();
         let mut keys: Vec<&String> = texts.map(|(key, _)| key).filter(|k| *k != key).collect();
         keys.sort();
-        let names = self.names();
+        let names = self.own_names();
         if !(checksums.texts.keys().eq(keys) && checksums.tensors.keys().eq(&names)) {
             let problem = format!("its checksums ({key}) are those of other tensors or texts");
             return Err(self.damaged(problem));
@@ -99,6 +110,14 @@ impl TensorFile {
 
     /// The tensors' names, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
+        let mut names = self.own_names();
+        names.extend(self.parts.iter().flat_map(Parts::names));
+        names.sort();
+        names
+    }
+
+    /// The names of those in this file, sorted.
+    fn own_names(&self) -> Vec<String> {
         let mut names = self.header.offset_keys();
         names.sort();
         names
@@ -106,11 +125,19 @@ impl TensorFile {
 
     /// The shape of the tensor called `name`.
     pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
-        Some(&self.header.info(name)?.shape)
+        match self.parts.as_ref().and_then(|parts| parts.shape(name)) {
+            Some(shape) => Some(shape),
+            None => Some(&self.header.info(name)?.shape),
+        }
     }
 
     /// Type and shape of the tensor called `name`, as [`describe`](crate::saved::describe) has them.
     pub(crate) fn description(&self, name: &str) -> Option<String> {
+        if let Some(parts) = &self.parts
+            && let Some(shape) = parts.shape(name)
+        {
+            return Some(format!("{} {shape:?}", parts.dtype(name)?));
+        }
         let TensorInfo { dtype, shape, .. } = self.header.info(name)?;
         let dtype = match DType::try_from(*dtype) {
             Ok(dtype) => dtype.as_str().to_string(),
@@ -125,6 +152,13 @@ impl TensorFile {
     /// [`Error::Format`] where its bytes are not those that were saved, or are gone meanwhile; [`Error::Weight`] for
     /// a type that candle lacks; candle's where it cannot be brought to the device.
     pub(crate) fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
+        if let Some(parts) = self
+            .parts
+            .as_ref()
+            .filter(|parts| parts.shape(name).is_some())
+        {
+            return parts.joined(name, device).map(Some);
+        }
         let Some(info) = self.header.info(name) else {
             return Ok(None);
         };
@@ -160,7 +194,7 @@ impl TensorFile {
         )))
     }
 
-    fn damaged(&self, problem: String) -> Error {
+    pub(super) fn damaged(&self, problem: String) -> Error {
         Error::Format {
             path: self.path.clone(),
             problem,

@@ -99,7 +99,7 @@ pub fn load_with(
 ) -> Result<TransformerLM> {
     let config = config(&folder)?;
     let files = Folder::open(folder.as_ref(), &config)?;
-    TransformerLM::read_weights(&config, &files, options, device)
+    TransformerLM::read_weights(&config, &files, options, device, |vb| vb)
 }
 
 /// Writes a folder that [`load`] and `transformers` read: `config.json`, and the weights in their dtype, in shards of

@@ -6,8 +6,8 @@ use crate::files::{self, Difference, Entry, TensorFile, first_difference};
 use crate::nn::Layer;
 use crate::saved::Numbers;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::VarBuilder;
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
@@ -46,7 +46,7 @@ pub struct LoadOptions {
 }
 
 /// Where a model's weights are read from, by their names here.
-pub(crate) trait WeightSource {
+pub(crate) trait WeightSource: Send + Sync {
     /// The file that has this weight, or what lacks it.
     fn path_of(&self, name: &str) -> &Path;
 
@@ -128,7 +128,7 @@ impl TransformerLM {
         })?;
         config.validate()?;
         check_room(&config, device)?;
-        Self::read(&config, &file, &LoadOptions::default(), device)
+        Self::read(&config, &file, &LoadOptions::default(), device, |vb| vb)
     }
 
     /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
@@ -157,18 +157,20 @@ impl TransformerLM {
         device: &Device,
     ) -> Result<Self> {
         config.validate()?; // before the file is opened
-        Self::read(config, &TensorFile::open(path.as_ref())?, options, device)
+        let file = TensorFile::open(path.as_ref())?;
+        Self::read(config, &file, options, device, |vb| vb)
     }
 
     /// As [`load_with`](Self::load_with), out of a file that is open: of a checkpoint, where the rest is read from it
-    /// too.
-    pub(crate) fn read(
+    /// too. What is built is what `builder` makes of the builder of the file's weights.
+    pub(crate) fn read<'f>(
         config: &TransformerConfig,
-        file: &TensorFile,
+        file: &'f TensorFile,
         options: &LoadOptions,
         device: &Device,
+        builder: impl FnOnce(VarBuilder<'f>) -> VarBuilder<'f>,
     ) -> Result<Self> {
-        let model = Self::read_weights(config, file, options, device)?;
+        let model = Self::read_weights(config, file, options, device, builder)?;
         if let Some(saved) = saved_config(file)?
             && let Some(difference) = first_difference(&saved, config, &FREE_SETTINGS)
         {
@@ -189,11 +191,12 @@ impl TransformerLM {
     }
 
     /// The model of these weights.
-    pub(crate) fn read_weights(
+    pub(crate) fn read_weights<'f>(
         config: &TransformerConfig,
-        file: &impl WeightSource,
+        file: &'f impl WeightSource,
         options: &LoadOptions,
         device: &Device,
+        builder: impl FnOnce(VarBuilder<'f>) -> VarBuilder<'f>,
     ) -> Result<Self> {
         config.validate()?;
         check_float(options.dtype)?;
@@ -226,29 +229,17 @@ impl TransformerLM {
                 return Err(refuse(&name, expected, "one".into()));
             }
         }
-        let mut weights = HashMap::new();
         for (name, shape) in &shapes {
-            let stored = names.get(name);
             let there = file.shape_there(name, shape.dims());
-            let expected = format!("{there:?}");
-            let got = stored.and_then(|stored| file.shape(stored));
+            let got = names.get(name).and_then(|stored| file.shape(stored));
             if got != Some(&there[..]) {
                 let got = got.map_or("no such weight".into(), |got| format!("{got:?}"));
-                return Err(refuse(name, expected, got));
+                return Err(refuse(name, format!("{there:?}"), got));
             }
-            let Some(weight) = file.get(stored.unwrap_or(name), device)? else {
-                return Err(refuse(name, expected, "no such weight".into()));
-            };
-            if !weight.dtype().is_float() {
-                let got = weight.dtype().as_str().to_string();
-                return Err(refuse(name, "a floating-point weight".into(), got));
-            }
-            // A variable now: the builder below then shares it, and the weights exist once.
-            let weight = Var::from_tensor(&weight.to_dtype(options.dtype)?)?;
-            weights.insert(name.clone(), weight.as_tensor().clone());
         }
-        let builder = VarBuilder::from_tensors(weights, options.dtype, device);
-        Self::from_var_builder(config, builder)
+        let weights = FileWeights { file, names };
+        let vb = VarBuilder::from_backend(Box::new(weights), options.dtype, device.clone());
+        Self::from_var_builder(config, builder(vb))
     }
 
     /// Writes the weights and the configuration as safetensors with checksums, in their dtype, whole or not at all.
@@ -280,6 +271,54 @@ impl TransformerLM {
             tensor,
             numbers: Numbers::Finite,
         })
+    }
+}
+
+/// Reads a weight when it is asked for: none is there that the model does not have yet.
+struct FileWeights<'f, F> {
+    file: &'f F,
+    /// A weight's in the file.
+    names: HashMap<String, String>,
+}
+
+impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
+    fn get(
+        &self,
+        _: Shape,
+        name: &str,
+        _: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        self.get_unchecked(name, dtype, device) // shapes were compared
+    }
+
+    fn get_unchecked(
+        &self,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let stored = self.names.get(name).map_or(name, String::as_str);
+        let refused = |expected: &str, got: &str| Error::Weight {
+            path: self.file.path_of(stored).into(),
+            name: self.file.name_there(stored),
+            expected: expected.into(),
+            got: got.into(),
+            hint: "does the configuration belong to this file?".into(),
+        };
+        let Some(weight) = self.file.get(stored, device)? else {
+            return Err(refused("a weight", "no such weight").into());
+        };
+        if !weight.dtype().is_float() {
+            return Err(refused("a floating-point weight", weight.dtype().as_str()).into());
+        }
+        // A variable, which who asks for it then shares: the weight exists once.
+        Ok(Var::from_tensor(&weight.to_dtype(dtype)?)?.into_inner())
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.names.contains_key(name)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::gradients::{Owners, distinct, gradient_of};
 use super::guard::first_non_finite;
+use crate::dist::Communicator;
 use crate::inplace;
 use crate::probe::{self, Kind};
 use crate::{Error, Result};
@@ -15,11 +16,8 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter's is
 /// an error too.
 pub fn grad_norm(gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
-    norm(
-        "grad_norm",
-        gradients,
-        &distinct(parameters.iter().cloned()),
-    )
+    let parameters = distinct(parameters.iter().cloned());
+    norm("grad_norm", gradients, &parameters, None)
 }
 
 /// Scales `parameters`' gradients so that their common L2 norm is at most `max_norm`. Returns the norm before.
@@ -51,7 +49,8 @@ pub fn clip_grad_norm(
     parameters: &[(String, Var)],
     max_norm: f64,
 ) -> Result<f64> {
-    clip(gradients, &distinct(parameters.iter().cloned()), max_norm)
+    let parameters = distinct(parameters.iter().cloned());
+    clip(gradients, &parameters, max_norm, None)
 }
 
 /// As [`clip_grad_norm`], where gradients that are infinite or NaN are an error that names the first such parameter.
@@ -64,11 +63,37 @@ pub fn clip_grad_norm_checked(
     max_norm: f64,
 ) -> Result<f64> {
     let parameters = distinct(parameters.iter().cloned());
-    let norm = clip(gradients, &parameters, max_norm)?;
+    let norm = clip(gradients, &parameters, max_norm, None)?;
+    check_norm(norm, gradients, &parameters)?;
+    Ok(norm)
+}
+
+/// As [`clip_grad_norm`], where each rank of a job has a part of every gradient: the norm is that of all parts.
+///
+/// # Errors
+/// As [`clip_grad_norm`]; [`Error::Rank`].
+pub(crate) fn clip_parts(
+    gradients: &mut GradStore,
+    parameters: &[(String, Var)],
+    max_norm: f64,
+    ranks: &Communicator,
+) -> Result<f64> {
+    clip(gradients, parameters, max_norm, Some(ranks))
+}
+
+/// An error that names the first parameter whose gradient is not finite, if the norm is not.
+///
+/// # Errors
+/// [`Error::Data`].
+pub(crate) fn check_norm(
+    norm: f64,
+    gradients: &GradStore,
+    parameters: &[(String, Var)],
+) -> Result<()> {
     if norm.is_finite() {
-        return Ok(norm);
+        return Ok(());
     }
-    let culprit = match first_non_finite(CLIP, gradients, &parameters)? {
+    let culprit = match first_non_finite(CLIP, gradients, parameters)? {
         Some(name) => format!("the gradient of parameter {name}"),
         None => "all gradients together".to_string(),
     };
@@ -84,15 +109,28 @@ pub fn clip_grad_norm_checked(
 /// The operation's name in errors.
 const CLIP: &str = "clip_grad_norm";
 
-fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
+fn norm(
+    op: &'static str,
+    gradients: &GradStore,
+    parameters: &[(String, Var)],
+    ranks: Option<&Communicator>,
+) -> Result<f64> {
     let mut sum = 0.0;
     for (name, var) in parameters {
         sum += inplace::sum_of_squares(gradient_of(op, gradients, name, var)?)?;
     }
+    if let Some(ranks) = ranks {
+        sum = ranks.mean(&[sum])?[0] * ranks.world_size() as f64;
+    }
     Ok(sum.sqrt())
 }
 
-fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
+fn clip(
+    gradients: &mut GradStore,
+    parameters: &[(String, Var)],
+    max_norm: f64,
+    ranks: Option<&Communicator>,
+) -> Result<f64> {
     let range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
     if max_norm.is_nan() || max_norm <= 0.0 {
         return Err(Error::config(CLIP, "max_norm", max_norm).must_be(
@@ -100,7 +138,7 @@ fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) 
             "1.0 is usual; grad_norm measures without clipping",
         ));
     }
-    let norm = norm(CLIP, gradients, parameters)?;
+    let norm = norm(CLIP, gradients, parameters, ranks)?;
     let factor = max_norm / (norm + 1e-6);
     if !norm.is_finite() || factor >= 1.0 {
         return Ok(norm);

@@ -3,6 +3,7 @@
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
 use super::state::{Misfit, check_numbers, numbers_of};
+use crate::dist::FullyShard;
 use crate::files::{Entry, TensorFile, save_tensors};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -89,7 +90,7 @@ impl AdamW {
         for group in &header.groups {
             group.config.validate()?;
         }
-        let state = self.read_state(&file, "")?;
+        let state = self.read_state(&file, "", None)?;
         self.check_groups(path, &header.groups)?;
         self.put_state(&state, header.steps)?;
         for (group, saved) in self.groups.iter_mut().zip(header.groups) {
@@ -114,7 +115,7 @@ impl AdamW {
     }
 
     /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with
-    /// `prefix`.
+    /// `prefix`; of an optimizer of parts, of which the file has all, this rank's.
     ///
     /// # Errors
     /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].
@@ -122,11 +123,19 @@ impl AdamW {
         &self,
         file: &TensorFile,
         prefix: &str,
+        parts: Option<&FullyShard>,
     ) -> Result<HashMap<String, Tensor>> {
         let names = file.names().into_iter();
         let given = names.filter_map(|saved| {
             let name = saved.strip_prefix(prefix)?.to_string();
-            Some((name, file.description(&saved)?))
+            let description = file.description(&saved)?;
+            let own = parts.and_then(|parts| {
+                let (_, weight) = name.split_once('.')?;
+                let shape = parts.shape_of(weight)?;
+                let dtype = description.strip_suffix(&format!(" {shape:?}"))?;
+                Some(format!("{dtype} {:?}", parts.part_dims(&shape)))
+            });
+            Some((name, own.unwrap_or(description)))
         });
         let given: BTreeMap<String, String> = given.collect();
         let names: Vec<String> = given.keys().cloned().collect();
@@ -135,6 +144,13 @@ impl AdamW {
             let mut state = HashMap::new();
             for name in names {
                 if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
+                    let tensor = match parts {
+                        Some(parts) => parts
+                            .own_part(&tensor)?
+                            .force_contiguous()
+                            .map_err(Error::from)?,
+                        None => tensor,
+                    };
                     state.insert(name, tensor);
                 }
             }

@@ -1,8 +1,10 @@
 //! A run in a file, and out of it again.
 
+use super::ranks::Job;
 use super::{DataFingerprint, History, TrainConfig, Trainer};
 use crate::data::Tokens;
-use crate::files::{self, Difference, PathLock, TensorFile, first_difference};
+use crate::dist::FullyShard;
+use crate::files::{self, Difference, Entry, Manifest, PathLock, TensorFile, first_difference};
 use crate::model::{LoadOptions, STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::optim::{GradScaler, GradScalerState};
 use crate::saved::Numbers;
@@ -161,7 +163,10 @@ impl Trainer {
     ///
     /// Of [ranks that train together](Self::replicate) rank 0 alone writes: they all have the same run. Where the
     /// [optimizer is divided](Self::shard_optimizer) among them, it gets the others' state: all ranks have to call
-    /// this.
+    /// this. Where [weights are divided](Self::fully_sharded), every rank writes its part to a file of its own beside
+    /// `path`, `path.part-...`, and rank 0 then the file at `path`, which names them: with it the run is whole, and
+    /// before it the one that was there. Parts that no file names any more are removed. The folder must be one that all
+    /// ranks see.
     ///
     /// # Errors
     /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a
@@ -169,11 +174,25 @@ impl Trainer {
     /// What was there before stays.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        if let Some(Job::FullyShard(sharded)) = &self.job {
+            return self.save_parts(path, sharded);
+        }
         self.gather_weights()?;
         let state = self.optimizer.state_entries(STATE_PREFIX)?;
         if self.communicator().is_some_and(|ranks| ranks.rank() > 0) {
             return Ok(()); // rank 0 writes what all have
         }
+        let tensors = self.model.entries().chain(state).collect();
+        self.write(path, tensors, None)
+    }
+
+    /// Writes the run with these tensors beside the history, and with what says where others are.
+    pub(super) fn write(
+        &self,
+        path: &Path,
+        tensors: Vec<Entry>,
+        parts: Option<&Manifest>,
+    ) -> Result<()> {
         let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         PathLock::hold(&mut lock, path)?;
         let checkpoint = Checkpoint {
@@ -190,13 +209,16 @@ impl Trainer {
             format: FORMAT,
             checkpoint: &checkpoint,
         };
-        let text = serde_json::to_string(&written)
-            .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
-        let model = self.model.config_text(path)?;
-        let weights = self.model.entries();
+        let unwritten = |e| Error::io("write", path, std::io::Error::other(e));
+        let text = serde_json::to_string(&written).map_err(unwritten)?;
+        let mut texts = vec![(KEY, text), self.model.config_text(path)?];
+        if let Some(parts) = parts {
+            let text = serde_json::to_string(parts).map_err(unwritten)?;
+            texts.push((Manifest::KEY, text));
+        }
         let history = self.history.entries()?;
-        let entries = weights.chain(state).chain(history).collect();
-        files::save_tensors(path, entries, &[(KEY, text), model], self.config.keep)
+        let entries = tensors.into_iter().chain(history).collect();
+        files::save_tensors(path, entries, &texts, self.config.keep)
     }
 
     /// The run that [`Trainer::save`] wrote to `path`, to go on with: its steps have the bits that they would have had
@@ -223,7 +245,45 @@ impl Trainer {
         validation: Tokens,
         device: &Device,
     ) -> Result<Self> {
-        let path = path.as_ref();
+        Self::resume_as(
+            path.as_ref(),
+            model,
+            config,
+            [train, validation],
+            device,
+            None,
+        )
+    }
+
+    /// As [`resume`](Self::resume), as a run of [`fully_sharded`](Self::fully_sharded), whatever ranks have saved it:
+    /// `sharded`, of which nothing was built yet, gets this rank's parts. Every rank calls it.
+    ///
+    /// A run goes on with the bits that it would have had if it was saved by as many ranks.
+    ///
+    /// # Errors
+    /// As [`resume`](Self::resume) and [`fully_sharded`](Self::fully_sharded).
+    pub fn resume_fully_sharded(
+        path: impl AsRef<Path>,
+        model: &TransformerConfig,
+        sharded: &FullyShard,
+        config: TrainConfig,
+        train: Tokens,
+        validation: Tokens,
+    ) -> Result<Self> {
+        // A file has all of a weight, of which the rank's device then gets a part.
+        let device = &Device::Cpu;
+        let data = [train, validation];
+        Self::resume_as(path.as_ref(), model, config, data, device, Some(sharded))
+    }
+
+    fn resume_as(
+        path: &Path,
+        model: &TransformerConfig,
+        config: TrainConfig,
+        [train, validation]: [Tokens; 2],
+        device: &Device,
+        sharded: Option<&FullyShard>,
+    ) -> Result<Self> {
         let file = TensorFile::open(path)?;
         files::remove_abandoned(path);
         let saved = Checkpoint::parse(&file)?;
@@ -256,8 +316,15 @@ impl Trainer {
             dtype,
             ..Default::default()
         };
-        let model = TransformerLM::read(model, &file, &options, device)?;
-        for (name, weight) in model.parameters() {
+        let model = TransformerLM::read(model, &file, &options, device, |vb| match sharded {
+            Some(sharded) => sharded.builder(vb),
+            None => vb,
+        })?;
+        let parameters = match sharded {
+            Some(sharded) => sharded.parameters(),
+            None => model.parameters(),
+        };
+        for (name, weight) in parameters {
             if let Some(got) = Numbers::Finite.misfit(&weight)? {
                 return Err(Error::Weight {
                     path: path.into(),
@@ -270,7 +337,10 @@ impl Trainer {
                 });
             }
         }
-        let mut trainer = Self::new(model, config, train, validation)?;
+        let mut trainer = match sharded {
+            Some(sharded) => Self::of_parts(model, sharded, config, train, validation)?,
+            None => Self::new(model, config, train, validation)?,
+        };
         for (what, saved, given) in [
             (
                 "training data of",
@@ -287,7 +357,7 @@ impl Trainer {
                 return Err(refuse(what, saved.to_string(), given.to_string()));
             }
         }
-        let state = trainer.optimizer.read_state(&file, STATE_PREFIX)?;
+        let state = trainer.optimizer.read_state(&file, STATE_PREFIX, sharded)?;
         let updates = saved.step - saved.history.skipped.len();
         trainer.optimizer.put_state(&state, updates)?;
         if let (Some(scaler), Some(state)) = (&mut trainer.scaler, saved.loss_scaling) {
@@ -295,6 +365,9 @@ impl Trainer {
         }
         trainer.step = saved.step;
         trainer.history = saved.history;
+        if let Some(sharded) = sharded {
+            trainer.check_ranks("Trainer::resume_fully_sharded", sharded.communicator())?;
+        }
         Ok(trainer)
     }
 

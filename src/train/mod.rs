@@ -39,6 +39,7 @@ mod config;
 mod curve;
 mod fingerprint;
 mod history;
+mod parts;
 mod planned;
 mod ranks;
 mod trainer;

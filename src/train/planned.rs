@@ -1,6 +1,7 @@
 //! Steps of a run, planned beforehand.
 
 use super::Trainer;
+use super::ranks::Job;
 use super::update::{Update, refuse_if_hopeless};
 use crate::Result;
 use crate::compile::{Plan, PlanConfig, TrainStep};
@@ -70,9 +71,14 @@ impl Trainer {
 
     fn plan_step(&mut self, config: PlanConfig) -> Result<()> {
         let (model, optimizer) = (&self.model, &self.optimizer);
-        self.planned = Some(match &self.replicated {
+        self.planned = Some(match &self.job {
             None => TrainStep::new(model, optimizer, &config)?,
-            Some(replicated) => TrainStep::replicated(model, optimizer, &config, replicated)?,
+            Some(Job::Replicated(replicated)) => {
+                TrainStep::replicated(model, optimizer, &config, replicated)?
+            }
+            Some(Job::FullyShard(sharded)) => {
+                TrainStep::fully_sharded(model, optimizer, &config, sharded)?
+            }
         });
         Ok(())
     }

@@ -1,11 +1,97 @@
 //! A run on several ranks, each of which takes a part of every step's batches.
 
+use super::TrainConfig;
 use super::Trainer;
-use crate::dist::{Communicator, Replicated, ReplicatedConfig};
+use crate::data::Tokens;
+use crate::dist::{Communicator, FullyShard, Replicated, ReplicatedConfig};
+use crate::model::TransformerLM;
 use crate::{Error, Result};
+use candle_core::{Device, Var};
+use candle_nn::VarBuilder;
+use std::collections::HashMap;
 use std::ops::Range;
 
+/// How ranks train together.
+#[derive(Debug)]
+pub(super) enum Job {
+    Replicated(Replicated),
+    FullyShard(FullyShard),
+}
+
+impl Job {
+    fn communicator(&self) -> &Communicator {
+        match self {
+            Self::Replicated(replicated) => replicated.communicator(),
+            Self::FullyShard(sharded) => sharded.communicator(),
+        }
+    }
+}
+
 impl Trainer {
+    /// A run at its beginning whose ranks train together, as [`replicate`](Self::replicate) says, and each of which has
+    /// a part of every weight, gradient and state: `model` was built from the [builder](FullyShard::builder) of
+    /// `sharded`, and so is hollow. Every rank calls it.
+    ///
+    /// In [`save`](Self::save) every rank writes its part; any number of ranks goes on with them
+    /// ([`resume_fully_sharded`](Self::resume_fully_sharded)), and one that has all of the model, too
+    /// ([`resume`](Self::resume)).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new) and [`replicate`](Self::replicate); [`Error::Order`] for a model that is not all of what
+    /// the builder gave.
+    pub fn fully_sharded(
+        model: TransformerLM,
+        sharded: &FullyShard,
+        config: TrainConfig,
+        train: Tokens,
+        validation: Tokens,
+    ) -> Result<Self> {
+        let trainer = Self::of_parts(model, sharded, config, train, validation)?;
+        trainer.check_ranks("Trainer::fully_sharded", sharded.communicator())?;
+        Ok(trainer)
+    }
+
+    /// The same, of ranks that have not compared what they were told.
+    pub(super) fn of_parts(
+        model: TransformerLM,
+        sharded: &FullyShard,
+        config: TrainConfig,
+        train: Tokens,
+        validation: Tokens,
+    ) -> Result<Self> {
+        let parts = sharded.parts_of(&model.parameters())?;
+        let mut trainer = Self::of(model, parts, config, train, validation)?;
+        trainer.job = Some(Job::FullyShard(sharded.clone()));
+        Ok(trainer)
+    }
+
+    /// The model with all of its weights; where [they are divided](Self::fully_sharded) among ranks, gathered on the
+    /// host of rank 0. The other ranks have none; all have to call it.
+    ///
+    /// # Errors
+    /// [`Error::Rank`]; a model that is too large for the host.
+    pub fn whole_model(&self) -> Result<Option<TransformerLM>> {
+        self.gather_weights()?;
+        let is_first = self.communicator().is_none_or(|ranks| ranks.rank() == 0);
+        let Some(Job::FullyShard(sharded)) = &self.job else {
+            return Ok(is_first.then(|| self.model.clone()));
+        };
+        let mut weights = HashMap::new();
+        for (name, _) in &self.parameters {
+            let whole = sharded.whole(name)?;
+            if is_first {
+                // A variable, which the builder below shares: the weights exist once.
+                let whole = Var::from_tensor(&whole.to_device(&Device::Cpu)?)?;
+                weights.insert(name.clone(), whole.into_inner());
+            }
+        }
+        if !is_first {
+            return Ok(None);
+        }
+        let vb = VarBuilder::from_tensors(weights, self.parameters[0].1.dtype(), &Device::Cpu);
+        TransformerLM::from_var_builder(self.model.config(), vb).map(Some)
+    }
+
     /// Has the ranks of a job train together: each takes its part of a step's [`accumulation`] batches, and gradients
     /// and losses are averaged over all. Every rank calls it, right after [`new`](Self::new) or
     /// [`resume`](Self::resume) and before a plan is made; all then have the weights of rank 0.
@@ -25,6 +111,22 @@ impl Trainer {
         communicator: &Communicator,
         config: ReplicatedConfig,
     ) -> Result<()> {
+        if self.job.is_some() {
+            return Err(Error::Order {
+                op: "Trainer::replicate",
+                problem: "the run is of several ranks already".into(),
+                hint: "call it once, on a run of Trainer::new or resume".into(),
+            });
+        }
+        self.check_ranks("Trainer::replicate", communicator)?;
+        let parameters = self.parameters.iter().cloned();
+        let replicated = Replicated::new(communicator, parameters, config)?;
+        self.job = Some(Job::Replicated(replicated));
+        Ok(())
+    }
+
+    /// Whether the ranks can train together, on the same run.
+    pub(super) fn check_ranks(&self, op: &'static str, communicator: &Communicator) -> Result<()> {
         let world_size = communicator.world_size();
         if !self.config.accumulation.is_multiple_of(world_size) {
             return Err(
@@ -36,7 +138,7 @@ impl Trainer {
         }
         if self.planned.is_some() {
             return Err(Error::Order {
-                op: "Trainer::replicate",
+                op,
                 problem: "the step is planned for one rank".into(),
                 hint: "call replicate before compile".into(),
             });
@@ -49,10 +151,7 @@ impl Trainer {
             ("step", self.step.to_string()),
             ("optimizer steps", self.optimizer.steps().to_string()),
         ];
-        communicator.agree("Trainer::replicate", &facts)?;
-        let parameters = self.parameters.iter().cloned();
-        self.replicated = Some(Replicated::new(communicator, parameters, config)?);
-        Ok(())
+        communicator.agree(op, &facts)
     }
 
     /// Divides the optimizer's state and update among the ranks that train together (ZeRO, stage 1): each has the state
@@ -73,8 +172,11 @@ impl Trainer {
                 hint: hint.into(),
             })
         };
-        let Some(replicated) = &self.replicated else {
-            return refuse("the run is of no ranks", "call replicate before");
+        let Some(Job::Replicated(replicated)) = &self.job else {
+            return refuse(
+                "the run is of no ranks that have all weights",
+                "call replicate before",
+            );
         };
         if self.planned.is_some() {
             return refuse("the step is planned already", "call it before compile");
@@ -92,7 +194,7 @@ impl Trainer {
 
     /// The ranks that train together, if they [do](Self::replicate).
     pub fn communicator(&self) -> Option<&Communicator> {
-        self.replicated.as_ref().map(Replicated::communicator)
+        self.job.as_ref().map(Job::communicator)
     }
 
     /// Which of a step's batches are this rank's.

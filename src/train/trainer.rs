@@ -1,10 +1,10 @@
 //! The loop: one step, one evaluation.
 
 use super::checks::{check_dtype, check_fits, scaler};
+use super::ranks::Job;
 use super::{DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
 use crate::data::{Batch, RandomBatches, SequentialBatches, Tokens};
-use crate::dist::Replicated;
 use crate::files::PathLock;
 use crate::model::{Documents, TransformerLM};
 use crate::nn::ForwardContext;
@@ -69,7 +69,7 @@ pub struct Trainer {
     pub(super) scaler: Option<GradScaler>,
     pub(super) config: TrainConfig,
     /// Where several ranks train together.
-    pub(super) replicated: Option<Replicated>,
+    pub(super) job: Option<Job>,
     /// Where steps are planned.
     pub(super) planned: Option<TrainStep>,
     pub(super) training: RandomBatches,
@@ -98,6 +98,18 @@ impl Trainer {
         train: Tokens,
         validation: Tokens,
     ) -> Result<Self> {
+        let parameters = model.parameters();
+        Self::of(model, parameters, config, train, validation)
+    }
+
+    /// A run that trains these: the model's parameters, or parts of them.
+    pub(super) fn of(
+        model: TransformerLM,
+        parameters: Vec<(String, Var)>,
+        config: TrainConfig,
+        train: Tokens,
+        validation: Tokens,
+    ) -> Result<Self> {
         config.validate()?;
         check_dtype(&model, &config)?;
         check_fits(&model, &config, &train)?;
@@ -105,14 +117,13 @@ impl Trainer {
         let (batch_size, sequence_length) = (config.batch_size, config.sequence_length);
         let training = RandomBatches::new(&train, batch_size, sequence_length, config.seed)?;
         let held_out = SequentialBatches::new(&validation, batch_size, sequence_length)?;
-        let parameters = model.parameters();
         let groups = decay_matrices_only(parameters.clone(), config.optimizer);
         Ok(Self {
             optimizer: AdamW::with_groups(groups)?,
             scaler: scaler(&config)?,
             training_data: DataFingerprint::new(&train)?,
             validation_data: DataFingerprint::new(&validation)?,
-            replicated: None,
+            job: None,
             planned: None,
             training,
             validation: held_out,
@@ -178,15 +189,27 @@ impl Trainer {
             Some(ranks) => (ranks.rank(), ranks.world_size()),
             None => (0, 1),
         };
-        let batches = self.validation.iter(self.model.device());
-        for batch in batches.skip(rank).step_by(world_size) {
-            let batch = batch?;
+        let count = self.validation.len();
+        // Where ranks gather weights together, all run as many batches: those that are too many do not count.
+        let gathers = matches!(self.job, Some(Job::FullyShard(_)));
+        let end = match gathers {
+            true => count.next_multiple_of(world_size),
+            false => count,
+        };
+        for index in (rank..end).step_by(world_size) {
+            let batch = self
+                .validation
+                .batch(index.min(count - 1), self.model.device())?;
             let documents = self.documents(&batch)?;
             let counted = documents
                 .as_ref()
                 .map_or(batch.num_targets(), |all| all.counted);
+            let counted = if index < count { counted } else { 0 };
+            if counted == 0 && !gathers {
+                continue;
+            }
+            let loss = no_grad(|| self.loss(&batch, documents, None))?;
             if counted > 0 {
-                let loss = no_grad(|| self.loss(&batch, documents, None))?;
                 sum += value_of(&loss)? * counted as f64;
                 predicted += counted;
             }
@@ -215,7 +238,7 @@ impl Trainer {
         self.step
     }
 
-    /// The model as it is now; of a planned run whose [optimizer is divided](Self::shard_optimizer), as it was at the
+    /// The model as it is now, hollow where [weights are divided](Self::fully_sharded); of a planned run whose [optimizer is divided](Self::shard_optimizer), as it was at the
     /// last evaluation, the last save, or the end of the run.
     pub fn model(&self) -> &TransformerLM {
         &self.model
@@ -270,8 +293,8 @@ impl Trainer {
             };
             sum += value;
             let _range = probe::phase("backward");
-            let gradients = match &self.replicated {
-                Some(replicated) if batches.len() == 1 => {
+            let gradients = match &self.job {
+                Some(Job::Replicated(replicated)) if batches.len() == 1 => {
                     return Ok((sum, replicated.backward(loss)?));
                 }
                 _ => backward(loss)?,
@@ -279,7 +302,7 @@ impl Trainer {
             accumulator.add(gradients)?;
         }
         let mut gradients = accumulator.mean()?;
-        if let Some(replicated) = &self.replicated {
+        if let Some(Job::Replicated(replicated)) = &self.job {
             replicated.average(&mut gradients)?;
         }
         Ok((sum / batches.len() as f64, gradients))

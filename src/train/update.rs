@@ -1,8 +1,9 @@
 //! From gradients to the next weights: unscaled, clipped, and applied unless they overflowed.
 
 use super::Trainer;
+use super::ranks::Job;
 use crate::optim::guard::DIVERGED;
-use crate::optim::{GradScaler, clip_grad_norm, clip_grad_norm_checked};
+use crate::optim::{GradScaler, check_norm, clip_grad_norm};
 use crate::{Error, Result, probe};
 use candle_core::backprop::GradStore;
 
@@ -53,7 +54,8 @@ impl Trainer {
         max_norm: f64,
         learning_rate: f64,
     ) -> Result<Update> {
-        let grad_norm = clip_grad_norm_checked(&mut gradients, &self.parameters, max_norm)?;
+        let grad_norm = self.clip(&mut gradients, max_norm)?;
+        check_norm(grad_norm, &gradients, &self.parameters)?;
         self.optimizer.set_learning_rate(learning_rate);
         self.optimizer.step(&gradients)?;
         Ok(Update {
@@ -61,6 +63,13 @@ impl Trainer {
             skipped: false,
             loss_scale: None,
         })
+    }
+
+    fn clip(&self, gradients: &mut GradStore, max_norm: f64) -> Result<f64> {
+        match &self.job {
+            Some(Job::FullyShard(sharded)) => sharded.clip_grad_norm(gradients, max_norm),
+            _ => clip_grad_norm(gradients, &self.parameters, max_norm),
+        }
     }
 
     /// With a scale: gradients that are not finite skip the update, and the scale backs off.
@@ -73,7 +82,10 @@ impl Trainer {
     ) -> Result<Update> {
         let loss_scale = scaler.loss_scale();
         scaler.unscale(&mut gradients, &self.parameters)?;
-        let grad_norm = clip_grad_norm(&mut gradients, &self.parameters, max_norm)?;
+        if let Some(Job::FullyShard(sharded)) = &self.job {
+            scaler.agree(sharded.communicator())?;
+        }
+        let grad_norm = self.clip(&mut gradients, max_norm)?;
         self.optimizer.set_learning_rate(learning_rate);
         let stepped = scaler.step(&mut self.optimizer, &mut gradients)?;
         if !stepped {

@@ -10,7 +10,7 @@ use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::compile::{LossStep, PlanConfig, StepConfig, TrainStep};
-use tallow::dist::{Communicator, FullyShard, Replicated, ReplicatedConfig};
+use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::optim::AdamW;
@@ -51,7 +51,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
     let device = ranks.device();
     let alone = Network::new(1, tied, device)?;
     let mut wanted = AdamW::new(distinct(&alone), CONFIG)?;
-    let sharded = FullyShard::new(ranks, None)?;
+    let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let given = Network::new(1, tied, device)?.parameters().into_iter();
     let given: HashMap<String, Tensor> =
         given.map(|(name, var)| (name, var.into_inner())).collect();
@@ -141,7 +141,11 @@ fn as_replicated(
     let replicated = Replicated::new(ranks, whole.parameters(), way)?;
     let step = TrainStep::replicated(&whole, &optimizer, &plan, &replicated)?;
     let wanted = run(step, optimizer)?;
-    let sharded = FullyShard::new(ranks, exchange)?;
+    let sharded = FullyShardConfig {
+        dtype: exchange,
+        bucket_bytes: 1 << 20, // some blocks, of three
+    };
+    let sharded = FullyShard::new(ranks, sharded)?;
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
     let optimizer = AdamW::new(sharded.parameters(), adamw)?;

@@ -47,9 +47,9 @@ impl Lower<'_> {
         let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
         let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
         let before = calls.len();
-        let repeats = match target {
-            Target::Cuda if self.job.config.fully_shard.is_some() => {
-                sharded::gather_ahead(repeats, &self.plan.buffers)
+        let repeats = match (target, self.job.config.fully_shard) {
+            (Target::Cuda, Some(sharded)) => {
+                sharded::gather_ahead(repeats, &self.plan.buffers, sharded.bucket_bytes)
             }
             _ => repeats,
         };

@@ -1,8 +1,8 @@
 //! Weights that every rank has a part of: gathered where forward and where backward first read them, freed after they
 //! were read last; and their gradients, of which each rank gets the mean of its part.
 //!
-//! On a GPU exchanges run beside the kernels. So weights are gathered one module ahead, and gradients are waited for one
-//! module later.
+//! On a GPU exchanges run beside the kernels. So weights are gathered some modules ahead, and gradients are waited for
+//! some modules later: as many as have the bytes of a bucket.
 
 use super::super::buffer::{Buffers, Category, Location};
 use super::super::op::Op;
@@ -29,8 +29,9 @@ pub(super) struct Sharded {
 impl Lower<'_> {
     /// This rank's part of a weight, if ranks have parts of it.
     pub(super) fn part_of(&self, weight: ValueId) -> Option<Shard> {
-        let sharded = self.job.config.fully_shard?;
-        self.trained(weight).map(|_| sharded.shard)
+        let config = self.job.config;
+        config.fully_shard?;
+        self.trained(weight).and(config.shard)
     }
 
     /// All of weights that ranks have parts of, one under the other.
@@ -84,8 +85,7 @@ impl Lower<'_> {
     }
 
     fn shard(&self) -> Shard {
-        let sharded = self.job.config.fully_shard;
-        sharded.map_or(ALONE, |sharded| sharded.shard)
+        self.job.config.shard.unwrap_or(ALONE)
     }
 
     /// Forward is over: what it has gathered is freed, and backward gathers it again.
@@ -98,9 +98,24 @@ impl Lower<'_> {
         }
     }
 
-    /// The backward of a module is over: its gradients are exchanged, and those of the one before, which have been, are
-    /// kept, this rank's part of them.
+    /// The backward of a module is over: gradients that are complete are exchanged, once they are enough, and those of
+    /// before, which have been, are kept, this rank's part of them.
     pub(super) fn scatter_gradients(&mut self) {
+        let Some(sharded) = self.job.config.fully_shard else {
+            return;
+        };
+        let complete = self.weights.sharded.complete.iter();
+        let gradients = complete.filter_map(|number| self.weights.gradients[*number].as_ref());
+        let bytes = gradients.map(|gradient| {
+            let width = self.plan.buffers[gradient.buffer].dtype.size_in_bytes();
+            (gradient.elements.len() * width) as u64
+        });
+        if bytes.sum::<u64>() >= sharded.bucket_bytes {
+            self.scatter_complete();
+        }
+    }
+
+    fn scatter_complete(&mut self) {
         let part_of_step = self.plan.part.take();
         for number in std::mem::take(&mut self.weights.sharded.exchanged) {
             self.keep_own_gradient(number);
@@ -122,7 +137,7 @@ impl Lower<'_> {
         while !self.weights.sharded.complete.is_empty()
             || !self.weights.sharded.exchanged.is_empty()
         {
-            self.scatter_gradients();
+            self.scatter_complete();
         }
     }
 
@@ -131,13 +146,16 @@ impl Lower<'_> {
             return;
         };
         let from = self.own_elements(&whole);
-        let dtype = self.plan.buffers[whole.buffer].dtype;
+        let dtype = match self.plan.buffers[whole.buffer].dtype {
+            DType::BF16 => DType::F32, // for the update, which reads the parameter in it
+            dtype => dtype,
+        };
         let name = format!("gradient of {}", self.job.function.parameters[number].name);
         let (shape, category) = ([from.elements.len()], Category::Gradient);
         let own = self.plan.buffers.arena(&name, &shape, dtype, category);
         let own = self.plan.whole(own);
         let kernel = match self.job.config.accumulation {
-            1 => converted(), // which copies too
+            1 => converted(),
             _ => accumulated(Accumulate::AfterFirst),
         };
         self.plan.call(kernel, [("x", from)], [("y", own.clone())]);
@@ -150,9 +168,9 @@ const ALONE: Shard = Shard {
     world_size: 1,
 };
 
-/// A micro-batch's calls, with the weights that a module reads gathered where the one before begins. Modules that read
-/// no matrix count to the next.
-pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers) -> Vec<Call> {
+/// A micro-batch's calls, with the weights that modules read gathered where the ones before begin: of so many modules
+/// together that the weights have `bucket_bytes`.
+pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers, bucket_bytes: u64) -> Vec<Call> {
     let is_exchange = |call: &&Call| matches!(call.op, Op::AllGather { .. });
     let gathered = calls.iter().filter(is_exchange);
     let gathered: HashSet<_> = gathered.map(|call| call.writes["x"].buffer).collect();
@@ -160,20 +178,21 @@ pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers) -> Vec<Call> {
     let mut stretch = Stretch::default();
     for call in calls {
         let module = module_of(&call.path).to_string();
-        if stretch.has_matrix && stretch.module != module {
+        if stretch.bytes >= bucket_bytes && stretch.module != module {
             stretches.push(std::mem::take(&mut stretch));
         }
         stretch.module = module;
         let written = call.writes.iter().map(|operand| operand.buffer);
         let written = written.collect::<Vec<_>>();
         match written.iter().find(|buffer| gathered.contains(buffer)) {
-            Some(buffer) => {
-                stretch.has_matrix |= buffers[*buffer].shape.len() > 1;
-                match call.op {
-                    Op::AllGather { .. } => stretch.exchanges.push(call),
-                    _ => stretch.parts.push(call),
+            Some(buffer) => match call.op {
+                Op::AllGather { elements } => {
+                    let width = buffers[*buffer].dtype.size_in_bytes();
+                    stretch.bytes += (elements * width) as u64;
+                    stretch.exchanges.push(call);
                 }
-            }
+                _ => stretch.parts.push(call),
+            },
             None => stretch.others.push(call),
         }
     }
@@ -194,7 +213,8 @@ pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers) -> Vec<Call> {
 #[derive(Default)]
 struct Stretch {
     module: String,
-    has_matrix: bool,
+    /// Of the weights that they gather.
+    bytes: u64,
     /// Put this rank's parts of weights in their places.
     parts: Vec<Call>,
     exchanges: Vec<Call>,

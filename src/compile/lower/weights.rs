@@ -230,11 +230,10 @@ impl Lower<'_> {
     /// What each rank updates, where that is divided among ranks.
     pub(super) fn shares(&self) -> Option<Shares> {
         let config = self.job.config;
-        if let Some(sharded) = config.fully_shard {
-            let (own, owners) = (sharded.shard, None);
-            return Some(Shares { own, owners });
+        let own = config.shard?;
+        if config.fully_shard.is_some() {
+            return Some(Shares { own, owners: None });
         }
-        let own = config.optimizer_shard?;
         let parameters = self.job.function.parameters.iter();
         let sizes = parameters.map(|parameter| (parameter.name.as_str(), parameter.elements));
         let owners = Some(Shard::owners(own.world_size, sizes));

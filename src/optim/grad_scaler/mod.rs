@@ -283,6 +283,22 @@ impl GradScaler {
         Ok(())
     }
 
+    /// Where each rank of a job has unscaled its parts of gradients: an overflow on one of them is one on all.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    #[cfg(feature = "train")]
+    pub(crate) fn agree(&mut self, ranks: &crate::dist::Communicator) -> Result<()> {
+        let found = f64::from(u8::from(self.non_finite.is_some()));
+        if ranks.mean(&[found])?[0] > 0.0 && self.non_finite.is_none() {
+            self.non_finite = Some("of which another rank has the part".into());
+            for progress in self.unscaled.values_mut() {
+                progress.finite = false;
+            }
+        }
+        Ok(())
+    }
+
     /// What losses are multiplied by now: 1 for a scaler that is switched off.
     pub fn loss_scale(&self) -> f64 {
         match self.enabled {

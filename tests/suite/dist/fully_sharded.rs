@@ -36,7 +36,7 @@ fn sharded_model(
     ranks: &Communicator,
     config: &TransformerConfig,
 ) -> Result<(TransformerLM, AdamW, FullyShard)> {
-    let sharded = FullyShard::new(ranks, None)?;
+    let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
     let model = TransformerLM::from_var_builder(config, vb)?;
     let optimizer = AdamW::with_groups(decay_matrices_only(sharded.parameters(), adamw()))?;
@@ -222,7 +222,7 @@ fn a_loss_of_layers() {
         let replicated = Replicated::new(&ranks, parameters.clone(), ReplicatedConfig::default())?;
         let config = StepConfig::default();
         let mut step = LossStep::replicated(&whole, &config, &replicated, || loss(&map, &scale))?;
-        let sharded = FullyShard::new(&ranks, None)?;
+        let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
         let (map, scale) = layers(vb)?;
         let mut optimizer = AdamW::new(sharded.parameters(), adamw())?;
@@ -246,9 +246,13 @@ fn a_loss_of_layers() {
 /// A rank of a plan has its part of weights, gradients and state, and all of two blocks' weights at most.
 #[rstest]
 fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
-    let of = |fully_shard: Option<FullyShardConfig>| {
+    let of = |shard: Option<Shard>| {
         let config = PlanConfig {
-            fully_shard,
+            fully_shard: shard.map(|_| FullyShardConfig {
+                bucket_bytes: 0,
+                ..Default::default()
+            }),
+            shard,
             ..plan_config(1, Some(1.0))
         };
         let model = TransformerConfig {
@@ -260,11 +264,8 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
     };
     let bytes = |plan: &Plan, category: Category| plan.category_bytes(category) as f64;
     let whole = of(None);
-    let own = |rank| FullyShardConfig {
-        shard: Shard { rank, world_size },
-        dtype: None,
-    };
-    let plan = of(Some(own(0)));
+    let rank = 0;
+    let plan = of(Some(Shard { rank, world_size }));
     let fraction = 1.0 / world_size as f64;
     let block = bytes(&whole, Category::Parameter) / 6.0;
     for (category, more) in [
@@ -306,45 +307,62 @@ fn what_is_refused() {
         assert!(error.to_string().contains("FullyShard::builder"), "{error}");
         let error = sharded.whole("nobody").unwrap_err();
         assert!(error.to_string().contains("nobody"), "{error}");
-        let error = FullyShard::new(&ranks, Some(DType::F16)).unwrap_err();
+        let in_half = FullyShardConfig {
+            dtype: Some(DType::F16),
+            ..Default::default()
+        };
+        let error = FullyShard::new(&ranks, in_half).unwrap_err();
         assert!(error.to_string().contains("FullyShardConfig"), "{error}");
         Ok(())
     });
-    let fully_shard = Some(FullyShardConfig {
-        shard: Shard {
-            rank: 2,
-            world_size: 2,
-        },
-        dtype: None,
-    });
+    let (rank, world_size) = (1, 2);
     let config = PlanConfig {
-        fully_shard,
+        fully_shard: Some(FullyShardConfig::default()),
+        shard: Some(Shard { rank, world_size }),
         ..plan_config(1, None)
     };
-    let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("under the number of ranks, 2"), "{error}");
-    let config = PlanConfig {
-        fully_shard: fully_shard.map(|own| FullyShardConfig {
-            shard: Shard {
-                rank: 1,
-                world_size: 2,
-            },
-            ..own
-        }),
-        ..config
-    };
     config.validate().unwrap();
-    for config in [
-        PlanConfig {
-            replicated: Some(ReplicatedConfig::default()),
-            ..config.clone()
-        },
-        PlanConfig {
-            optimizer_in_backward: true,
-            ..config
-        },
+    for (config, field) in [
+        (
+            PlanConfig {
+                shard: None,
+                ..config.clone()
+            },
+            "shard",
+        ),
+        (
+            PlanConfig {
+                replicated: Some(ReplicatedConfig::default()),
+                ..config.clone()
+            },
+            "fully_shard",
+        ),
+        (
+            PlanConfig {
+                optimizer_in_backward: true,
+                ..config.clone()
+            },
+            "fully_shard",
+        ),
+        (
+            PlanConfig {
+                fully_shard: None,
+                ..config.clone()
+            },
+            "shard",
+        ),
+        (
+            PlanConfig {
+                shard: Some(Shard {
+                    rank: 2,
+                    world_size,
+                }),
+                ..config
+            },
+            "under the number of ranks, 2",
+        ),
     ] {
         let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains("fully_shard"), "{error}");
+        assert!(error.contains(field), "{error}");
     }
 }

@@ -219,10 +219,10 @@ fn a_gradient_that_is_not_finite_is_named() {
 /// A rank's plan updates its own parameters, has their state alone, and fetches the others' before they are read.
 #[test]
 fn what_a_rank_does() {
-    let of = |optimizer_shard: Option<Shard>| {
+    let of = |shard: Option<Shard>| {
         let config = PlanConfig {
             replicated: Some(ReplicatedConfig::default()),
-            optimizer_shard,
+            shard,
             ..plan_config(1, Some(1.0))
         };
         TrainStep::plan_for(&config_of_six_layers(), &config)
@@ -350,17 +350,17 @@ fn what_is_refused() {
         Ok(())
     });
     let config = PlanConfig {
-        optimizer_shard: Some(Shard {
+        shard: Some(Shard {
             rank: 0,
             world_size: 2,
         }),
         ..plan_config(1, None)
     };
     let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("optimizer_shard"), "{error}");
+    assert!(error.contains("without replicated"), "{error}");
     let config = PlanConfig {
         replicated: Some(ReplicatedConfig::default()),
-        optimizer_shard: Some(Shard {
+        shard: Some(Shard {
             rank: 2,
             world_size: 2,
         }),

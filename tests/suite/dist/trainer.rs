@@ -1,12 +1,12 @@
 //! Runs of several ranks are runs of one with all their batches.
 
 use super::{bits, config, on_ranks};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use rstest::rstest;
 use tallow::data::Tokens;
-use tallow::dist::ReplicatedConfig;
+use tallow::dist::{Communicator, FullyShard, FullyShardConfig, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::DropoutRates;
+use tallow::nn::{self, DropoutRates};
 use tallow::train::{TrainConfig, Trainer};
 use tallow::{Error, Result};
 
@@ -169,4 +169,142 @@ fn what_is_refused() {
         .replicate(&ranks, ReplicatedConfig::default())
         .unwrap_err();
     assert!(matches!(error, Error::Order { .. }), "{error}");
+}
+
+/// A run whose ranks have parts of everything is that of ranks that have all, eager and planned, clipped and not. Two
+/// ranks write it to a file each; two, three and one go on with it.
+#[rstest]
+fn in_parts(#[values(false, true)] planned: bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.safetensors");
+    let path = &path;
+    let config = |steps: usize| TrainConfig {
+        accumulation: 6,
+        max_grad_norm: Some(0.5),
+        keep: 2,
+        ..train_config(steps)
+    };
+    let sharded_trainer = |ranks: &Communicator, steps: usize| -> Result<(Trainer, FullyShard)> {
+        let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
+        let (train, validation) = text();
+        let mut trainer = match path.exists() {
+            true => Trainer::resume_fully_sharded(
+                path,
+                &model_config(),
+                &sharded,
+                config(steps),
+                train,
+                validation,
+            )?,
+            false => {
+                let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
+                let model = TransformerLM::from_var_builder(&model_config(), vb)?;
+                Trainer::fully_sharded(model, &sharded, config(steps), train, validation)?
+            }
+        };
+        if planned {
+            trainer.compile()?;
+        }
+        Ok((trainer, sharded))
+    };
+    let all = |mut trainer: Trainer| -> Result<(Vec<f64>, Vec<u32>, Trainer)> {
+        while trainer.step()?.is_some() {}
+        let evaluation = trainer.evaluate()?;
+        let mut losses = trainer.history().losses.clone();
+        losses.push(evaluation);
+        let weights = match trainer.whole_model()? {
+            Some(model) => model
+                .parameters()
+                .iter()
+                .flat_map(|(_, var)| bits(var))
+                .collect(),
+            None => Vec::new(),
+        };
+        Ok((losses, weights, trainer))
+    };
+    let near = |losses: &[f64], wanted: &[f64]| {
+        assert_eq!(losses.len(), wanted.len());
+        for (loss, wanted) in losses.iter().zip(wanted) {
+            assert!((loss - wanted).abs() < 1e-5, "{losses:?} {wanted:?}");
+        }
+    };
+    let wanted = on_ranks(2, |ranks| {
+        let model = TransformerLM::new(&model_config(), 3, &Device::Cpu)?;
+        let (train, validation) = text();
+        let mut trainer = Trainer::new(model, config(6), train, validation)?;
+        trainer.replicate(&ranks, ReplicatedConfig::default())?;
+        if planned {
+            trainer.compile()?;
+        }
+        Ok(all(trainer)?.0)
+    });
+    let whole = on_ranks(2, |ranks| {
+        let (losses, weights, _) = all(sharded_trainer(&ranks, 6)?.0)?;
+        Ok((losses, weights))
+    });
+    near(&whole[0].0, &wanted[0]);
+    // Three saves, of which two are kept: what they name is there, and nothing else.
+    on_ranks(2, |ranks| {
+        let (mut trainer, _sharded) = sharded_trainer(&ranks, 3)?;
+        while trainer.step()?.is_some() {
+            trainer.save(path)?;
+        }
+        ranks.barrier()
+    });
+    let files = || {
+        let files = std::fs::read_dir(folder.path()).unwrap();
+        let files = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+        files.filter(|name| name.contains(".part-")).count()
+    };
+    assert_eq!(files(), 4);
+    let three_steps = std::fs::read(path).unwrap();
+    // The same ranks go on with the same bits.
+    let again = on_ranks(2, |ranks| {
+        let (losses, weights, _) = all(sharded_trainer(&ranks, 6)?.0)?;
+        Ok((losses, weights))
+    });
+    assert!(again[0].0 == whole[0].0 && again[0].1 == whole[0].1);
+    // Other ranks, and one that has all.
+    let by_three = on_ranks(3, |ranks| Ok(all(sharded_trainer(&ranks, 6)?.0)?.0));
+    near(&by_three[0], &whole[0].0);
+    let resume = || {
+        let (train, validation) = text();
+        let config = config(6);
+        Trainer::resume(
+            path,
+            &model_config(),
+            config,
+            train,
+            validation,
+            &Device::Cpu,
+        )
+    };
+    let mut alone = resume().unwrap();
+    if planned {
+        alone.compile().unwrap();
+    }
+    near(&all(alone).unwrap().0, &whole[0].0);
+    TransformerLM::load(&model_config(), path, &Device::Cpu).unwrap();
+    // A part that cannot be written leaves what was there, and is an error on all ranks.
+    let errors = on_ranks(2, |ranks| {
+        let (trainer, sharded) = sharded_trainer(&ranks, 6)?;
+        if ranks.rank() == 1 {
+            let (_, part) = sharded.parameters().swap_remove(0);
+            part.set(&(part.as_tensor() * f64::NAN)?)?;
+        }
+        Ok(trainer.save(path).unwrap_err().to_string())
+    });
+    assert!(errors[0].contains("another rank"), "{}", errors[0]);
+    assert!(errors[1].contains("finite"), "{}", errors[1]);
+    assert!(std::fs::read(path).unwrap() == three_steps);
+    resume().unwrap();
+    // Without a part it is no run.
+    let parts = std::fs::read_dir(folder.path()).unwrap();
+    for part in parts.map(|file| file.unwrap().path()) {
+        if part.to_string_lossy().contains(".part-3-") && part.to_string_lossy().contains("-1-of") {
+            std::fs::remove_file(part).unwrap();
+        }
+    }
+    let error = resume().unwrap_err();
+    assert!(matches!(error, Error::Io { .. }), "{error}");
 }

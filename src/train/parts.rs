@@ -1,0 +1,149 @@
+//! A run whose ranks have parts of everything, in files: each rank writes its own.
+
+use super::Trainer;
+use crate::dist::{Communicator, FullyShard};
+use crate::files::{self, Entry, Manifest, TensorFile};
+use crate::model::STATE_PREFIX;
+use crate::saved::Numbers;
+use crate::{Error, Result};
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+impl Trainer {
+    /// Writes this rank's part, and on rank 0, once all have, the file that names them.
+    pub(super) fn save_parts(&self, path: &Path, sharded: &FullyShard) -> Result<()> {
+        let ranks = sharded.communicator();
+        let entries = self.part_entries()?;
+        let tensors = entries.iter().map(|entry| {
+            let weight = match entry.name.strip_prefix(STATE_PREFIX) {
+                Some(state) => state.split_once('.').map_or(state, |(_, weight)| weight),
+                None => &entry.name,
+            };
+            let shape = sharded.shape_of(weight).unwrap_or_default();
+            let dtype = entry.tensor.dtype().as_str().to_string();
+            (entry.name.clone(), (dtype, shape))
+        });
+        let tensors: BTreeMap<_, _> = tensors.collect();
+        let prefix = prefix_of(path)?;
+        let save = save_number(ranks)?;
+        let name = |rank: usize| {
+            let (step, count) = (self.step, ranks.world_size());
+            format!("{prefix}{step}-{save:08x}-{rank}-of-{count}")
+        };
+        let parts = entries.into_iter();
+        let parts = parts
+            .filter(|entry| entry.tensor.elem_count() > 0)
+            .collect();
+        let written = files::save_tensors(&beside(path, &name(ranks.rank())), parts, &[], 1);
+        on_all(ranks, path, written)?;
+        let manifest = Manifest {
+            files: (0..ranks.world_size()).map(name).collect(),
+            tensors,
+        };
+        let written = match ranks.rank() {
+            0 => self.write(path, Vec::new(), Some(&manifest)),
+            _ => Ok(()),
+        };
+        on_all(ranks, path, written)?;
+        if ranks.rank() == 0 {
+            self.remove_old_parts(path, &prefix);
+        }
+        Ok(())
+    }
+
+    /// Weights and state as they are here.
+    fn part_entries(&self) -> Result<Vec<Entry>> {
+        let weights = self.parameters.iter().map(|(name, part)| Entry {
+            name: name.clone(),
+            tensor: part.as_tensor().clone(),
+            numbers: Numbers::Finite,
+        });
+        let state = self.optimizer.state_entries(STATE_PREFIX)?;
+        Ok(weights.chain(state).collect())
+    }
+
+    /// Removes parts that neither the file at `path` names nor those that were kept of before.
+    fn remove_old_parts(&self, path: &Path, prefix: &str) {
+        let kept = (1..self.config.keep).map(|number| {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!(".{number}"));
+            PathBuf::from(name)
+        });
+        let mut named = HashSet::new();
+        for file in [path.to_path_buf()].into_iter().chain(kept) {
+            if !file.exists() {
+                continue;
+            }
+            let text = TensorFile::open_one(&file);
+            let text = text
+                .ok()
+                .and_then(|file| Some(file.text(Manifest::KEY)?.to_string()));
+            let manifest = text.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
+            match manifest {
+                Some(manifest) => named.extend(manifest.files),
+                None if TensorFile::open_one(&file).is_ok() => {} // of a run without parts
+                None => return,                                   // it may name some
+            }
+        }
+        let Ok(entries) = fs::read_dir(beside(path, ".")) else {
+            return;
+        };
+        for entry in entries.flatten() {
+            let name = entry.file_name();
+            let Some(name) = name.to_str() else {
+                continue;
+            };
+            if name.starts_with(prefix) && !named.contains(name) {
+                let _ = fs::remove_file(entry.path()); // the next save tries it too
+            }
+        }
+    }
+}
+
+/// How the parts' names begin.
+///
+/// # Errors
+/// [`Error::Io`] for a path that is no file's.
+fn prefix_of(path: &Path) -> Result<String> {
+    match path.file_name() {
+        Some(name) => Ok(format!("{}.part-", name.to_string_lossy())),
+        None => Err(Error::io(
+            "write",
+            path,
+            std::io::ErrorKind::InvalidInput.into(),
+        )),
+    }
+}
+
+fn beside(path: &Path, name: &str) -> PathBuf {
+    path.parent().unwrap_or(Path::new("")).join(name)
+}
+
+/// A number that no other save has, the same on all ranks: no part is written over that a file names.
+fn save_number(ranks: &Communicator) -> Result<u32> {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    let own = match ranks.rank() {
+        0 => f64::from(now.as_nanos() as u32 ^ std::process::id()),
+        _ => 0.0,
+    };
+    let mean = ranks.mean(&[own])?[0];
+    Ok((mean * ranks.world_size() as f64).round() as u32)
+}
+
+/// What came of writing, and an error on all ranks where one could not.
+fn on_all(ranks: &Communicator, path: &Path, written: Result<()>) -> Result<()> {
+    let failed = f64::from(u8::from(written.is_err()));
+    let failed = ranks.mean(&[failed])?[0] > 0.0;
+    written?;
+    match failed {
+        false => Ok(()),
+        true => {
+            let other = "another rank could not write its part, and says why";
+            Err(Error::io("write", path, std::io::Error::other(other)))
+        }
+    }
+}
