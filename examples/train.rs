@@ -52,11 +52,11 @@ use std::time::{Duration, Instant};
 use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
-use tallow::dist::Communicator;
-use tallow::model::TransformerConfig;
+use tallow::dist::{Communicator, FullyShard};
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-use tallow::{Error, Result};
+use tallow::{Error, Result, nn};
 
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
@@ -177,12 +177,18 @@ impl Flags {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
         let folder = self.family.save_family.as_ref();
-        if let (Some(family), Some(folder), true) = (&family, folder, is_first(&trainer)) {
-            family.save(trainer.model(), folder)?;
+        if folder.is_none() && self.sample.sample == 0 {
+            return Ok(None);
+        }
+        let Some(model) = trainer.whole_model()? else {
+            return Ok(None); // rank 0 has it
+        };
+        if let (Some(family), Some(folder)) = (&family, folder) {
+            family.save(&model, folder)?;
             self.say(format!("the trained model is in {}", folder.display()))?;
         }
         if self.sample.sample > 0 {
-            let written = trainer.model().generate(&prompt, &sampling)?;
+            let written = model.generate(&prompt, &sampling)?;
             let ids = [prompt, written].concat();
             let text = match tokenizer {
                 Some(tokenizer) => family::text(tokenizer, &ids),
@@ -212,10 +218,19 @@ impl Flags {
     ) -> Result<Trainer> {
         let device = communicator.device().clone();
         self.check_memory(&model, &config, communicator)?;
-        let mut trainer = match &self.files.checkpoint {
-            Some(path) if self.files.resume => {
-                Trainer::resume(path, &model, config, train, validation, &device)
+        let sharded = match self.exchange.strategy {
+            Strategy::FullyShard if communicator.world_size() > 1 => {
+                Some(FullyShard::new(communicator, self.exchange.parts())?)
             }
+            _ => None,
+        };
+        let mut trainer = match &self.files.checkpoint {
+            Some(path) if self.files.resume => match &sharded {
+                Some(sharded) => {
+                    Trainer::resume_fully_sharded(path, &model, sharded, config, train, validation)
+                }
+                None => Trainer::resume(path, &model, config, train, validation, &device),
+            },
             Some(path) if path.exists() => Err(Error::Config {
                 config: "train",
                 field: "--checkpoint",
@@ -225,14 +240,27 @@ impl Flags {
             }),
             _ => {
                 let (seed, precision) = (self.common.seed, config.precision);
-                let model = match family {
-                    Some(family) => family.model(seed, precision, &device)?,
-                    None => new_model(&model, seed, precision, &device)?,
-                };
-                Trainer::new(model, config, train, validation)
+                match &sharded {
+                    None => {
+                        let model = match family {
+                            Some(family) => family.model(seed, precision, &device)?,
+                            None => new_model(&model, seed, precision, &device)?,
+                        };
+                        Trainer::new(model, config, train, validation)
+                    }
+                    Some(sharded) => {
+                        let weights = match family {
+                            Some(family) => family.weights(seed, precision)?,
+                            None => nn::seeded(seed, precision.parameter_dtype(), &device),
+                        };
+                        let vb = sharded.builder(weights);
+                        let model = TransformerLM::from_var_builder(&model, vb)?;
+                        Trainer::fully_sharded(model, sharded, config, train, validation)
+                    }
+                }
             }
         }?;
-        if communicator.world_size() > 1 {
+        if communicator.world_size() > 1 && sharded.is_none() {
             trainer.replicate(communicator, self.exchange.config())?;
             if self.exchange.strategy == Strategy::ShardedOptimizer {
                 trainer.shard_optimizer()?;
@@ -291,11 +319,13 @@ impl Flags {
         };
         fields.insert("execution", execution.name());
         if communicator.world_size() > 1 {
-            let (ranks, exchange) = (communicator.world_size(), self.exchange.config());
-            let dtype = exchange
-                .dtype
-                .map_or("their own dtype", |dtype| dtype.as_str());
-            let exchange = exchange.exchange;
+            let (ranks, config) = (communicator.world_size(), self.exchange.config());
+            let dtype = config.dtype;
+            let dtype = dtype.map_or("their own dtype", |dtype| dtype.as_str());
+            let exchange = match self.exchange.strategy {
+                Strategy::FullyShard => format!("buckets of {} MiB", self.exchange.bucket_mib),
+                _ => config.exchange.to_string(),
+            };
             let divided = match self.exchange.strategy {
                 Strategy::Replicated => "",
                 Strategy::ShardedOptimizer => ", the optimizer divided among them",
@@ -441,12 +471,14 @@ impl Flags {
             accumulation: config.accumulation.div_ceil(communicator.world_size()),
             ..config.clone()
         };
+        let (several, exchange) = (communicator.world_size() > 1, &self.exchange);
+        let in_parts = several && exchange.strategy == Strategy::FullyShard;
         let wanted_bytes = match self.compile {
             true => {
-                let (several, exchange) = (communicator.world_size() > 1, &self.exchange);
                 let plan = PlanConfig {
                     optimizer_in_backward: self.optimizer_in_backward,
-                    replicated: several.then(|| exchange.config()),
+                    replicated: (several && !in_parts).then(|| exchange.config()),
+                    fully_shard: in_parts.then(|| exchange.parts()),
                     shard: several
                         .then(|| exchange.strategy.shard(communicator))
                         .flatten(),
@@ -454,6 +486,7 @@ impl Flags {
                 };
                 planned_bytes(model, config, plan, device)?
             }
+            false if in_parts => return Ok(()), // estimates are of models as a whole
             false => eager_bytes(model, config, device)?,
         };
         check_room(wanted_bytes, device)

@@ -5,7 +5,9 @@ use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
-use tallow::dist::{self, Communicator, DistConfig, Exchange, Ranks, ReplicatedConfig, Shard};
+use tallow::dist::{
+    self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig, Shard,
+};
 use tallow::{Error, Result};
 
 /// Flags of a job's ranks.
@@ -121,9 +123,9 @@ impl Strategy {
         }
     }
 
-    /// This rank's share of the optimizer, if it is divided.
+    /// Which rank this is, of how many, if anything is divided.
     pub fn shard(self, communicator: &Communicator) -> Option<Shard> {
-        (self == Self::ShardedOptimizer).then(|| Shard {
+        (self != Self::Replicated).then(|| Shard {
             rank: communicator.rank(),
             world_size: communicator.world_size(),
         })
@@ -148,10 +150,26 @@ impl ExchangeFlags {
                 When::PerParameter => Exchange::PerParameter,
                 When::Flat => Exchange::Flat,
                 When::Overlapped => Exchange::Overlapped {
-                    bucket_bytes: (self.bucket_mib * 2f64.powi(20)) as u64,
+                    bucket_bytes: self.bucket_bytes(),
                 },
             },
-            dtype: self.exchange_bf16.then_some(candle_core::DType::BF16),
+            dtype: self.dtype(),
         }
+    }
+
+    /// Of ranks that have parts of all.
+    pub fn parts(&self) -> FullyShardConfig {
+        FullyShardConfig {
+            dtype: self.dtype(),
+            bucket_bytes: self.bucket_bytes(),
+        }
+    }
+
+    fn bucket_bytes(&self) -> u64 {
+        (self.bucket_mib * 2f64.powi(20)) as u64
+    }
+
+    fn dtype(&self) -> Option<candle_core::DType> {
+        self.exchange_bf16.then_some(candle_core::DType::BF16)
     }
 }

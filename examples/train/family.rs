@@ -2,11 +2,14 @@
 
 use crate::flags::{DataFlags, ModelFlags, SampleFlags, new_model};
 use candle_core::Device;
+use candle_nn::VarBuilder;
 use clap::Args;
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tallow::hf::{self, Tokenizer};
 use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+use tallow::nn::Layer;
 use tallow::precision::Precision;
 use tallow::{Error, Result};
 
@@ -146,6 +149,15 @@ impl Family {
         let model = model.with_attention(self.config.attention);
         let model = model.with_dropout(self.config.dropout)?;
         Ok(model.with_checkpointing(self.config.checkpointing))
+    }
+
+    /// Its weights, on the host.
+    pub fn weights(&self, seed: u64, precision: Precision) -> Result<VarBuilder<'static>> {
+        let device = Device::Cpu;
+        let model = self.model(seed, precision, &device)?;
+        let weights: HashMap<_, _> = model.weights().into_iter().collect();
+        let dtype = precision.parameter_dtype();
+        Ok(VarBuilder::from_tensors(weights, dtype, &device))
     }
 
     /// As the header names it.
