@@ -43,11 +43,13 @@
 //! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
 //! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
 //! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
-//! ([`Replicated`]). What does not: the optimizer, whose state may be divided among the ranks
+//! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]). What does not: the
+//! optimizer, whose state may be divided among ranks that have the whole model
 //! ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among its
 //! calls ([`compile`](crate::compile)), and the training loop
 //! ([`Trainer::replicate`](crate::train::Trainer::replicate),
-//! [`shard_optimizer`](crate::train::Trainer::shard_optimizer)). Weights are not divided (FSDP).
+//! [`shard_optimizer`](crate::train::Trainer::shard_optimizer),
+//! [`fully_sharded`](crate::train::Trainer::fully_sharded)).
 //!
 //! # Failures
 //!
