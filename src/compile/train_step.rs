@@ -101,8 +101,8 @@ impl TrainStep {
     }
 
     /// As [`new`](Self::new), of a model whose weights are divided over the ranks of `sharded`, from whose
-    /// [builder](FullyShard::builder) it was built; the optimizer trains [the parts](FullyShard::parameters). Every rank
-    /// runs the step at the same time, each on its own part of the batch: tokens and targets are this rank's.
+    /// [builder](FullyShard::builder) it was built; the optimizer trains [the parts](FullyShard::parameters). Every
+    /// rank runs the step at the same time, each on its own part of the batch: tokens and targets are this rank's.
     ///
     /// A module's weights are gathered in the dtype that its products read, in forward and again in backward, and freed
     /// after they were read last. Its gradients are averaged after its backward, of each micro-batch, and a rank keeps

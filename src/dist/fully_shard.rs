@@ -52,8 +52,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
-/// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao et
-/// al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+/// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao
+/// et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 #[derive(Clone, Debug)]
 pub struct FullyShard {
     communicator: Communicator,
@@ -83,17 +83,17 @@ impl FullyShard {
         })
     }
 
-    /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file), and
-    /// of it this rank's part is kept, on the ranks' device: so one weight is there as a whole at a time, and never the
-    /// model.
+    /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file),
+    /// and of it this rank's part is kept, on the ranks' device: so one weight is there as a whole at a time, and never
+    /// the model.
     pub fn builder<'v>(&self, vb: VarBuilder<'v>) -> VarBuilder<'v> {
         let (dtype, device) = (vb.dtype(), self.communicator.device().clone());
         let sharded = self.clone();
         VarBuilder::from_backend(Box::new(Sharding { vb, sharded }), dtype, device)
     }
 
-    /// This rank's parts of the weights, by the weights' names, in the order in which they were built: what an optimizer
-    /// trains.
+    /// This rank's parts of the weights, by the weights' names, in the order in which they were built: what an
+    /// optimizer trains.
     ///
     /// A part is a column (elements, 1), of a vector (elements).
     pub fn parameters(&self) -> Vec<(String, Var)> {

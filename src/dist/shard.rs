@@ -31,8 +31,8 @@ impl Shard {
         }
     }
 
-    /// This rank's part of a tensor of so many elements that all ranks have a part of, in the order of the ranks: of one
-    /// size, but for the last ranks', which may have less or none.
+    /// This rank's part of a tensor of so many elements that all ranks have a part of, in the order of the ranks: of
+    /// one size, but for the last ranks', which may have less or none.
     ///
     /// ```
     /// use tallow::dist::Shard;

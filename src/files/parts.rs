@@ -13,8 +13,8 @@ use std::path::Path;
 pub(crate) struct Manifest {
     /// The files' names, in the order of the ranks; beside this one.
     pub files: Vec<String>,
-    /// By name: dtype, as candle names it, and shape of all of a tensor. Each file has its next elements, in a row; what
-    /// has none of a tensor lacks it.
+    /// By name: dtype, as candle names it, and shape of all of a tensor. Each file has its next elements, in a row;
+    /// what has none of a tensor lacks it.
     pub tensors: BTreeMap<String, (String, Vec<usize>)>,
 }
 

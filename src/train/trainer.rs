@@ -238,8 +238,9 @@ impl Trainer {
         self.step
     }
 
-    /// The model as it is now, hollow where [weights are divided](Self::fully_sharded); of a planned run whose [optimizer is divided](Self::shard_optimizer), as it was at the
-    /// last evaluation, the last save, or the end of the run.
+    /// The model as it is now, hollow where [weights are divided](Self::fully_sharded); of a planned run whose
+    /// [optimizer is divided](Self::shard_optimizer), as it was at the last evaluation, the last save, or the end of
+    /// the run.
     pub fn model(&self) -> &TransformerLM {
         &self.model
     }

@@ -14,7 +14,8 @@
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
 //! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), calls that no
 //! result is needed of ([`dead`]), gradients averaged over ranks ([`exchange`]), weights that other ranks update
-//! ([`fetch`]), and weights that every rank has a part of ([`sharded`]). What does not: where buffers lie ([`arena`](super::arena)) and what computes a call.
+//! ([`fetch`]), and weights that every rank has a part of ([`sharded`]). What does not: where buffers lie
+//! ([`arena`](super::arena)) and what computes a call.
 
 mod attention;
 mod dead;
