@@ -76,15 +76,15 @@ impl Trainer {
             if !file.exists() {
                 continue;
             }
-            let text = TensorFile::open_one(&file);
-            let text = text
-                .ok()
-                .and_then(|file| Some(file.text(Manifest::KEY)?.to_string()));
-            let manifest = text.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
-            match manifest {
-                Some(manifest) => named.extend(manifest.files),
-                None if TensorFile::open_one(&file).is_ok() => {} // of a run without parts
-                None => return,                                   // it may name some
+            let Ok(file) = TensorFile::open_one(&file) else {
+                return; // it may name some
+            };
+            let Some(text) = file.text(Manifest::KEY) else {
+                continue; // of a run without parts
+            };
+            match serde_json::from_str::<Manifest>(text) {
+                Ok(manifest) => named.extend(manifest.files),
+                Err(_) => return,
             }
         }
         let Ok(entries) = fs::read_dir(beside(path, ".")) else {
