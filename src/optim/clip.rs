@@ -1,7 +1,8 @@
 //! Gradient norms, and clipping by them.
 
-use super::gradients::{Owners, distinct, gradient_of};
+use super::gradients::{Owners, distinct, gradient_of, gradients_of};
 use super::guard::first_non_finite;
+use super::squares::sums_of_squares;
 use crate::dist::Communicator;
 use crate::inplace;
 use crate::probe::{self, Kind};
@@ -115,10 +116,8 @@ fn norm(
     parameters: &[(String, Var)],
     ranks: Option<&Communicator>,
 ) -> Result<f64> {
-    let mut sum = 0.0;
-    for (name, var) in parameters {
-        sum += inplace::sum_of_squares(gradient_of(op, gradients, name, var)?)?;
-    }
+    let gradients = gradients_of(op, gradients, parameters)?;
+    let mut sum: f64 = sums_of_squares(&gradients)?.iter().sum();
     if let Some(ranks) = ranks {
         sum = ranks.mean(&[sum])?[0] * ranks.world_size() as f64;
     }

@@ -1,9 +1,9 @@
-//! AdamW's step on a GPU: parameters are collected, and updated in one launch.
+//! AdamW's step on a GPU: parameters are collected, and updated in one launch. And the norms of their gradients.
 
 use super::slot::Slot;
 use crate::Result;
-use crate::kernels::Update;
-use crate::kernels::cuda::adamw::{self, Entry};
+use crate::kernels::cuda::adamw::{self, Entry, Tables};
+use crate::kernels::{Update, workspace};
 use crate::ops::cuda::{elements, gpu};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::{CudaDevice, DType, Tensor, Var};
@@ -86,4 +86,32 @@ impl Batch {
         }
         Ok(())
     }
+}
+
+/// The sum of the squares of each tensor's elements, in f64: one launch for all, and one wait. `None` unless all are on
+/// one GPU, in f32, bf16 or f16.
+pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Option<Vec<f64>>> {
+    let Some(device) = tensors.first().map(|tensor| tensor.device()) else {
+        return Ok(None);
+    };
+    let is_summed = |tensor: &&Tensor| {
+        let same_gpu = tensor.device().is_cuda() && tensor.device().same_device(device);
+        same_gpu && matches!(tensor.dtype(), DType::F32 | DType::BF16 | DType::F16)
+    };
+    if !tensors.iter().all(is_summed) {
+        return Ok(None);
+    }
+    let tensors = tensors.iter().map(|tensor| tensor.contiguous());
+    let tensors = tensors.collect::<candle_core::Result<Vec<Tensor>>>()?;
+    let chunks = tensors
+        .iter()
+        .map(|tensor| workspace::chunks(tensor.elem_count()));
+    let room = Tensor::zeros(chunks.sum::<usize>().max(1), DType::F64, device)?; // one for each chunk
+    let squares = Tensor::zeros(tensors.len(), DType::F64, device)?;
+    let views = tensors.iter().map(elements);
+    let views = views.collect::<candle_core::Result<Vec<_>>>()?;
+    let gpu = device.as_cuda_device()?;
+    let tables = Tables::of_gradients(gpu, &views)?;
+    tables.sums_of_squares(gpu, 0..views.len(), elements(&room)?, elements(&squares)?)?;
+    Ok(Some(squares.to_vec1()?))
 }

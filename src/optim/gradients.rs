@@ -67,6 +67,18 @@ pub(super) fn gradient_of<'a>(
     Ok(gradient)
 }
 
+/// The [gradient](gradient_of) of each parameter.
+pub(super) fn gradients_of<'a>(
+    op: &'static str,
+    gradients: &'a GradStore,
+    parameters: &[(String, Var)],
+) -> Result<Vec<&'a Tensor>> {
+    let parameters = parameters.iter();
+    parameters
+        .map(|(name, var)| gradient_of(op, gradients, name, var))
+        .collect()
+}
+
 /// How many tensors lie on each storage: every gradient of a store, and the parameters themselves.
 ///
 /// What is alone on its storage can be overwritten without changing another.

@@ -1,7 +1,7 @@
 //! Numbers that must be finite, looked at before they spoil the weights.
 
-use super::gradients::{distinct, gradient_of};
-use crate::inplace;
+use super::gradients::{distinct, gradients_of};
+use super::squares::are_finite;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 
@@ -87,10 +87,8 @@ pub(super) fn first_non_finite<'a>(
     gradients: &GradStore,
     parameters: &'a [(String, Var)],
 ) -> Result<Option<&'a str>> {
-    for (name, var) in parameters {
-        if !inplace::all_finite(gradient_of(op, gradients, name, var)?)? {
-            return Ok(Some(name));
-        }
-    }
-    Ok(None)
+    let finite = are_finite(&gradients_of(op, gradients, parameters)?)?;
+    let mut checked = parameters.iter().zip(finite);
+    let culprit = checked.find(|(_, is_finite)| !is_finite);
+    Ok(culprit.map(|((name, _), _)| name.as_str()))
 }

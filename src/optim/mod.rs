@@ -45,6 +45,7 @@ mod reference;
 mod schedule;
 mod shards;
 mod slot;
+mod squares;
 mod state;
 
 pub use accumulate::GradientAccumulator;

@@ -153,6 +153,7 @@ impl Listener for Recorder {
         span.cost = event.cost;
         span.parts = event.parts;
     }
+
     fn takes_replays(&self) -> bool {
         self.gpu.is_some()
     }

@@ -5,6 +5,8 @@ mod accumulate;
 mod adamw;
 mod candle_trait;
 mod clip;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod grad_scaler;
 mod groups;
 mod guard;

@@ -1,9 +1,10 @@
-//! Gradients divided by the scale, and whether they are finite: one pass over each on the CPU.
+//! Gradients divided by the scale, and whether they are finite: on the CPU in one pass over each.
 
-use super::super::gradients::{Owners, gradient_of};
+use super::super::gradients::{Owners, gradient_of, gradients_of};
+use super::super::squares::are_finite;
 use super::{GradScaler, Progress, UNSCALE};
 use crate::Result;
-use crate::inplace::{Element, all_finite, no_kernel, read, wide, with_mut_slice};
+use crate::inplace::{Element, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
@@ -18,25 +19,18 @@ impl GradScaler {
         parameters: &[(String, Var)],
     ) -> Result<()> {
         let range = probe::op(Kind::Op, UNSCALE, probe::op_path(UNSCALE));
-        for (name, var) in parameters {
-            gradient_of(op, gradients, name, var)?;
-        }
+        gradients_of(op, gradients, parameters)?;
         let factor = 1.0 / self.state.scale;
-        let owners = Owners::new(gradients, parameters);
-        for (name, var) in parameters {
-            let gradient = gradient_of(op, gradients, name, var)?;
-            let unscaled = unscale(gradient, factor, &owners)?;
-            if let Some(replacement) = unscaled.replacement {
-                gradients.insert(var, replacement);
-            }
-            if !unscaled.finite && self.non_finite.is_none() {
+        let finite = match parameters.iter().all(|(_, var)| var.device().is_cpu()) {
+            true => unscale_on_cpu(op, gradients, parameters, factor)?,
+            false => unscale_on_gpu(op, gradients, parameters, factor)?,
+        };
+        for ((name, var), finite) in parameters.iter().zip(finite) {
+            if !finite && self.non_finite.is_none() {
                 self.non_finite = Some(name.clone());
             }
-            let progress = Progress {
-                finite: unscaled.finite,
-                stepped: false,
-            };
-            self.unscaled.insert(var.id(), progress);
+            let stepped = false;
+            self.unscaled.insert(var.id(), Progress { finite, stepped });
         }
         if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
             let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
@@ -44,6 +38,40 @@ impl GradScaler {
         }
         Ok(())
     }
+}
+
+/// Every `gradient * factor` in its place, and whether it is finite. The GPU is waited for once.
+fn unscale_on_gpu(
+    op: &'static str,
+    gradients: &mut GradStore,
+    parameters: &[(String, Var)],
+    factor: f64,
+) -> Result<Vec<bool>> {
+    for (name, var) in parameters {
+        let gradient = gradient_of(op, gradients, name, var)?.detach();
+        let scaled = (gradient.to_dtype(kept_in(gradient.dtype()))? * factor)?;
+        gradients.insert(var, scaled);
+    }
+    are_finite(&gradients_of(op, gradients, parameters)?)
+}
+
+/// Every `gradient * factor` in its place, and whether it is finite.
+fn unscale_on_cpu(
+    op: &'static str,
+    gradients: &mut GradStore,
+    parameters: &[(String, Var)],
+    factor: f64,
+) -> Result<Vec<bool>> {
+    let owners = Owners::new(gradients, parameters);
+    let each = parameters.iter().map(|(name, var)| {
+        let gradient = gradient_of(op, gradients, name, var)?;
+        let unscaled = unscale(gradient, factor, &owners)?;
+        if let Some(replacement) = unscaled.replacement {
+            gradients.insert(var, replacement);
+        }
+        Ok(unscaled.finite)
+    });
+    each.collect()
 }
 
 /// What became of a gradient.
@@ -54,17 +82,9 @@ struct Unscaled {
     finite: bool,
 }
 
-/// `gradient * factor`, in place if it is not shared; in `f32` if it is `f16`.
+/// `gradient * factor` on the CPU, in place if it is not shared; in `f32` if it is `f16`.
 fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<Unscaled> {
     let gradient = gradient.detach();
-    if !gradient.device().is_cpu() {
-        let scaled = (gradient.to_dtype(kept_in(gradient.dtype()))? * factor)?;
-        let finite = all_finite(&scaled)?;
-        return Ok(Unscaled {
-            replacement: Some(scaled),
-            finite,
-        });
-    }
     if gradient.dtype() == DType::F16 {
         let (scaled, finite) = widened(&gradient.contiguous()?, factor)?;
         return Ok(Unscaled {

@@ -74,6 +74,10 @@ extern "C" __global__ void __launch_bounds__(256)
     chunk_squares_bf16(const Tensor* tensors, const Chunk* chunks, double* sums) {
     chunk_squares<bf16>(tensors, chunks, sums);
 }
+extern "C" __global__ void __launch_bounds__(256)
+    chunk_squares_f16(const Tensor* tensors, const Chunk* chunks, double* sums) {
+    chunk_squares<f16>(tensors, chunks, sums);
+}
 
 // The sum of the block's 256 values; the first thread has it.
 __device__ __forceinline__ double sum_of_block(double value) {

@@ -33,7 +33,7 @@ impl Tables {
         Ok(())
     }
 
-    /// The sums of the squares of some of the entries' gradients, f32 or bf16: `squares` (of these entries) f64.
+    /// The sums of the squares of some of the entries' gradients, f32, bf16 or f16: `squares` (of these entries) f64.
     /// `chunk_sums` ([`chunks`](crate::kernels::workspace::chunks) of each of these entries) f64 is room to work in.
     pub(crate) fn sums_of_squares(
         &self,

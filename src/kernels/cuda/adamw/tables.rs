@@ -86,6 +86,21 @@ impl Tables {
         Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
     }
 
+    /// The tables of gradients alone, f32, bf16 or f16: for [norms](Self::sums_of_squares), not for updates.
+    pub(crate) fn of_gradients(gpu: &CudaDevice, gradients: &[View]) -> Result<Self> {
+        let entries = gradients.iter().map(|gradient| Entry {
+            value: *gradient,
+            gradient: *gradient,
+            exp_avg: *gradient,
+            exp_avg_sq: *gradient,
+            copy: None,
+            update: 0,
+        });
+        let entries: Vec<Entry> = entries.collect();
+        let no_kernel = vec!["none"; entries.len()];
+        Self::with_types(gpu, &entries, no_kernel)
+    }
+
     fn with_types(gpu: &CudaDevice, entries: &[Entry], types: Vec<&'static str>) -> Result<Self> {
         let (mut tensors, mut chunks) = (Vec::new(), Vec::new());
         let mut first_chunks = Vec::with_capacity(entries.len() + 1);

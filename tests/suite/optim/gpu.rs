@@ -1,0 +1,82 @@
+//! Norms and checks of gradients on a GPU, against the CPU's.
+
+use super::{named, noise, store, values};
+use crate::gpu;
+use candle_core::{DType, Device, Tensor, Var};
+use rstest::rstest;
+use tallow::optim::{GradScaler, GradScalerConfig, check_finite, clip_grad_norm, grad_norm};
+
+/// Gradients of three parameters on `device`, one of them transposed; `wrong` is put into the second.
+fn gradients(dtype: DType, wrong: Option<f64>, device: &Device) -> Vec<(Var, Tensor)> {
+    let shapes = [(700, 30), (1, 3), (123, 457)];
+    let with_gradient = |(i, shape): (usize, (usize, usize))| {
+        let mut values = noise(shape.0 * shape.1, i);
+        if let (1, Some(wrong)) = (i, wrong) {
+            values[2] = wrong;
+        }
+        let gradient = Tensor::from_vec(values, (shape.1, shape.0), &Device::Cpu).unwrap();
+        let gradient = gradient.to_dtype(dtype).unwrap(); // rounded there, once
+        let gradient = gradient.to_device(device).unwrap().t().unwrap();
+        let gradient = match i {
+            2 => gradient,
+            _ => gradient.contiguous().unwrap(),
+        };
+        (Var::zeros(shape, dtype, device).unwrap(), gradient)
+    };
+    shapes.into_iter().enumerate().map(with_gradient).collect()
+}
+
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn norms_are_the_cpus(#[values(DType::F32, DType::BF16, DType::F16, DType::F64)] dtype: DType) {
+    let of = |device: &Device| {
+        let all = gradients(dtype, None, device);
+        let pairs: Vec<(&Var, Tensor)> = all.iter().map(|(var, g)| (var, g.clone())).collect();
+        let vars: Vec<&Var> = all.iter().map(|(var, _)| var).collect();
+        let mut gradients = store(&pairs);
+        let norm = clip_grad_norm(&mut gradients, &named(&vars), 1.0).unwrap();
+        let clipped = grad_norm(&gradients, &named(&vars)).unwrap();
+        (norm, clipped)
+    };
+    let [(norm, clipped), (on_gpu, clipped_on_gpu)] = [of(&Device::Cpu), of(&gpu())];
+    assert!((on_gpu / norm - 1.0).abs() < 1e-12, "{on_gpu} {norm}");
+    let rounding = if dtype == DType::F64 { 1e-12 } else { 1e-3 };
+    assert!((clipped_on_gpu / clipped - 1.0).abs() < rounding);
+}
+
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn what_is_not_finite_is_named(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(f64::NAN, f64::INFINITY)] wrong: f64,
+) {
+    let gpu = gpu();
+    let loss = Tensor::zeros((), DType::F32, &gpu).unwrap();
+    for wrong in [None, Some(wrong)] {
+        let all = gradients(dtype, wrong, &gpu);
+        let pairs: Vec<(&Var, Tensor)> = all.iter().map(|(var, g)| (var, g.clone())).collect();
+        let vars: Vec<&Var> = all.iter().map(|(var, _)| var).collect();
+        let parameters = named(&vars);
+        let mut gradients = store(&pairs);
+        let checked = check_finite(&loss, &gradients, &parameters);
+        let mut scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
+        scaler.unscale(&mut gradients, &parameters).unwrap();
+        let scale = scaler.loss_scale();
+        let unscaled = values(gradients.get(vars[0]).unwrap());
+        let expected = values(&all[0].1);
+        for (got, expected) in unscaled.iter().zip(expected) {
+            assert!((got * scale - expected).abs() <= expected.abs() * 1e-6);
+        }
+        match wrong {
+            None => {
+                checked.unwrap();
+                assert_eq!(scaler.non_finite(), None);
+            }
+            Some(_) => {
+                let text = checked.unwrap_err().to_string();
+                assert!(text.contains(&parameters[1].0), "{text}");
+                assert_eq!(scaler.non_finite(), Some(parameters[1].0.as_str()));
+            }
+        }
+    }
+}
