@@ -9,6 +9,12 @@
 //!     --strategy replicated sharded-optimizer --size medium xl
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl \
 //!     --precision bf16 --attention flash --compile --exchange-bf16
+//! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
+//!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
+//!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
+//!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
+//! cargo run --example distributed_benchmark -- --part accounting --d-model 16384 --d-ff 53248 --num-layers 126 \
+//!     --num-heads 128
 //! mpirun -n 2 cargo run --example distributed_benchmark --features mpi -- --mib 1 10 --size tiny
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
@@ -18,19 +24,25 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
+#[path = "distributed_benchmark/accounting.rs"]
+mod accounting;
 #[path = "distributed_benchmark/collectives.rs"]
 mod collectives;
 mod common;
 #[path = "distributed_benchmark/memory.rs"]
 mod memory;
+#[path = "distributed_benchmark/paper.rs"]
+mod paper;
 #[path = "distributed_benchmark/steps.rs"]
 mod steps;
 
+use accounting::AccountingFlags;
 use clap::{Parser, ValueEnum};
 use common::models::{ModelFlags, describe};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
 use common::{Common, Output, values};
+use paper::PaperFlags;
 use std::process::ExitCode;
 use steps::Ways;
 use tallow::Result;
@@ -80,6 +92,12 @@ struct Flags {
     steps: usize,
 
     #[command(flatten)]
+    paper: PaperFlags,
+
+    #[command(flatten)]
+    accounting: AccountingFlags,
+
+    #[command(flatten)]
     ranks: RankFlags,
 
     #[command(flatten)]
@@ -97,6 +115,11 @@ enum Part {
     Steps,
     /// What a rank's memory holds, by what is divided
     Memory,
+    /// Training steps of more GPUs than there are, by rates that were measured
+    Paper,
+    /// Memory, and the least batch that hides communication, of feed-forward layers divided by data, weights (FSDP)
+    /// and tensors, on paper
+    Accounting,
 }
 
 fn main() -> ExitCode {
@@ -113,7 +136,13 @@ impl Flags {
         if communicator.rank() == 0 {
             self.output.check_with([])?;
         }
-        let tables = [collectives::columns(), steps::columns(), memory::columns()];
+        let tables = [
+            collectives::columns(),
+            steps::columns(),
+            memory::columns(),
+            paper::columns(),
+            accounting::columns(),
+        ];
         self.output.check_columns(tables)?;
         let models = self.models.models(self.context_length, &[self.attention])?;
         let mut reports = Vec::new();
@@ -122,6 +151,8 @@ impl Flags {
                 Part::Collectives => self.collectives(&communicator)?,
                 Part::Steps => self.training_steps(&communicator, &models)?,
                 Part::Memory => self.memory(&communicator, &models)?,
+                Part::Paper => self.on_paper(&models)?,
+                Part::Accounting => self.accounting(&models)?,
             });
         }
         let mut configuration = self.configuration(&communicator)?;
@@ -146,14 +177,22 @@ impl Flags {
 
     fn configuration(&self, communicator: &Communicator) -> Result<Fields> {
         let mut fields = Fields::new();
-        fields.insert("ranks", communicator.world_size());
-        fields.insert("warm-up", self.warmup_steps);
-        fields.insert("steps", self.steps);
+        let measures = |part: &Part| !matches!(part, Part::Paper | Part::Accounting);
+        if self.part.iter().any(measures) {
+            fields.insert("ranks", communicator.world_size());
+            fields.insert("warm-up", self.warmup_steps);
+            fields.insert("steps", self.steps);
+        }
         if self.part != [Part::Collectives] {
-            fields.insert("precision", self.precision.precision()?.name());
-            fields.insert("attention", self.attention.name());
+            if self.part != [Part::Accounting] {
+                fields.insert("precision", self.precision.precision()?.name());
+                fields.insert("attention", self.attention.name());
+            }
             fields.insert("B of a rank", self.batch_size);
             fields.insert("T", self.context_length);
+        }
+        if self.part.contains(&Part::Paper) {
+            fields.insert("rates", self.paper.rates_in_words());
         }
         Ok(fields)
     }

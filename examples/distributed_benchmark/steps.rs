@@ -57,14 +57,14 @@ pub struct Way {
 
 impl Way {
     /// As its row says it.
-    fn exchange(&self) -> String {
+    pub fn exchange(&self) -> String {
         self.exchange.exchange.to_string()
     }
 }
 
 impl Ways {
     /// Alone first, which the others are compared with.
-    fn all(&self) -> Vec<Option<Way>> {
+    pub fn all(&self) -> Vec<Option<Way>> {
         let serial = [Exchange::PerParameter, Exchange::Flat];
         let serial = serial.into_iter().filter(|_| !self.only_overlapped);
         let each = Exchange::Overlapped { bucket_bytes: 0 };
@@ -193,7 +193,7 @@ impl Flags {
         timing
     }
 
-    fn plan_config(&self) -> Result<PlanConfig> {
+    pub fn plan_config(&self) -> Result<PlanConfig> {
         let budget = self.ways.memory_budget_gib;
         Ok(PlanConfig {
             batch_size: self.batch_size,

@@ -36,9 +36,10 @@
 //! [`Attention`] is attention alone, on heads as they lie, with its gradients.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
-//! ([`Plan::explain`], [`Plan::costs`], [`Plan::memory_map`]), what makes it from a trace, and the executor, a loop
-//! over the calls that knows nothing of transformers, one for the CPU and one for GPUs. What does not: the kernels
-//! (`src/kernels`), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops) says.
+//! ([`Plan::explain`], [`Plan::costs`], [`Plan::memory_map`], [`Plan::timeline`]), what makes it from a trace, and the
+//! executor, a loop over the calls that knows nothing of transformers, one for the CPU and one for GPUs. What does not:
+//! the kernels (`src/kernels`), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops)
+//! says.
 //!
 //! # On a GPU
 //!
@@ -97,6 +98,7 @@ mod costs;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod exchanged;
 mod executor;
 #[cfg(feature = "report")]
 mod explain;
@@ -115,6 +117,7 @@ mod plan;
 mod planned;
 mod run;
 mod step;
+mod timeline;
 mod traced;
 mod train_step;
 mod update;
@@ -133,4 +136,5 @@ pub use parts::PartCost;
 pub use phase_times::PhaseTimes;
 pub use plan::{BufferRange, Call, Phase, Plan};
 pub use step::ScaledStep;
+pub use timeline::{Rates, Timeline};
 pub use train_step::TrainStep;

@@ -7,6 +7,7 @@ use super::model::Planner;
 use super::phase_times::PhaseTimes;
 use super::plan::Plan;
 use super::step::ScaledStep;
+use super::traced::Target;
 use super::{least, parameters};
 use crate::Result;
 use crate::dist::{FullyShard, Replicated};
@@ -152,6 +153,17 @@ impl TrainStep {
         Self::plan_on(&Device::Cpu, model, config)
     }
 
+    /// As [`plan_for`](Self::plan_for), on a GPU of NVIDIA's that need not exist either.
+    ///
+    /// # Errors
+    /// As [`plan_for`](Self::plan_for).
+    pub fn plan_for_gpu(
+        model: &TransformerConfig,
+        config: &PlanConfig,
+    ) -> Result<(Plan, Checkpointing)> {
+        Self::planned(Target::Cuda, model, config)
+    }
+
     /// A lower bound of what a plan takes ([`Plan::total_bytes`]), in no time: from parameters, optimizer state and
     /// gradients, and what blocks keep. Planning takes longer the more blocks and rows there are, so ask this first
     /// where sizes may be absurd.
@@ -172,7 +184,15 @@ impl TrainStep {
         model: &TransformerConfig,
         config: &PlanConfig,
     ) -> Result<(Plan, Checkpointing)> {
-        let planner = Planner::hollow(OP, model, config, Executor::target(device))?;
+        Self::planned(Executor::target(device), model, config)
+    }
+
+    fn planned(
+        target: Target,
+        model: &TransformerConfig,
+        config: &PlanConfig,
+    ) -> Result<(Plan, Checkpointing)> {
+        let planner = Planner::hollow(OP, model, config, target)?;
         let (planned, checkpointing) = planner.train_step()?;
         Ok((planned.lowered.plan, checkpointing))
     }

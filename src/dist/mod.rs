@@ -43,10 +43,10 @@
 //! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
 //! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
 //! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
-//! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]). What does not: the
-//! optimizer, whose state may be divided among ranks that have the whole model
-//! ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among its
-//! calls ([`compile`](crate::compile)), and the training loop
+//! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]); and what that takes on
+//! paper ([`plan_report()`]). What does not: the optimizer, whose state may be divided among ranks that have the whole
+//! model ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among
+//! its calls ([`compile`](crate::compile)), and the training loop
 //! ([`Trainer::replicate`](crate::train::Trainer::replicate),
 //! [`shard_optimizer`](crate::train::Trainer::shard_optimizer),
 //! [`fully_sharded`](crate::train::Trainer::fully_sharded)).
@@ -78,6 +78,7 @@ mod mpi;
 #[cfg(any(feature = "cuda", test))] // its tests need no GPU
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod nccl;
+mod paper;
 mod pending;
 mod ranks;
 mod replicated;
@@ -96,6 +97,7 @@ pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
 pub use membership::Watch;
+pub use paper::{plan_columns, plan_report};
 pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;

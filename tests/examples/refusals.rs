@@ -123,6 +123,33 @@ fn what_a_hostile_user_types() {
             "num_layers",
         ),
         ("compiled_benchmark --config 1-8-16-1", 2, "--config"),
+        ("distributed_benchmark --part paper", 1, "--product-tflops"),
+        (
+            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 --reduce-gb-s 1 2",
+            1,
+            "--reduce-gb-s",
+        ),
+        (
+            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 --reduce-gb-s NaN",
+            1,
+            "reduce_bytes",
+        ),
+        (
+            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 --reduce-gb-s 1 \
+             --bucket-mib 1 --world-size 999999999",
+            1,
+            "world_size",
+        ),
+        (
+            "distributed_benchmark --part paper --world-size 0",
+            2,
+            "--world-size",
+        ),
+        (
+            "distributed_benchmark --part accounting --link-gb-s 0",
+            1,
+            "--link-gb-s",
+        ),
         ("memory_estimate --threads 65535", 2, "--threads"),
         ("profile --phase sideways", 2, "--phase"),
         ("profile SMALL --by kernel", 1, "--by"),

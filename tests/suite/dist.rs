@@ -3,6 +3,7 @@
 
 mod collectives;
 mod fully_sharded;
+mod paper;
 mod planned;
 mod replicated;
 mod sharded;

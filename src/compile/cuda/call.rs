@@ -12,10 +12,6 @@ use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// What is to or from one rank goes so many bytes at once. In a group all ranks send at the same time; in smaller ones
-/// (8 to 128 MiB were tried) one often waits for another, which costs more than that the first layer waits longer.
-const GROUP_BYTES: usize = 512 << 20;
-
 impl<'a> Launcher<'a> {
     /// Launches a call, unless it is launched already.
     ///
@@ -40,14 +36,11 @@ impl<'a> Launcher<'a> {
                     loss_scale: self.inputs.loss_scale(),
                 })?;
             }
-            Op::AllReduce { .. } => {
-                let exchanges = self.exchanges_of(call);
-                self.exchanges.start(gpu, &exchanges)?;
-            }
-            Op::Reduce { .. }
+            Op::AllReduce { .. }
+            | Op::Reduce { .. }
             | Op::Broadcast { .. }
             | Op::AllGather { .. }
-            | Op::ReduceScatter { .. } => self.start_group(index)?,
+            | Op::ReduceScatter { .. } => self.start_exchanges(index)?,
             Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
                 self.launch_fused_updates(index)?;
             }
@@ -94,33 +87,13 @@ impl<'a> Launcher<'a> {
         exchanges.collect()
     }
 
-    /// Call `index` and those after it that are to or from one rank each, or of parts, as many as [`GROUP_BYTES`] wants
-    /// in one go, or as are parts of one buffer.
-    fn start_group(&mut self, index: usize) -> Result<()> {
-        let calls = &self.plan.calls()[index..self.end];
-        let is_grouped = |op: &Op| {
-            matches!(
-                op,
-                Op::Reduce { .. }
-                    | Op::Broadcast { .. }
-                    | Op::AllGather { .. }
-                    | Op::ReduceScatter { .. }
-            )
-        };
-        let (mut group, mut bytes) = (Vec::new(), 0);
-        self.launched = index;
-        for call in calls.iter().take_while(|call| is_grouped(&call.op)) {
-            let x = &call.writes["x"];
-            let last = group.last();
-            let follows = last.is_some_and(|last: &Exchange<'_>| last.buffer == x.buffer);
-            if bytes >= GROUP_BYTES && !follows {
-                break;
-            }
-            bytes += self.view(x).bytes();
-            group.extend(self.exchanges_of(call));
-            self.launched += 1;
-        }
-        self.exchanges.start(self.gpu, &group)
+    /// The exchange `index`, and those that go with it.
+    fn start_exchanges(&mut self, index: usize) -> Result<()> {
+        let group = self.plan.exchanged_at_once(index, self.end);
+        self.launched = group.end;
+        let calls = self.plan.calls()[group].iter();
+        let exchanges: Vec<_> = calls.flat_map(|call| self.exchanges_of(call)).collect();
+        self.exchanges.start(self.gpu, &exchanges)
     }
 
     /// Call `index` and those after it that do the same to another parameter, in one launch; of ranks, to those whose

@@ -1,0 +1,215 @@
+//! Training steps of more GPUs than there are, on paper.
+
+use super::common::models::{Model, with_attention};
+use super::common::ranks::Strategy;
+use super::{Flags, common, values};
+use clap::Args;
+use tallow::compile::{PlanConfig, Rates, TrainStep};
+use tallow::dist::{Exchange, FullyShardConfig, Shard, plan_columns, plan_report};
+use tallow::report::{Column, Report};
+use tallow::{Error, Result};
+
+/// What was measured of a GPU and of the network.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "On paper")]
+pub struct PaperFlags {
+    /// How many GPUs
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [8, 64, 512], value_name = "N",
+          value_parser = values::count())]
+    world_size: Vec<usize>,
+
+    /// FLOPs of matrix products a second of a GPU, in TFLOP/s
+    #[arg(long, value_name = "TFLOPS")]
+    product_tflops: Option<f64>,
+
+    /// What a GPU's kernels read and write, in GB/s
+    #[arg(long, value_name = "GB/S")]
+    memory_gb_s: Option<f64>,
+
+    /// What each kernel takes beside that, in microseconds
+    #[arg(long, default_value_t = 1.0, value_name = "US")]
+    kernel_us: f64,
+
+    /// The step of a GPU alone, in ms, for each model: the rates above are then scaled until it takes so long
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "MS")]
+    alone_ms: Vec<f64>,
+
+    /// The bus rate of large all-reduces, in GB/s, of all numbers of GPUs or of each
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "GB/S")]
+    reduce_gb_s: Vec<f64>,
+
+    /// The bus rate of large all-gathers and reduce-scatters, likewise
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "GB/S")]
+    gather_gb_s: Vec<f64>,
+
+    /// What each collective takes beside that, in microseconds
+    #[arg(long, default_value_t = 20.0, value_name = "US")]
+    exchange_us: f64,
+
+    /// How much of an exchange's time the kernels beside it lose, 0 to 1
+    #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
+    contention: f64,
+}
+
+pub fn columns() -> Vec<Column> {
+    let mut columns = plan_columns();
+    columns.insert(0, Column::text("model", "Model"));
+    columns.insert(2, Column::text("exchange", "Gradients averaged").minor(1));
+    columns
+}
+
+impl Flags {
+    pub fn on_paper(&self, models: &[Model]) -> Result<Report> {
+        let mut all = Report {
+            title: "On paper".into(),
+            columns: columns(),
+            ..Default::default()
+        };
+        for (place, model) in models.iter().enumerate() {
+            let config = with_attention(&model.config, self.attention);
+            let fitted = |rates: Rates| match self.paper.alone_ms(place, models.len())? {
+                Some(ms) => {
+                    let (alone, _) = TrainStep::plan_for_gpu(&config, &self.plan_config()?)?;
+                    rates.fitted_to(&alone, ms / 1e3)
+                }
+                None => Ok(rates),
+            };
+            let ranks = self.paper.rates()?.into_iter();
+            let ranks = ranks.map(|(ranks, rates)| Ok((ranks, fitted(rates)?)));
+            let ranks = ranks.collect::<Result<Vec<_>>>()?;
+            for (strategy, exchange, plan) in self.strategies()? {
+                common::progress(format_args!("{}, {strategy}, on paper", model.name));
+                let report = plan_report(&config, &[(strategy, plan)], &ranks)?;
+                all.notes = report.notes;
+                all.rows.extend(report.rows.into_iter().map(|mut row| {
+                    row.insert("model", model.name.as_str());
+                    row.insert("exchange", exchange.as_str());
+                    row
+                }));
+            }
+        }
+        Ok(all)
+    }
+
+    /// What steps measure too, but for exchanges that do not overlap.
+    fn strategies(&self) -> Result<Vec<(&'static str, String, PlanConfig)>> {
+        let plan = self.plan_config()?;
+        let shard = Some(Shard {
+            rank: 0,
+            world_size: 1, // whatever the number of GPUs
+        });
+        let ways = self.ways.all().into_iter().flatten();
+        let plans = ways.map(|way| {
+            let replicated = Some(way.exchange);
+            let plan = match (way.strategy, way.exchange.exchange) {
+                (Strategy::FullyShard, Exchange::Overlapped { bucket_bytes }) => PlanConfig {
+                    fully_shard: Some(FullyShardConfig {
+                        dtype: way.exchange.dtype,
+                        bucket_bytes,
+                    }),
+                    shard,
+                    ..plan.clone()
+                },
+                (Strategy::ShardedOptimizer, _) => PlanConfig {
+                    replicated,
+                    shard,
+                    ..plan.clone()
+                },
+                _ => PlanConfig {
+                    replicated,
+                    ..plan.clone()
+                },
+            };
+            (way.strategy.name(), way.exchange(), plan)
+        });
+        Ok(plans.collect())
+    }
+}
+
+impl PaperFlags {
+    pub fn rates_in_words(&self) -> String {
+        let list = |numbers: &[f64]| {
+            let numbers: Vec<String> = numbers.iter().map(f64::to_string).collect();
+            numbers.join(", ")
+        };
+        let mut words = vec![
+            format!(
+                "products {} TFLOP/s",
+                self.product_tflops.unwrap_or(f64::NAN)
+            ),
+            format!("memory {} GB/s", self.memory_gb_s.unwrap_or(f64::NAN)),
+            format!("a kernel {} us more", self.kernel_us),
+        ];
+        if !self.alone_ms.is_empty() {
+            words.push(format!(
+                "scaled to steps alone of {} ms",
+                list(&self.alone_ms)
+            ));
+        }
+        words.push(format!("all-reduce {} GB/s", list(&self.reduce_gb_s)));
+        words.push(format!(
+            "gather and scatter {} GB/s",
+            list(&self.gather_gb_s)
+        ));
+        words.push(format!("a collective {} us more", self.exchange_us));
+        words.push(format!("contention {}", self.contention));
+        words.join(", ")
+    }
+
+    /// The rates of each number of GPUs.
+    fn rates(&self) -> Result<Vec<(usize, Rates)>> {
+        let wanted = |flag, value: Option<f64>| value.ok_or_else(|| missing(flag));
+        let product_flops = 1e12 * wanted("--product-tflops", self.product_tflops)?;
+        let memory_bytes = 1e9 * wanted("--memory-gb-s", self.memory_gb_s)?;
+        let bus_bytes = |flag, rates: &[f64], place| match rates {
+            [] => Err(missing(flag)),
+            [one] => Ok(1e9 * one),
+            _ => Ok(1e9 * of_each(flag, rates, place, self.world_size.len())?),
+        };
+        let sizes = self.world_size.iter().enumerate();
+        let rates = sizes.map(|(place, world_size)| {
+            let rates = Rates {
+                product_flops,
+                memory_bytes,
+                kernel_seconds: self.kernel_us / 1e6,
+                reduce_bytes: bus_bytes("--reduce-gb-s", &self.reduce_gb_s, place)?,
+                gather_bytes: bus_bytes("--gather-gb-s", &self.gather_gb_s, place)?,
+                exchange_seconds: self.exchange_us / 1e6,
+                contention: self.contention,
+            };
+            rates.validate()?;
+            Ok((*world_size, rates))
+        });
+        rates.collect()
+    }
+
+    fn alone_ms(&self, place: usize, models: usize) -> Result<Option<f64>> {
+        match self.alone_ms.is_empty() {
+            true => Ok(None),
+            false => of_each("--alone-ms", &self.alone_ms, place, models).map(Some),
+        }
+    }
+}
+
+fn missing(flag: &'static str) -> Error {
+    Error::Config {
+        config: "flags",
+        field: flag,
+        expected: "a rate for --part paper".into(),
+        got: "none".into(),
+        hint: "measure it (--part collectives, e2e_benchmark), or read it off a data sheet".into(),
+    }
+}
+
+fn of_each(flag: &'static str, values: &[f64], place: usize, count: usize) -> Result<f64> {
+    match values.len() == count {
+        true => Ok(values[place]),
+        false => Err(Error::Config {
+            config: "flags",
+            field: flag,
+            expected: format!("{count} numbers"),
+            got: values.len().to_string(),
+            hint: "give one for each".into(),
+        }),
+    }
+}
