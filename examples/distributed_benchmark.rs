@@ -43,6 +43,7 @@ use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
 use common::{Common, Output, values};
 use paper::PaperFlags;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use steps::Ways;
 use tallow::Result;
@@ -91,6 +92,10 @@ struct Flags {
     #[arg(long, default_value_t = 10, value_parser = values::count())]
     steps: usize,
 
+    /// Save a trace of rank 0's steps for Perfetto (JSON), one for each way: kernels, and beside them collectives
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+
     #[command(flatten)]
     paper: PaperFlags,
 
@@ -134,7 +139,7 @@ impl Flags {
     fn run(&self) -> Result<()> {
         let communicator = self.ranks.join(&self.common)?;
         if communicator.rank() == 0 {
-            self.output.check_with([])?;
+            self.output.check_with([&self.trace])?;
         }
         let tables = [
             collectives::columns(),

@@ -37,9 +37,10 @@ use analysis::Profiled;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
+use common::outputs::named;
 use common::precision::PrecisionFlags;
 use common::{Common, Output, ops, values};
-use runs::{Run, add_oom, named};
+use runs::{Run, add_oom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
@@ -385,10 +386,7 @@ impl Flags {
     }
 
     fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
-        let own = |path: &Path| match runs {
-            1 => path.to_path_buf(),
-            _ => named(path, &run.slug()),
-        };
+        let own = |path: &Path| named(path, &run.title(), runs);
         if let Some(path) = &self.trace {
             recording.save_trace(own(path))?;
         }

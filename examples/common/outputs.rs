@@ -105,6 +105,23 @@ impl Output {
     }
 }
 
+/// `step.svg`, or `step-tiny-B4-T128-forward-naive-f32.svg` if it is one of several.
+pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
+    if runs == 1 {
+        return path.to_path_buf();
+    }
+    let words: Vec<&str> = title
+        .split([' ', ',', '/'])
+        .filter(|word| !word.is_empty())
+        .collect();
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let mut name = format!("{stem}-{}", words.join("-"));
+    if let Some(ending) = path.extension() {
+        name = format!("{name}.{}", ending.to_string_lossy());
+    }
+    path.with_file_name(name)
+}
+
 /// Text as wide as the terminal.
 pub fn terminal_layout() -> Layout {
     Layout {

@@ -1,11 +1,13 @@
 //! Training steps by how their gradients are exchanged.
 
 use super::common::models::{Model, with_attention};
+use super::common::outputs::named;
 use super::common::ranks::Strategy;
 use super::{Flags, common, values};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use clap::Args;
+use std::path::PathBuf;
 use tallow::bench::Stopwatch;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::dist::{
@@ -13,8 +15,12 @@ use tallow::dist::{
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
+use tallow::profile::{self, Profiler};
 use tallow::report::{Column, Fields, Report};
 use tallow::{Result, backward, nn};
+
+/// In a trace: the first of a planned step on a GPU records what the others replay.
+const TRACED_STEPS: usize = 3;
 
 /// How steps are run.
 #[derive(Args, Clone, Debug)]
@@ -120,7 +126,12 @@ impl Flags {
                 let exchange = way.map_or("none".into(), |way| way.exchange());
                 let strategy = way.map_or("alone", |way| way.strategy.name());
                 common::progress(format_args!("{}, {strategy}, {exchange}", model.name));
-                let statistics = self.step(communicator, &model.config, way)?.statistics()?;
+                let title = format!("{} {strategy} {exchange}", model.name);
+                let traces = models.len() * self.ways.all().len();
+                let trace = self.trace.as_ref();
+                let trace = trace.map(|path| named(path, &title, traces));
+                let timing = self.step(communicator, &model.config, way, trace)?;
+                let statistics = timing.statistics()?;
                 let step_ms = statistics.median_ms;
                 if way.is_none() {
                     alone_ms = step_ms;
@@ -165,6 +176,7 @@ impl Flags {
         communicator: &Communicator,
         config: &TransformerConfig,
         way: Option<Way>,
+        trace: Option<PathBuf>,
     ) -> Result<tallow::bench::Timing> {
         let device = communicator.device();
         let config = with_attention(config, self.attention);
@@ -180,8 +192,16 @@ impl Flags {
         };
         let precision = self.precision.precision()?;
         let eager = |optimizer: &mut AdamW| {
-            let loss = precision.run(|| job.model.loss(&tokens, &targets))?;
-            optimizer.step(&job.backward(loss)?)
+            let loss = {
+                let _phase = profile::phase("forward");
+                precision.run(|| job.model.loss(&tokens, &targets))?
+            };
+            let gradients = {
+                let _phase = profile::phase("backward");
+                job.backward(loss)?
+            };
+            let _phase = profile::phase("optimizer");
+            optimizer.step(&gradients)
         };
         communicator.barrier()?;
         let mut stopwatch = Stopwatch::new(device).warmup(self.warmup_steps);
@@ -189,6 +209,22 @@ impl Flags {
             Some(planned) => planned.run(&mut optimizer, &tokens, &targets).map(drop),
             None => eager(&mut optimizer),
         });
+        if let Some(path) = trace {
+            let profiler = match communicator.rank() {
+                0 => Some(Profiler::start_on(device)?),
+                _ => None,
+            };
+            for _ in 0..TRACED_STEPS {
+                let _step = profile::step();
+                match &mut planned {
+                    Some(planned) => planned.run(&mut optimizer, &tokens, &targets).map(drop)?,
+                    None => eager(&mut optimizer)?,
+                }
+            }
+            if let Some(profiler) = profiler {
+                profiler.finish()?.save_trace(path)?;
+            }
+        }
         communicator.check()?;
         timing
     }

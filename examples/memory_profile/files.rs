@@ -1,8 +1,9 @@
 //! The files that a run leaves behind.
 
+use super::common::outputs::named;
 use super::common::{Output, values};
 use clap::Args;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use tallow::Result;
 use tallow::bench::MemoryProfile;
 use tallow::compile::Plan;
@@ -49,21 +50,4 @@ impl FileFlags {
         }
         Ok(())
     }
-}
-
-/// `step.svg`, or `step-tiny-B4-T128-forward-naive-f32.svg` if it is one of several.
-fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
-    if runs == 1 {
-        return path.to_path_buf();
-    }
-    let words: Vec<&str> = title
-        .split([' ', ',', '/'])
-        .filter(|word| !word.is_empty())
-        .collect();
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let mut name = format!("{stem}-{}", words.join("-"));
-    if let Some(ending) = path.extension() {
-        name = format!("{name}.{}", ending.to_string_lossy());
-    }
-    path.with_file_name(name)
 }

@@ -1,6 +1,5 @@
 //! The runs of a sweep: their names, labels and files.
 
-use std::path::{Path, PathBuf};
 use tallow::bench::EndToEnd;
 use tallow::report::{Fields, Report, format_mib};
 
@@ -31,19 +30,6 @@ impl Run {
             execution.name(),
             self.mode()
         )
-    }
-
-    /// The title as a part of a file's name.
-    pub fn slug(&self) -> String {
-        let title = self.title().replace(", ", "-");
-        let keep = |c: char| {
-            if c.is_ascii_alphanumeric() || c == '.' {
-                c
-            } else {
-                '-'
-            }
-        };
-        title.chars().map(keep).collect()
     }
 
     pub fn labelled(&self, status: &str, rest: Fields) -> Fields {
@@ -80,14 +66,4 @@ pub fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
         run.title()
     );
     report.notes.push(note);
-}
-
-/// `step-tiny-B4.json` for `step.json`.
-pub fn named(path: &Path, slug: &str) -> PathBuf {
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let name = match path.extension() {
-        Some(extension) => format!("{stem}-{slug}.{}", extension.to_string_lossy()),
-        None => format!("{stem}-{slug}"),
-    };
-    path.with_file_name(name)
 }

@@ -44,17 +44,20 @@ impl ProbedPhase {
 }
 
 /// Replays calls of one phase, and then, while they run, tells the probe of them: of their ranges, in which nothing
-/// happens, and which call each kernel is of.
+/// happens, and which call each kernel is of. Where that is not known the phase alone is told of.
 #[cfg(feature = "cuda")]
 pub(super) fn replay(
     plan: &Plan,
     calls: Range<usize>,
-    kernels: &[usize],
+    kernels: Option<&[usize]>,
     phase: &mut ProbedPhase,
     launch: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     phase.enter(plan.calls()[calls.start].phase);
     launch()?;
+    let Some(kernels) = kernels else {
+        return Ok(());
+    };
     for call in &plan.calls()[calls.clone()] {
         let _goes_on = run_probed(plan, call, || Ok(ControlFlow::Continue(())))?;
     }

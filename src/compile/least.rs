@@ -13,14 +13,15 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
     let [q, kv] = model.attention_widths().map(|size| size as f64);
-    let ranks = match (config.fully_shard, config.shard) {
-        (Some(_), Some(own)) => own.world_size,
-        _ => 1,
-    };
-    // A rank's, but for the last ranks, whose parts may be smaller.
-    let parameters = match ranks {
-        1 => model.num_parameters() as f64,
-        _ => 0.9 * model.num_parameters() as f64 / ranks as f64,
+    let parameters = match (config.fully_shard, config.shard) {
+        (Some(_), Some(own)) => {
+            let shapes = model.parameter_shapes();
+            let parts = shapes
+                .iter()
+                .map(|(_, shape)| own.part(shape.elem_count()).len());
+            parts.sum::<usize>() as f64
+        }
+        _ => model.num_parameters() as f64,
     };
     let rows = b * t;
     let width = config.precision.dtype().size_in_bytes() as f64;

@@ -18,9 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// any optimizer. They and the layers' weights are connected for as long as this lives.
 ///
 /// In a [planned](crate::compile::TrainStep::fully_sharded) step a weight is gathered for forward, freed, and gathered
-/// again for backward. In an eager one it is kept for backward once it is gathered, unless the block is
-/// [checkpointed](crate::nn::Checkpointing), and gathered again with it; gradients are averaged in
-/// [`backward`](crate::backward()).
+/// again for backward; on a GPU the last bucket of forward's is kept, which backward reads first. In an eager step a
+/// weight is kept for backward once it is gathered, unless the block is [checkpointed](crate::nn::Checkpointing), and
+/// gathered again with it; gradients are averaged in [`backward`](crate::backward()).
 ///
 /// ```
 /// use candle_core::{DType, Tensor};

@@ -4,7 +4,7 @@ use super::Collective;
 use super::host::{HostBackend, HostBuffer};
 use super::membership::Membership;
 use crate::inplace::with_mut_memory;
-use crate::{Error, Result};
+use crate::{Error, Result, probe};
 use candle_core::{Tensor, WithDType};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -131,6 +131,7 @@ impl Job {
 
     fn run_on(&self, backend: &mut dyn HostBackend) -> Result<()> {
         let _watch = self.membership.enter_for(self.collective);
+        let _range = probe::range(self.collective.name()); // of this thread: beside what the others compute
         let check = || self.membership.check();
         match &self.exchanged {
             Exchanged::Memory(LentMemory(buffer)) => backend.run(self.collective, *buffer, &check),

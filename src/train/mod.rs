@@ -42,6 +42,7 @@ mod history;
 mod parts;
 mod planned;
 mod ranks;
+mod resume;
 mod trainer;
 mod update;
 

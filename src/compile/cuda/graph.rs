@@ -36,9 +36,9 @@ impl Recorded {
 pub(super) struct Graph {
     graph: CudaGraph,
     pub segment: Segment,
-    /// Which call each kernel (copy, fill) is of, in the order in which they run: a chain, since one stream was
-    /// recorded.
-    pub kernels: Vec<usize>,
+    /// Which call each kernel (copy, fill) is of, in the order in which they run, if one stream was recorded: a chain.
+    /// Exchanges run on another, beside it.
+    pub kernels: Option<Vec<usize>>,
 }
 
 // SAFETY: a graph may be used from any thread, by one at a time: it is reached through `&mut` of its executor alone.
@@ -76,7 +76,7 @@ pub(super) fn record(
         Some(graph) => Ok(Graph {
             graph,
             segment: segment.clone(),
-            kernels,
+            kernels: Some(kernels),
         }),
         None => Err(candle_core::Error::msg("the driver recorded no graph").into()),
     }

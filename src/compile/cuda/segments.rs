@@ -93,7 +93,7 @@ impl Executor {
     /// Records what [`launch`](Self::launch) launches, of which the probe hears when it is replayed.
     fn record(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<Graph> {
         let gpu = self.gpu.clone();
-        graph::record(&gpu, segment, |launched| {
+        let mut graph = graph::record(&gpu, segment, |launched| {
             for (calls, micro_batch) in segment {
                 let mut launcher = self.launcher(plan, calls, *micro_batch, extent);
                 for index in calls.clone().filter(|i| plan.is_run_in(*i, *micro_batch)) {
@@ -102,7 +102,15 @@ impl Executor {
                 }
             }
             self.exchanges.wait_for_all(&gpu)
-        })
+        })?;
+        let mut calls = segment
+            .iter()
+            .flat_map(|(calls, _)| &plan.calls()[calls.clone()]);
+        let exchanges = self.exchanges.world_size() > 1 && calls.any(|call| call.op.is_exchange());
+        if exchanges {
+            graph.kernels = None; // they run beside exchanges
+        }
+        Ok(graph)
     }
 
     fn launcher<'a>(
@@ -163,7 +171,13 @@ impl Executor {
             match &graph.segment[..] {
                 [(calls, _)] if probe::is_listening() => {
                     let launch = || graph.launch();
-                    calls::replay(plan, calls.clone(), &graph.kernels, &mut phase, launch)
+                    calls::replay(
+                        plan,
+                        calls.clone(),
+                        graph.kernels.as_deref(),
+                        &mut phase,
+                        launch,
+                    )
                 }
                 _ => graph.launch(),
             }

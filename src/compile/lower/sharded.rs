@@ -1,12 +1,12 @@
 //! Weights that every rank has a part of: gathered where forward and where backward first read them, freed after they
-//! were read last; and their gradients, of which each rank gets the mean of its part.
+//! were read last there; and their gradients, of which each rank gets the mean of its part.
 //!
 //! On a GPU exchanges run beside the kernels. So weights are gathered some modules ahead, and gradients are waited for
 //! some modules later: as many as have the bytes of a bucket.
 
-use super::super::buffer::{Buffers, Category, Location};
+use super::super::buffer::{BufferId, Buffers, Category, Location};
 use super::super::op::Op;
-use super::super::plan::{BufferRange, Call};
+use super::super::plan::{BufferRange, Call, Phase};
 use super::{Lower, module_of, part};
 use crate::dist::Shard;
 use crate::graph::ValueId;
@@ -20,6 +20,8 @@ use std::collections::{HashMap, HashSet};
 pub(super) struct Sharded {
     /// All of a weight, in a dtype.
     whole: HashMap<(ValueId, DType), BufferRange>,
+    /// Where forward has gathered weights, in order, but for those of the loss.
+    gathered: Vec<BufferId>,
     /// Parameters whose gradients are complete on this rank.
     pub complete: Vec<usize>,
     /// The same, whose exchange has begun.
@@ -57,6 +59,9 @@ impl Lower<'_> {
             self.plan.call(op, [], [("x", place.clone())]);
         }
         self.plan.part = part_of_step;
+        if self.plan.phase == Phase::Forward {
+            self.weights.sharded.gathered.push(places[0].buffer);
+        }
         self.plan.whole(places[0].buffer)
     }
 
@@ -88,14 +93,29 @@ impl Lower<'_> {
         self.job.config.shard.unwrap_or(ALONE)
     }
 
-    /// Forward is over: what it has gathered is freed, and backward gathers it again.
+    /// Forward is over: what it has gathered is freed, and backward gathers it again; but not, on a GPU, the last
+    /// bucket of it, which backward reads first.
     pub(super) fn free_weights(&mut self) {
-        self.weights.sharded.whole.clear();
-        if self.job.config.fully_shard.is_some() {
-            let numbers = &self.job.function.numbers;
-            self.dense
-                .retain(|(value, _), _| !numbers.contains_key(&ValueId(*value)));
+        let Some(config) = self.job.config.fully_shard else {
+            return;
+        };
+        let mut left_bytes = match self.is_on_gpu() {
+            true => config.bucket_bytes,
+            false => 0,
+        };
+        let mut kept = HashSet::new();
+        for buffer in self.weights.sharded.gathered.drain(..).rev() {
+            if left_bytes == 0 {
+                break;
+            }
+            left_bytes = left_bytes.saturating_sub(self.plan.buffers[buffer].bytes());
+            kept.insert(buffer);
         }
+        let whole = &mut self.weights.sharded.whole;
+        whole.retain(|_, place| kept.contains(&place.buffer));
+        let numbers = &self.job.function.numbers;
+        self.dense
+            .retain(|(value, _), _| !numbers.contains_key(&ValueId(*value)));
     }
 
     /// The backward of a module is over: gradients that are complete are exchanged, once they are enough, and those of

@@ -118,9 +118,11 @@ fn what_a_rank_sends() {
             sharded.sent_bytes,
             2.0 * others * parameter_bytes + loss_bytes,
         );
-        // Gathered twice and scattered; once the embedding and the head, which forward alone reads.
+        // Gathered twice and scattered; once the embedding and the head, which forward alone reads, and the last bucket
+        // of forward's: the last norm and w2.
         let read_once = 4.0 * 2.0 * (1000.0 * 64.0);
-        let gathered = 2.0 * parameter_bytes - read_once;
+        let kept = 4.0 * (64.0 + 64.0 * 256.0);
+        let gathered = 2.0 * parameter_bytes - read_once - kept;
         close(
             fully.sent_bytes,
             others * (gathered + parameter_bytes) + loss_bytes,
