@@ -2,6 +2,7 @@
 
 use super::{Collective, Communicator, Shard};
 use crate::graph;
+use crate::ops::WeightMark;
 use crate::ops::cpu::{self, for_stored};
 use crate::ops::record::{Made, Op, Storages, applied};
 #[cfg(feature = "cuda")]
@@ -45,12 +46,16 @@ impl Part {
     /// # Errors
     /// [`Error::Rank`](crate::Error::Rank).
     pub fn gathered(&self) -> crate::Result<Tensor> {
+        let mark = Arc::new(WeightMark::default());
         let op = Gather {
             communicator: self.communicator.clone(),
             shape: self.hollow.shape().clone(),
             dtype: self.dtype,
+            _mark: Arc::clone(&mark),
         };
-        Ok(applied(&[self.var.as_tensor()], op)?)
+        let whole = applied(&[self.var.as_tensor()], op)?;
+        mark.set(&whole);
+        Ok(whole)
     }
 }
 
@@ -84,6 +89,8 @@ struct Gather {
     communicator: Communicator,
     shape: Shape,
     dtype: Option<DType>,
+    /// As long as a gradient may come: autocast then has it in f32, as a variable's.
+    _mark: Arc<WeightMark>,
 }
 
 impl Gather {

@@ -109,3 +109,4 @@ pub use softmax::softmax;
 pub use swiglu::swiglu;
 pub use swiglu_linear::swiglu_linear;
 pub use tanh::tanh;
+pub(crate) use weight::WeightMark;

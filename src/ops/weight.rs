@@ -11,8 +11,37 @@ use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
 use crate::{Result, precision, probe};
-use candle_core::{DType, Tensor};
-use std::sync::{Mutex, PoisonError};
+use candle_core::{DType, Tensor, TensorId};
+use std::collections::HashSet;
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Tensors that are weights without being variables.
+static MARKED: LazyLock<Mutex<HashSet<TensorId>>> = LazyLock::new(Mutex::default);
+
+fn marked() -> MutexGuard<'static, HashSet<TensorId>> {
+    MARKED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Has ops take a tensor for a weight, for as long as this lives: all of one that ranks have parts of.
+#[derive(Default)]
+pub(crate) struct WeightMark(OnceLock<TensorId>);
+
+impl WeightMark {
+    /// Says which.
+    pub fn set(&self, weight: &Tensor) {
+        if self.0.set(weight.id()).is_ok() {
+            marked().insert(weight.id());
+        }
+    }
+}
+
+impl Drop for WeightMark {
+    fn drop(&mut self) {
+        if let Some(id) = self.0.get() {
+            marked().remove(id);
+        }
+    }
+}
 
 /// The copy of one weight, for the life of an op.
 pub(super) struct WeightCopy {
@@ -25,7 +54,7 @@ pub(super) struct WeightCopy {
 
 /// x and the weights as `op` takes them here, and the copies that its products read.
 ///
-/// Copies are for f32 variables that a kernel multiplies by; other weights are cast as `cast_for` casts.
+/// Copies are for f32 variables, and weights that were gathered, that a kernel multiplies by; others are cast as `cast_for` casts.
 pub(super) fn with_copies<const N: usize>(
     op: &OpInfo,
     x: &Tensor,
@@ -46,8 +75,8 @@ pub(super) fn with_copies<const N: usize>(
         in_half && current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
     let mut copies = weights.map(|_| WeightCopy::none());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
-        let is_own = weight.is_variable() && weight.dtype() == DType::F32;
-        match copies_weights && is_own {
+        let is_weight = weight.is_variable() || marked().contains(&weight.id());
+        match copies_weights && is_weight && weight.dtype() == DType::F32 {
             true => *copy = WeightCopy::new(weight, target)?,
             false => *weight = cast_castable(weight, target)?,
         }
@@ -100,9 +129,9 @@ impl WeightCopy {
 
     fn new(weight: &Tensor, dtype: DType) -> Result<Self> {
         let drops = !precision::caches_weights();
-        let copy = match drops {
-            true => cast_weight(&weight.detach(), dtype)?,
-            false => cached_copy(weight, dtype)?,
+        let copy = match weight.is_variable() && !drops {
+            true => cached_copy(weight, dtype)?,
+            false => cast_weight(&weight.detach(), dtype)?, // nobody else reads what was gathered
         };
         Ok(Self {
             copy: Mutex::new(Some(copy)),

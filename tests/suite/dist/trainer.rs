@@ -7,6 +7,8 @@ use tallow::data::Tokens;
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, DropoutRates};
+use tallow::optim::GradScalerConfig;
+use tallow::precision::Precision;
 use tallow::train::{TrainConfig, Trainer};
 use tallow::{Error, Result};
 
@@ -307,4 +309,57 @@ fn in_parts(#[values(false, true)] planned: bool) {
     }
     let error = resume().unwrap_err();
     assert!(matches!(error, Error::Io { .. }), "{error}");
+}
+
+/// In f16 all ranks skip the same steps, whoever's part has overflowed, and go on with the same scale: as ranks that have
+/// all of the gradients.
+#[rstest]
+fn loss_scaling_of_parts(#[values(false, true)] planned: bool) {
+    let config = || TrainConfig {
+        precision: Precision::F16,
+        loss_scaling: GradScalerConfig {
+            init_scale: 2f64.powi(26), // the first steps overflow
+            growth_interval: 3,
+            ..Default::default()
+        },
+        max_grad_norm: Some(0.5),
+        ..train_config(16)
+    };
+    let run = |mut trainer: Trainer| -> Result<(Vec<f64>, Vec<usize>, Option<u64>)> {
+        if planned {
+            trainer.compile()?;
+        }
+        while trainer.step()?.is_some() {}
+        let history = trainer.history();
+        let scale = trainer.loss_scale().map(f64::to_bits);
+        Ok((history.losses.clone(), history.skipped.clone(), scale))
+    };
+    let (train, validation) = text();
+    let replicated = on_ranks(2, |ranks| {
+        let model = TransformerLM::new(&model_config(), 3, &Device::Cpu)?;
+        let mut trainer = Trainer::new(model, config(), train.clone(), validation.clone())?;
+        trainer.replicate(&ranks, ReplicatedConfig::default())?;
+        run(trainer)
+    });
+    let in_parts = on_ranks(2, |ranks| {
+        let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
+        let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
+        let model = TransformerLM::from_var_builder(&model_config(), vb)?;
+        let (train, validation) = (train.clone(), validation.clone());
+        run(Trainer::fully_sharded(
+            model,
+            &sharded,
+            config(),
+            train,
+            validation,
+        )?)
+    });
+    let (losses, skipped, scale) = &replicated[0];
+    assert!(!skipped.is_empty() && skipped.len() < 16, "{skipped:?}");
+    for (of_rank, of_skipped, of_scale) in &in_parts {
+        assert_eq!((of_skipped, of_scale), (skipped, scale));
+        for (loss, wanted) in of_rank.iter().zip(losses) {
+            assert!((loss - wanted).abs() < 2e-3, "{of_rank:?} {losses:?}");
+        }
+    }
 }
