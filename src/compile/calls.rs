@@ -66,11 +66,14 @@ pub(super) fn replay(
     Ok(())
 }
 
-/// Calls in stretches of one phase each.
-#[cfg(feature = "cuda")]
+/// Calls in stretches of one phase each, but that exchanges in a row are not parted: all ranks have to begin the same ones
+/// at once, and not all may have somebody who listens.
+#[cfg(any(feature = "cuda", test))]
 pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
     let mut start = calls.start;
-    let stretches = plan.calls()[calls].chunk_by(|a, b| a.phase == b.phase);
+    let exchanges = |a: &Call, b: &Call| a.op.is_exchange() && b.op.is_exchange();
+    let same = |a: &Call, b: &Call| a.phase == b.phase || exchanges(a, b);
+    let stretches = plan.calls()[calls].chunk_by(same);
     let stretches = stretches.map(|stretch| {
         start += stretch.len();
         start - stretch.len()..start

@@ -45,3 +45,81 @@ impl Plan {
         first..first + count.max(1)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::calls::in_phases;
+    use super::super::phase_times::PhaseClock;
+    use super::super::{PlanConfig, TrainStep};
+    use super::*;
+    use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
+    use crate::model::TransformerConfig;
+    use crate::precision::Precision;
+
+    /// The groups of exchanges in pieces of a plan.
+    fn groups(plan: &Plan, pieces: impl IntoIterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+        let mut groups = Vec::new();
+        for piece in pieces {
+            let mut index = piece.start;
+            while index < piece.end {
+                let group = plan.exchanged_at_once(index, piece.end);
+                let is_exchange = plan.calls()[index].op.is_exchange();
+                index = if is_exchange { group.end } else { index + 1 };
+                groups.extend(Some(group).filter(|_| is_exchange));
+            }
+        }
+        groups
+    }
+
+    /// A rank that is profiled or whose phases are timed runs in pieces, and exchanges the same at once as the others.
+    #[test]
+    fn pieces_do_not_part_exchanges() {
+        let model = TransformerConfig {
+            num_layers: 4,
+            ..TransformerConfig::tiny()
+        };
+        let shard = Some(Shard {
+            rank: 1,
+            world_size: 2,
+        });
+        let fully_shard = FullyShardConfig {
+            bucket_bytes: 4 << 20,
+            ..Default::default()
+        };
+        let replicated = ReplicatedConfig::default();
+        for (fully_shard, replicated, shard) in [
+            (Some(fully_shard), None, shard),
+            (None, Some(replicated), shard),
+            (None, Some(replicated), None),
+        ] {
+            for accumulation in [1, 2] {
+                let config = PlanConfig {
+                    precision: Precision::BF16,
+                    clip_norm: Some(1.0),
+                    accumulation,
+                    fully_shard,
+                    replicated,
+                    shard,
+                    ..Default::default()
+                };
+                let (plan, _) = TrainStep::plan_for_gpu(&model, &config).unwrap();
+                let all = plan.per_micro_batch().start..plan.calls().len();
+                let whole = [plan.per_micro_batch(), plan.per_micro_batch().end..all.end];
+                let expected = groups(&plan, whole.clone());
+                let exchanges = plan.calls()[all].iter();
+                let exchanges = exchanges.filter(|call| call.op.is_exchange()).count();
+                assert_eq!(expected.iter().map(Range::len).sum::<usize>(), exchanges);
+                let phases = whole
+                    .iter()
+                    .flat_map(|calls| in_phases(&plan, calls.clone()));
+                let phases: Vec<_> = phases.collect();
+                assert!(phases.len() > 3);
+                assert_eq!(groups(&plan, phases), expected);
+                let clock = PhaseClock::<usize>::new(&plan);
+                let timed = whole.iter().flat_map(|calls| clock.pieces(calls.clone()));
+                let timed = timed.flat_map(|calls| in_phases(&plan, calls));
+                assert_eq!(groups(&plan, timed), expected);
+            }
+        }
+    }
+}

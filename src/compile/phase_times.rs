@@ -110,7 +110,15 @@ fn parts(plan: &Plan) -> Vec<Part> {
         Phase::Backward => Part::Backward,
         Phase::Clip | Phase::Optimizer => Part::Optimizer,
     });
-    part.collect()
+    let mut parts: Vec<Part> = part.collect();
+    // Exchanges in a row are not parted: all ranks begin the same ones at once, whether or not they look at the clock.
+    let is_exchange = |call: usize| plan.calls()[call].op.is_exchange();
+    for call in 1..parts.len() {
+        if is_exchange(call - 1) && is_exchange(call) {
+            parts[call] = parts[call - 1];
+        }
+    }
+    parts
 }
 
 #[cfg(test)]

@@ -167,6 +167,9 @@ fn scaled_copy(gradient: &Tensor, factor: f64) -> Result<Tensor> {
         inplace::scale(&copy, factor)?;
         Ok(copy)
     } else {
-        Ok((gradient * factor)?)
+        // candle rounds a factor to the tensor's dtype.
+        let dtype = gradient.dtype();
+        let scaled = (gradient.to_dtype(inplace::wide(dtype))? * factor)?;
+        Ok(scaled.to_dtype(dtype)?)
     }
 }
