@@ -44,7 +44,7 @@
 //! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
 //! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
 //! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]); and what that takes on
-//! paper ([`plan_report()`]). What does not: the optimizer, whose state may be divided among ranks that have the whole
+//! paper (`plan_report`). What does not: the optimizer, whose state may be divided among ranks that have the whole
 //! model ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among
 //! its calls ([`compile`](crate::compile)), and the training loop
 //! ([`Trainer::replicate`](crate::train::Trainer::replicate),
@@ -78,6 +78,7 @@ mod mpi;
 #[cfg(any(feature = "cuda", test))] // its tests need no GPU
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod nccl;
+#[cfg(feature = "report")]
 mod paper;
 mod pending;
 mod ranks;
@@ -97,6 +98,7 @@ pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
 pub use membership::Watch;
+#[cfg(feature = "report")]
 pub use paper::{plan_columns, plan_report};
 pub use pending::Pending;
 pub use ranks::Ranks;
