@@ -29,6 +29,7 @@ use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Common, Output, values};
 use std::process::ExitCode;
+use tallow::dist::Shard;
 use tallow::memory::{Estimate, Kernels, MemoryKind, Workload, estimate};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
@@ -58,6 +59,10 @@ struct Flags {
 
     #[command(flatten)]
     precision: PrecisionFlags,
+
+    /// Divide the optimizer's state among so many ranks (ZeRO 1), and predict the memory of the first
+    #[arg(long, value_name = "N", value_parser = values::count())]
+    optimizer_ranks: Option<usize>,
 
     /// The memory that is to hold it, in GiB, instead of what is available
     #[arg(long, value_parser = values::gib)]
@@ -127,6 +132,9 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
+        if let Some(ranks) = self.optimizer_ranks {
+            report.configuration.insert("optimizer's ranks", ranks);
+        }
         let workloads = self.workloads(&precisions, kernels);
         report.columns = columns();
         self.output.check_columns([columns(), terms()])?;
@@ -184,6 +192,7 @@ impl Flags {
                                     precision,
                                     checkpointing,
                                     kernels,
+                                    optimizer_shard: self.optimizer_shard(),
                                     ..Default::default()
                                 });
                             }
@@ -193,6 +202,12 @@ impl Flags {
             }
         }
         workloads
+    }
+
+    fn optimizer_shard(&self) -> Option<Shard> {
+        let rank = 0;
+        self.optimizer_ranks
+            .map(|world_size| Shard { rank, world_size })
     }
 
     fn available_bytes(&self) -> Result<u64> {

@@ -473,21 +473,21 @@ impl Flags {
         };
         let (several, exchange) = (communicator.world_size() > 1, &self.exchange);
         let in_parts = several && exchange.strategy == Strategy::FullyShard;
+        let shard = several.then(|| exchange.strategy.shard(communicator));
+        let shard = shard.flatten();
         let wanted_bytes = match self.compile {
             true => {
                 let plan = PlanConfig {
                     optimizer_in_backward: self.optimizer_in_backward,
                     replicated: (several && !in_parts).then(|| exchange.config()),
                     fully_shard: in_parts.then(|| exchange.parts()),
-                    shard: several
-                        .then(|| exchange.strategy.shard(communicator))
-                        .flatten(),
+                    shard,
                     ..Default::default()
                 };
                 planned_bytes(model, config, plan, device)?
             }
             false if in_parts => return Ok(()), // estimates are of models as a whole
-            false => eager_bytes(model, config, device)?,
+            false => eager_bytes(model, config, shard, device)?,
         };
         check_room(wanted_bytes, device)
     }

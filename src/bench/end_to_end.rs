@@ -136,6 +136,7 @@ impl EndToEnd {
             checkpointing: self.config.checkpointing,
             kernels: Kernels::of(device),
             moments: self.optimizer.moments(),
+            optimizer_shard: None,
         };
         memory::estimate(&self.config, &workload)
     }

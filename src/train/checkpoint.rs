@@ -20,11 +20,11 @@ const FORMAT: u32 = 2;
 /// What a saved run says about itself.
 ///
 /// The file is safetensors, written by [`Trainer::save`]: the weights under their own names, so that
-/// [`TransformerLM::load`] reads it as it reads any model's; the optimizer's state as `optimizer.exp_avg.<name>` and
-/// `optimizer.exp_avg_sq.<name>`; the history as `history.losses` (f64, a number a step), `history.skipped`,
-/// `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as JSON, in the metadata
-/// under `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as `zlib.crc32` gives it,
-/// and of this text: reading the file here finds damage.
+/// [`TransformerLM::load`](crate::model::TransformerLM::load) reads it as it reads any model's; the optimizer's state
+/// as `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`; the history as `history.losses` (f64, a number a
+/// step), `history.skipped`, `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as
+/// JSON, in the metadata under `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as
+/// `zlib.crc32` gives it, and of this text: reading the file here finds damage.
 ///
 /// ```no_run
 /// use tallow::model::TransformerLM;

@@ -44,9 +44,16 @@ pub struct Measured {
 /// ```
 ///
 /// # Errors
-/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses, and
-/// what the run meets.
+/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses, what
+/// the run meets, and [`Error::Config`] for a rank of several.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
+    if let Some(own) = workload.optimizer_shard {
+        let got = Error::config("Workload", "optimizer_shard", format!("{own:?}"));
+        return Err(got.must_be(
+            "None to be measured",
+            "a job's ranks are measured in its processes, by memory::Meter",
+        ));
+    }
     check_room(config, workload)?;
     gemm::reserve_scratch(workload.precision.dtype() != DType::F32);
     let before = current_bytes()?;

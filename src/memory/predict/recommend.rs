@@ -1,7 +1,7 @@
 //! What must be run again for a step to fit.
 
 use super::stack;
-use super::workload::{check, check_some};
+use super::workload::{check, check_some, optimizer_state, state_elements};
 use super::{Mode, Workload};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
@@ -124,16 +124,19 @@ fn peak(
 /// What no checkpointing changes: weights, and as far as the mode has them gradients and the optimizer's state.
 fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
     let width = workload.precision.parameter_dtype().size_in_bytes();
-    let state = match width < 4 {
-        true => 12, // with master weights
-        false => 8,
+    let gradients = match workload.mode.has_backward() {
+        true => width,
+        false => 0,
     };
-    let bytes = match workload.mode {
-        Mode::Forward | Mode::ForwardKeepingGraph => width,
-        Mode::ForwardBackward => 2 * width,
-        Mode::TrainStep => 2 * width + state,
+    let state = match workload.mode {
+        Mode::TrainStep => {
+            let state = optimizer_state(width, workload.moments);
+            let widths: usize = state.map(|(_, width)| width).sum();
+            widths as f64 * state_elements(config, workload)
+        }
+        _ => 0.0,
     };
-    config.num_parameters() as f64 * bytes as f64
+    config.num_parameters() as f64 * (width + gradients) as f64 + state
 }
 
 /// By segments that leave something to run again: of every length up to 256 blocks, of lengths 1/128 apart beyond.

@@ -3,7 +3,7 @@
 
 use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
-use super::workload::{optimizer_state, place, reaching};
+use super::workload::{optimizer_state, place, reaching, state_elements};
 use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
@@ -39,9 +39,14 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
     };
     let mut residents = vec![of_parameters(MemoryKind::Weights, "weights", width)];
     if workload.mode == Mode::TrainStep {
+        let (formula, elements) = match workload.optimizer_shard {
+            None => (config.parameters_formula(), parameters),
+            Some(_) => ("own parameters", state_elements(config, workload)),
+        };
         let state = optimizer_state(width, workload.moments);
-        residents
-            .extend(state.map(|(what, width)| of_parameters(MemoryKind::Optimizer, what, width)));
+        residents.extend(state.map(|(what, width)| {
+            buffer(MemoryKind::Optimizer, what, formula, elements, width, 1.0)
+        }));
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
     residents.push(buffer(

@@ -3,6 +3,7 @@
 pub use crate::graph::Target as Kernels;
 
 use crate::attention::Algorithm;
+use crate::dist::Shard;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::optim::Moments;
@@ -68,6 +69,12 @@ pub struct Workload {
     /// What AdamW stores running means in; f32 where a serialized workload says nothing.
     #[serde(default)]
     pub moments: Moments,
+    /// Whose memory it is of the ranks of a job, if they divide the optimizer's state ([`AdamW::shard`]). All of the
+    /// state where a serialized workload says nothing. What buckets of gradients take is left out: one bucket.
+    ///
+    /// [`AdamW::shard`]: crate::optim::AdamW::shard
+    #[serde(default)]
+    pub optimizer_shard: Option<Shard>,
 }
 
 /// The model that runs the workload: one of a shorter context is taken for one that reaches as far.
@@ -84,7 +91,11 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
         attention: workload.attention,
         ..config.clone()
     };
-    config.validate()
+    config.validate()?;
+    match workload.optimizer_shard {
+        Some(own) => own.validate(),
+        None => Ok(()),
+    }
 }
 
 /// Refuses a workload of nothing.
@@ -106,6 +117,21 @@ pub(super) fn optimizer_state(
     let master = (width < f32_bytes).then_some(("master weights", f32_bytes));
     let moments = ["exp_avg", "exp_avg_sq"].map(|name| (name, moment));
     moments.into_iter().chain(master)
+}
+
+/// Elements of the parameters that the optimizer keeps state of: all, or those that a rank owns.
+pub(super) fn state_elements(config: &TransformerConfig, workload: &Workload) -> f64 {
+    let Some(own) = workload.optimizer_shard else {
+        return config.num_parameters() as f64;
+    };
+    let shapes = config.parameter_shapes();
+    let sizes = shapes
+        .iter()
+        .map(|(name, shape)| (name.as_str(), shape.elem_count()));
+    let owners = Shard::owners(own.world_size, sizes.clone());
+    let owned = owners.iter().zip(sizes);
+    let owned = owned.filter(|(owner, _)| **owner == own.rank);
+    owned.map(|(_, (_, elements))| elements as f64).sum()
 }
 
 /// Whose memory it is, and what shares it.
