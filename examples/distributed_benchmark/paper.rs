@@ -5,7 +5,7 @@ use super::common::ranks::Strategy;
 use super::{Flags, common, values};
 use clap::Args;
 use tallow::compile::{PlanConfig, Rates, TrainStep};
-use tallow::dist::{Exchange, FullyShardConfig, Shard, plan_columns, plan_report};
+use tallow::dist::{Shard, plan_columns, plan_report};
 use tallow::report::{Column, Report};
 use tallow::{Error, Result};
 
@@ -100,25 +100,12 @@ impl Flags {
         });
         let ways = self.ways.all().into_iter().flatten();
         let plans = ways.map(|way| {
-            let replicated = Some(way.exchange);
-            let plan = match (way.strategy, way.exchange.exchange) {
-                (Strategy::FullyShard, Exchange::Overlapped { bucket_bytes }) => PlanConfig {
-                    fully_shard: Some(FullyShardConfig {
-                        dtype: way.exchange.dtype,
-                        bucket_bytes,
-                    }),
-                    shard,
-                    ..plan.clone()
-                },
-                (Strategy::ShardedOptimizer, _) => PlanConfig {
-                    replicated,
-                    shard,
-                    ..plan.clone()
-                },
-                _ => PlanConfig {
-                    replicated,
-                    ..plan.clone()
-                },
+            let fully_shard = way.parts();
+            let plan = PlanConfig {
+                replicated: Some(way.exchange).filter(|_| fully_shard.is_none()),
+                shard: shard.filter(|_| way.strategy != Strategy::Replicated),
+                fully_shard,
+                ..plan.clone()
             };
             (way.strategy.name(), way.exchange(), plan)
         });

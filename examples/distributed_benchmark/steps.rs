@@ -62,6 +62,19 @@ pub struct Way {
 }
 
 impl Way {
+    /// How weights in parts are exchanged, if they are.
+    pub fn parts(self) -> Option<FullyShardConfig> {
+        match (self.strategy, self.exchange.exchange) {
+            (Strategy::FullyShard, Exchange::Overlapped { bucket_bytes }) => {
+                Some(FullyShardConfig {
+                    dtype: self.exchange.dtype,
+                    bucket_bytes,
+                })
+            }
+            _ => None,
+        }
+    }
+
     /// As its row says it.
     pub fn exchange(&self) -> String {
         self.exchange.exchange.to_string()
@@ -274,16 +287,8 @@ impl Job {
         seed: u64,
         way: Option<Way>,
     ) -> Result<Self> {
-        if let Some(way) = way.filter(|way| way.strategy == Strategy::FullyShard) {
-            let Exchange::Overlapped { bucket_bytes } = way.exchange.exchange else {
-                unreachable!("a row of weights in parts without buckets");
-            };
-            let dtype = way.exchange.dtype;
-            let config = FullyShardConfig {
-                dtype,
-                bucket_bytes,
-            };
-            let sharded = FullyShard::new(communicator, config)?;
+        if let Some(parts) = way.and_then(Way::parts) {
+            let sharded = FullyShard::new(communicator, parts)?;
             let weights = nn::seeded(seed, DType::F32, communicator.device());
             return Ok(Self {
                 model: TransformerLM::from_var_builder(model, sharded.builder(weights))?,

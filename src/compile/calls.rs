@@ -66,8 +66,8 @@ pub(super) fn replay(
     Ok(())
 }
 
-/// Calls in stretches of one phase each, but that exchanges in a row are not parted: all ranks have to begin the same ones
-/// at once, and not all may have somebody who listens.
+/// Calls in stretches of one phase each, but that exchanges in a row are not parted: all ranks have to begin the same
+/// ones at once, and not all may have somebody who listens.
 #[cfg(any(feature = "cuda", test))]
 pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
     let mut start = calls.start;

@@ -94,14 +94,8 @@ impl Rates {
         let others = (world_size - 1) as f64 / world_size as f64;
         let (sent_bytes, rate) = match collective {
             Collective::AllReduce(_) => (2.0 * others * bytes, self.reduce_bytes),
-            // Those to and from one rank go in groups in which each rank has its turn, as parts do.
-            Collective::Reduce { .. }
-            | Collective::Broadcast { .. }
-            | Collective::ReduceScatter(_)
-            | Collective::AllGather => (others * bytes, self.gather_bytes),
-            Collective::Send { .. } | Collective::Receive { .. } | Collective::Barrier => {
-                (0.0, self.gather_bytes)
-            }
+            // Of parts; those to and from one rank go in groups in which each rank has its turn, as parts do.
+            _ => (others * bytes, self.gather_bytes),
         };
         (sent_bytes / rate, sent_bytes)
     }

@@ -54,7 +54,8 @@ pub(super) struct WeightCopy {
 
 /// x and the weights as `op` takes them here, and the copies that its products read.
 ///
-/// Copies are for f32 variables, and weights that were gathered, that a kernel multiplies by; others are cast as `cast_for` casts.
+/// Copies are for f32 variables, and weights that were gathered, that a kernel multiplies by; others are cast as
+/// `cast_for` casts.
 pub(super) fn with_copies<const N: usize>(
     op: &OpInfo,
     x: &Tensor,

@@ -19,8 +19,9 @@ fn commands() -> Vec<&'static str> {
         "compiled_benchmark --sequence-length 8 16 --head-dim 8 --iterations 2 --config 1-8-16-1-2 --steps 2 --rounds 1 \
          --vocab-size 100 --d-ff 24",
         "custom_model --nodes",
-        "distributed_benchmark SMALL --part paper accounting --strategy replicated sharded-optimizer fully-shard --bucket-mib 1 \
-         --product-tflops 600 --memory-gb-s 4000 --reduce-gb-s 330 150 120 --gather-gb-s 190 --alone-ms 2 --contention 0.4",
+        "distributed_benchmark SMALL --part paper accounting --strategy replicated sharded-optimizer fully-shard \
+         --bucket-mib 1 --product-tflops 600 --memory-gb-s 4000 --reduce-gb-s 330 150 120 --gather-gb-s 190 \
+         --alone-ms 2 --contention 0.4",
         "e2e_benchmark SMALL --mode all --steps 2 --warmup-steps 0 1 2 --isolate",
         "e2e_benchmark SMALL --mode all --steps 2 --compile --precision f32 bf16",
         "e2e_benchmark SMALL --mode all --steps 2 --view phases",

@@ -125,18 +125,20 @@ fn what_a_hostile_user_types() {
         ("compiled_benchmark --config 1-8-16-1", 2, "--config"),
         ("distributed_benchmark --part paper", 1, "--product-tflops"),
         (
-            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 --reduce-gb-s 1 2",
+            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 \
+             --reduce-gb-s 1 2",
             1,
             "--reduce-gb-s",
         ),
         (
-            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 --reduce-gb-s NaN",
+            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 \
+             --reduce-gb-s NaN",
             1,
             "reduce_bytes",
         ),
         (
-            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 --reduce-gb-s 1 \
-             --bucket-mib 1 --world-size 999999999",
+            "distributed_benchmark SMALL --part paper --product-tflops 1 --memory-gb-s 1 --gather-gb-s 1 \
+             --reduce-gb-s 1 --bucket-mib 1 --world-size 999999999",
             1,
             "world_size",
         ),

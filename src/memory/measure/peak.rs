@@ -44,8 +44,8 @@ pub struct Measured {
 /// ```
 ///
 /// # Errors
-/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses, what
-/// the run meets, and [`Error::Config`] for a rank of several.
+/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses,
+/// what the run meets, and [`Error::Config`] for a rank of several.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
     if let Some(own) = workload.optimizer_shard {
         let got = Error::config("Workload", "optimizer_shard", format!("{own:?}"));

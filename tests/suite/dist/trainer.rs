@@ -41,6 +41,23 @@ fn trainer(steps: usize) -> Result<Trainer> {
     Trainer::new(model, train_config(steps), train, validation)
 }
 
+/// A run of ranks that have all of the model.
+fn replicated(ranks: &Communicator, config: TrainConfig) -> Result<Trainer> {
+    let model = TransformerLM::new(&model_config(), 3, &Device::Cpu)?;
+    let (train, validation) = text();
+    let mut trainer = Trainer::new(model, config, train, validation)?;
+    trainer.replicate(ranks, ReplicatedConfig::default())?;
+    Ok(trainer)
+}
+
+/// The same of ranks that have parts of it.
+fn of_parts(sharded: &FullyShard, config: TrainConfig) -> Result<Trainer> {
+    let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
+    let model = TransformerLM::from_var_builder(&model_config(), vb)?;
+    let (train, validation) = text();
+    Trainer::fully_sharded(model, sharded, config, train, validation)
+}
+
 /// What a run has come to: losses, an evaluation, the weights' bits.
 type Outcome = (Vec<u64>, f64, Vec<Vec<u32>>);
 
@@ -198,11 +215,7 @@ fn in_parts(#[values(false, true)] planned: bool) {
                 train,
                 validation,
             )?,
-            false => {
-                let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
-                let model = TransformerLM::from_var_builder(&model_config(), vb)?;
-                Trainer::fully_sharded(model, &sharded, config(steps), train, validation)?
-            }
+            false => of_parts(&sharded, config(steps))?,
         };
         if planned {
             trainer.compile()?;
@@ -231,10 +244,7 @@ fn in_parts(#[values(false, true)] planned: bool) {
         }
     };
     let wanted = on_ranks(2, |ranks| {
-        let model = TransformerLM::new(&model_config(), 3, &Device::Cpu)?;
-        let (train, validation) = text();
-        let mut trainer = Trainer::new(model, config(6), train, validation)?;
-        trainer.replicate(&ranks, ReplicatedConfig::default())?;
+        let mut trainer = replicated(&ranks, config(6))?;
         if planned {
             trainer.compile()?;
         }
@@ -311,8 +321,8 @@ fn in_parts(#[values(false, true)] planned: bool) {
     assert!(matches!(error, Error::Io { .. }), "{error}");
 }
 
-/// In f16 all ranks skip the same steps, whoever's part has overflowed, and go on with the same scale: as ranks that have
-/// all of the gradients.
+/// In f16 all ranks skip the same steps, whoever's part has overflowed, and go on with the same scale: as ranks that
+/// have all of the gradients.
 #[rstest]
 fn loss_scaling_of_parts(#[values(false, true)] planned: bool) {
     let config = || TrainConfig {
@@ -334,27 +344,12 @@ fn loss_scaling_of_parts(#[values(false, true)] planned: bool) {
         let scale = trainer.loss_scale().map(f64::to_bits);
         Ok((history.losses.clone(), history.skipped.clone(), scale))
     };
-    let (train, validation) = text();
-    let replicated = on_ranks(2, |ranks| {
-        let model = TransformerLM::new(&model_config(), 3, &Device::Cpu)?;
-        let mut trainer = Trainer::new(model, config(), train.clone(), validation.clone())?;
-        trainer.replicate(&ranks, ReplicatedConfig::default())?;
-        run(trainer)
-    });
+    let wanted = on_ranks(2, |ranks| run(replicated(&ranks, config())?));
     let in_parts = on_ranks(2, |ranks| {
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
-        let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
-        let model = TransformerLM::from_var_builder(&model_config(), vb)?;
-        let (train, validation) = (train.clone(), validation.clone());
-        run(Trainer::fully_sharded(
-            model,
-            &sharded,
-            config(),
-            train,
-            validation,
-        )?)
+        run(of_parts(&sharded, config())?)
     });
-    let (losses, skipped, scale) = &replicated[0];
+    let (losses, skipped, scale) = &wanted[0];
     assert!(!skipped.is_empty() && skipped.len() < 16, "{skipped:?}");
     for (of_rank, of_skipped, of_scale) in &in_parts {
         assert_eq!((of_skipped, of_scale), (skipped, scale));
