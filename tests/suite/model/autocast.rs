@@ -67,26 +67,32 @@ fn all_of(gradients: &[(String, Tensor)]) -> Tensor {
     Tensor::cat(&flat.collect::<Vec<_>>(), 0).unwrap()
 }
 
-/// The residual stream is what f32 is kept for: in bf16 too it costs digits, which this test would see lost.
+/// The residual stream is what f32 is kept for: in bf16 too it costs digits, which this test would see lost. Of one model
+/// the errors are a matter of luck: the means of eight are compared.
 #[test]
 fn a_residual_stream_in_bf16_is_worse() {
+    const MODELS: u64 = 8;
     let config = TransformerConfig {
         num_layers: 6,
         ..mini()
     };
-    let model = TransformerLM::new(&config, 1, &CPU).unwrap();
     let (tokens, targets) = batch();
-    let gradients = |policy| {
-        let loss = autocast(policy, || model.loss(&tokens, &targets)).unwrap();
-        all_of(&gradients_of(&loss, model.parameters()))
-    };
-    let exact = gradients(Autocast::disabled());
-    let policy = Autocast::cuda(DType::BF16);
-    let right = distance(&gradients(policy.clone()), &exact);
-    let mutant = policy
-        .with("embedding", OpClass::Lower)
-        .with("add", OpClass::Lower);
-    let wrong = distance(&gradients(mutant), &exact);
+    let [mut right, mut wrong] = [0.0; 2];
+    for seed in 0..MODELS {
+        let model = TransformerLM::new(&config, seed, &CPU).unwrap();
+        let gradients = |policy| {
+            let loss = autocast(policy, || model.loss(&tokens, &targets)).unwrap();
+            all_of(&gradients_of(&loss, model.parameters()))
+        };
+        let exact = gradients(Autocast::disabled());
+        let policy = Autocast::cuda(DType::BF16);
+        let mutant = policy
+            .clone()
+            .with("embedding", OpClass::Lower)
+            .with("add", OpClass::Lower);
+        right += distance(&gradients(policy), &exact) / MODELS as f64;
+        wrong += distance(&gradients(mutant), &exact) / MODELS as f64;
+    }
     assert!(
         right < 3e-2 && 1.2 * right < wrong,
         "{right:.2e} {wrong:.2e}"

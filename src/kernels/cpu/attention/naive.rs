@@ -3,7 +3,7 @@
 
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::gemm::widen::{rounded, wide};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_widened};
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::rows::softmax;
 use crate::kernels::cpu::{Real, Stored};
@@ -84,12 +84,16 @@ pub fn forward<T: Stored>(
         let p = unsafe { p.range(i * p_size, p_size) };
         let lse = unsafe { lse.range(i * lse_size, lse_size) };
         let out = unsafe { out.range(i * out_size, out_size) };
-        timed(Part::Scores, || matmul(q, k.t(), p, false, threads));
+        timed(Part::Scores, || {
+            matmul_widened::<T>(q, k.t(), p, false, threads)
+        });
         let seen = sizes.seen(first_keys, i / sizes.heads);
         softmax::forward_in_place(p, seen, scale, lse, threads);
         let p = MatRef::new(p, queries, keys);
         rounded(out, false, threads, |out| {
-            timed(Part::Values, || matmul(p, v, out, false, threads))
+            timed(Part::Values, || {
+                matmul_widened::<T>(p, v, out, false, threads)
+            })
         });
     });
 }
@@ -151,16 +155,20 @@ pub fn backward<T: Stored>(
                 // SAFETY: as above.
                 let dq = unsafe { dq.range(i * q_size, q_size) };
                 timed(Part::Values, || {
-                    matmul(p.t(), dout, dv, accumulate, threads);
-                    matmul(dout, v.t(), &mut ds, false, threads); // dp
+                    matmul_widened::<T>(p.t(), dout, dv, accumulate, threads);
+                    matmul_widened::<T>(dout, v.t(), &mut ds, false, threads); // dp
                 });
                 let seen = sizes.seen(first_keys, i / sizes.heads);
                 softmax::backward_in_place(&mut ds, p_rows, seen, scale, threads);
                 let ds = MatRef::new(&ds, queries, keys);
                 rounded(dq, false, threads, |dq| {
-                    timed(Part::Scores, || matmul(ds, k, dq, false, threads))
+                    timed(Part::Scores, || {
+                        matmul_widened::<T>(ds, k, dq, false, threads)
+                    })
                 });
-                timed(Part::Scores, || matmul(ds.t(), q, dk, accumulate, threads));
+                timed(Part::Scores, || {
+                    matmul_widened::<T>(ds.t(), q, dk, accumulate, threads)
+                });
             }
         };
         rounded(dk, false, threads, |dk| {

@@ -28,6 +28,6 @@ pub use choice::ProductSizes;
 pub use matrix::{MatMut, MatRef};
 pub(crate) use micro_kernel::prefetch;
 pub use packing::packing_bytes;
-pub use product::{matmul, matmul_to};
+pub use product::{matmul, matmul_to, matmul_widened};
 pub use scratch::reserve_scratch;
 pub use threads::Threads;

@@ -23,6 +23,28 @@ pub fn matmul<T: Stored>(
     matmul_to(a, b, MatMut::new(c, a.rows, b.cols), accumulate, threads);
 }
 
+/// As [`matmul`], of matrices that were widened from `T`s or computed from such: by the unit for tiles where there is
+/// one ([`unit_of_tiles`](bf16::unit_of_tiles)), which loses 2^-15 of a product of two elements at most.
+pub fn matmul_widened<T: Stored>(
+    a: MatRef<'_, T::Wide>,
+    b: MatRef<'_, T::Wide>,
+    c: &mut [T::Wide],
+    accumulate: bool,
+    threads: Threads,
+) {
+    let Some(unit) = bf16::unit_of_tiles::<T>().filter(|_| a.rows * a.cols * b.cols > 0) else {
+        return matmul(a, b, c, accumulate, threads);
+    };
+    let [a_data, b_data] = [a.data, b.data].map(|x| same_type::<T::Wide, f32>(x).expect("f32"));
+    let (a, b) = (a.over(a_data), b.over(b_data));
+    let mut c = MatMut::new(c, a.rows, b.cols);
+    let c = bf16::Output::new(&mut c, accumulate).expect("f32");
+    // SAFETY: c is borrowed until this returns.
+    timed(Part::Products, || unsafe {
+        bf16::product(unit, a, b, c, threads)
+    });
+}
+
 /// As [`matmul`], to a c that may be a band of the columns of a wider matrix, in another type than the factors'.
 pub fn matmul_to<T, C>(
     a: MatRef<'_, T>,
@@ -57,7 +79,7 @@ fn multiplied_in_bf16<T: Stored, C: Stored>(
     accumulate: bool,
     threads: Threads,
 ) -> bool {
-    let (Some(a_data), Some(b_data)) = (same_type(a.data), same_type(b.data)) else {
+    let [Some(a_data), Some(b_data)] = [a.data, b.data].map(same_type::<T, half::bf16>) else {
         return false;
     };
     let (a, b) = (a.over(a_data), b.over(b_data));

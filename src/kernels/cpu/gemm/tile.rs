@@ -1,18 +1,20 @@
 //! Products of tiles that are in cache, used as they lie: what attention multiplies its tiles with.
 
-use super::matrix::MatRef;
+use super::bf16::{Lines, Output, SIDE, Unit, product_of_tiles};
+use super::matrix::{MatMut, MatRef};
 pub use super::micro_kernel::COLUMNS;
 use super::micro_kernel::{PANEL, Sums, Tiles};
 use super::pack::b_block;
-use crate::kernels::cpu::Lanes;
-use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::simd::same_type;
+use crate::kernels::cpu::{Lanes, Stored};
 use crate::probe::parts::{Part, timed};
 
 /// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row by row, and b
 /// (depth, columns) row by row or in units of [`COLUMNS`] columns, of which the columns are a multiple.
 ///
 /// Elements of a are broadcast, rows of b and c are registers: a block of c stays in registers while the depth is
-/// walked. Every element of c is one chain of multiply-adds in the order of the depth.
+/// walked. Every element of c is one chain of multiply-adds in the order of the depth. Where a unit for bf16 multiplies
+/// in place of these, a row or a column of a lies without gaps.
 pub(crate) struct Product<'a, T> {
     /// a.
     pub a: &'a [T],
@@ -38,6 +40,10 @@ pub(crate) struct Product<'a, T> {
     pub depth: usize,
     /// Add to c.
     pub accumulate: bool,
+    /// What multiplies: f32's or f64's multiply-adds, or this unit, for which elements of f32 are split into two terms
+    /// of bf16: 2^-15 of a product is lost at most, and an infinity times a number of two terms may be NaN. The bits are
+    /// the same for factors that swap places.
+    pub unit: Option<Unit>,
 }
 
 /// The transpose of x (columns, depth) for [`Product`]'s b, in units: `to` (units, depth, COLUMNS), zeros beyond the
@@ -59,9 +65,37 @@ impl<T: Lanes> Product<'_, T> {
         if self.rows == 0 || self.columns == 0 {
             return;
         }
-        let tiles = self.tiles();
-        // SAFETY: `tiles` checked the views, and c is borrowed exclusively.
-        timed(part, || unsafe { tiles.run() });
+        timed(part, || match self.unit {
+            Some(unit) if self.depth > 0 => self.run_on(unit),
+            _ => {
+                let tiles = self.tiles();
+                // SAFETY: `tiles` checked the views, and c is borrowed exclusively.
+                unsafe { tiles.run() };
+            }
+        });
+    }
+
+    /// Computes it on `unit`.
+    fn run_on(self, unit: Unit) {
+        let [a, b] = [self.a, self.b].map(|x| same_type::<T, f32>(x).expect("tiles of f32"));
+        let a = Lines {
+            data: a,
+            line: self.a_row,
+            panel: SIDE * self.a_row,
+            depth: self.a_col,
+            is_b: false,
+        };
+        let b = Lines {
+            data: b,
+            line: 1,
+            panel: self.b_unit,
+            depth: self.b_row,
+            is_b: true,
+        };
+        let mut c = MatMut::band(self.c, self.rows, self.columns, self.c_row);
+        let c = Output::new(&mut c, self.accumulate).expect("tiles of f32");
+        // SAFETY: c is borrowed until this returns.
+        unsafe { product_of_tiles(unit, [a, b], self.depth, c) };
     }
 
     /// Itself over plain memory; the views of at least one row and column reach no further than their slices.
@@ -156,6 +190,7 @@ mod tests {
             columns,
             depth,
             accumulate,
+            unit: None,
         };
         arch.dispatch(product.tiles());
         for (i, value) in c.iter().enumerate() {

@@ -3,6 +3,7 @@
 use super::forward::Inputs;
 use super::rows::{self, Strip};
 use super::{Sizes, load, strips, take};
+use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
 use crate::kernels::cpu::parallel::{self, Shared, for_tasks_in};
 use crate::kernels::cpu::simd::BLOCK;
@@ -132,6 +133,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     deltas((d_out, row), outs, (&mut *block, width), delta);
     let e = &saved.e[matrix * sizes.matrix_len()..][..sizes.matrix_len()];
     let keys = sizes.keys(queries.end);
+    let unit = unit_of_tiles::<T>();
     for strip in strips(keys) {
         let rows = first + strip.start * width..first + strip.end * width;
         load::rows(&inputs.k[rows.clone()], width, k, row);
@@ -171,6 +173,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 columns: columns.next_multiple_of(COLUMNS),
                 depth: width,
                 accumulate: false,
+                unit,
             };
             dp.run(Part::Values);
             let part = Strip {
@@ -197,6 +200,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                     columns: row,
                     depth: rows,
                     accumulate: !is_first,
+                    unit,
                 };
                 product.run(part);
             }
@@ -213,6 +217,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 columns: row,
                 depth: columns,
                 accumulate: strip.start > 0,
+                unit,
             };
             product.run(Part::Scores);
             is_first = false;

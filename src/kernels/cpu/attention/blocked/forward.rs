@@ -2,6 +2,7 @@
 
 use super::rows::{self, Exponentials, State, Strip};
 use super::{Sizes, load, strips, take};
+use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Real, Stored};
@@ -101,6 +102,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     let first = matrix * sizes.length * width; // of this matrix, in q, k and v
     let own = first + queries.start * width..first + queries.end * width;
     load::rows(&inputs.q[own], width, q, row);
+    let unit = unit_of_tiles::<T>();
     tops.fill(T::Wide::NEG_INFINITY);
     sums.fill(T::Wide::ZERO);
     for strip in strips(sizes.keys(queries.end)) {
@@ -128,6 +130,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 columns: columns.next_multiple_of(COLUMNS),
                 depth: width,
                 accumulate: false,
+                unit,
             };
             product.run(Part::Scores);
             let e = &mut outputs.e[sizes.start(block) - sizes.start(blocks.start)..];
@@ -168,6 +171,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
                 columns: row,
                 depth: columns,
                 accumulate: strip.start > 0,
+                unit,
             };
             weighted.run(Part::Values);
         }

@@ -5,6 +5,7 @@ use super::transpose::{load_block, to_columns};
 use super::turns::AllTurns;
 use super::{Sizes, Tiles};
 use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::{Real, Stored};
@@ -132,7 +133,8 @@ impl<T: Stored> Pass<'_, T> {
         // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask
         // the longest come first.
         let tasks = keys.div_ceil(k_tile) * matrices.len();
-        let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles);
+        let unit = unit_of_tiles::<T>();
+        let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles, unit);
         parallel::for_tasks_with(tasks, scratch, |scratch, task| {
             let (tile, index) = (task / matrices.len(), task % matrices.len());
             let keys_range = tile * k_tile..keys.min((tile + 1) * k_tile);

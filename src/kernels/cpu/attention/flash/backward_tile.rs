@@ -1,12 +1,14 @@
 //! The work of one backward task: a tile of keys, and all tiles of queries that see it.
 
 use super::heads::{Heads, Rows};
+use super::scale::{multiply, multiply_by};
 use super::score_gradient::{Query, ScoreGradient};
 use super::transpose::{load_block, to_columns};
 use super::turns::Turns;
 use super::{Sizes, Tiles};
 use crate::kernels::DropoutMask;
 use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::bf16::Unit;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
@@ -56,6 +58,9 @@ pub(super) struct Task<'a, T: Stored> {
 
 /// The buffers of one task. Rows of Dh elements are filled up with zeros to `width`.
 pub(super) struct Scratch<T> {
+    /// What multiplies. A unit for bf16 is faster and more exact with Q and K as they came: scores and dS are then
+    /// multiplied by the scale.
+    unit: Option<Unit>,
     /// Dh as whole registers.
     width: usize,
     q_tile: usize,
@@ -63,12 +68,12 @@ pub(super) struct Scratch<T> {
     /// K^T and V^T: (Dh, k_tile).
     k_t: Vec<T>,
     v_t: Vec<T>,
-    /// scale K: (k_tile, width).
+    /// scale K, or K: (k_tile, width).
     k: Vec<T>,
     /// (k_tile, width).
     dk: Vec<T>,
     dv: Vec<T>,
-    /// scale Q: (q_tile, width).
+    /// scale Q, or Q: (q_tile, width).
     q: Vec<T>,
     /// dO: (q_tile, width).
     d_out: Vec<T>,
@@ -89,13 +94,14 @@ pub(super) fn padded_width(sizes: &Sizes) -> f64 {
 }
 
 impl<T: Lanes> Scratch<T> {
-    pub(super) fn new(sizes: &Sizes, tiles: &Tiles) -> Self {
+    pub(super) fn new(sizes: &Sizes, tiles: &Tiles, unit: Option<Unit>) -> Self {
         let width = sizes.head_dim.next_multiple_of(COLUMNS);
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1);
         let k_tile = tiles.backward_k_tile.min(sizes.keys);
         let k_tile = k_tile.next_multiple_of(COLUMNS);
         let zeros = |rows: usize, columns: usize| vec![T::ZERO; rows * columns];
         Self {
+            unit,
             width,
             q_tile,
             k_tile,
@@ -212,7 +218,7 @@ impl<T: Lanes> Scratch<T> {
     ) {
         self.dk.fill(T::ZERO);
         self.dv.fill(T::ZERO);
-        let (head_dim, scale) = (sizes.head_dim, T::real(sizes.scale));
+        let (head_dim, scale) = (sizes.head_dim, self.scale_of_factors(sizes));
         for first in (0..range.len()).step_by(COLUMNS) {
             let start = range.start + first;
             let keys = start..range.end.min(start + COLUMNS);
@@ -239,7 +245,7 @@ impl<T: Lanes> Scratch<T> {
         q: Rows<'_, S>,
         d_out: Rows<'_, S>,
     ) {
-        let scale = T::real(sizes.scale);
+        let scale = self.scale_of_factors(sizes);
         let (q_rows, d_out_rows) = (
             self.q.chunks_mut(self.width),
             self.d_out.chunks_mut(self.width),
@@ -247,10 +253,15 @@ impl<T: Lanes> Scratch<T> {
         for (query, (q_row, d_out_row)) in range.zip(q_rows.zip(d_out_rows)) {
             q.load(query, &mut q_row[..sizes.head_dim]);
             d_out.load(query, &mut d_out_row[..sizes.head_dim]);
-            simd::vectorized(
-                #[inline(always)]
-                || q_row.iter_mut().for_each(|value| *value *= scale),
-            );
+            multiply_by(q_row, scale);
+        }
+    }
+
+    /// What Q and K are multiplied by.
+    fn scale_of_factors(&self, sizes: &Sizes) -> T {
+        match self.unit {
+            None => T::real(sizes.scale),
+            Some(_) => T::ONE,
         }
     }
 
@@ -301,8 +312,17 @@ impl<T: Lanes> Scratch<T> {
             columns,
             depth: head_dim,
             accumulate: false,
+            unit: self.unit,
         };
         product.run(Part::Scores);
+        let scale_of_scores = self.unit.map(|_| T::real(sizes.scale));
+        let scale = |x: &mut [T]| {
+            if let Some(scale) = scale_of_scores {
+                x.chunks_mut(k_tile)
+                    .for_each(|row| multiply_by(&mut row[..columns], scale));
+            }
+        };
+        scale(&mut p[..rows * k_tile]);
         // Line 13: dP = dO V^T.
         let product = Product {
             a: d_out,
@@ -317,6 +337,7 @@ impl<T: Lanes> Scratch<T> {
             columns,
             depth: head_dim,
             accumulate: false,
+            unit: self.unit,
         };
         product.run(Part::Values);
         // Lines 11 and 14.
@@ -347,6 +368,7 @@ impl<T: Lanes> Scratch<T> {
                 }
             }
         }
+        scale(&mut ds[..rows * k_tile]);
         // Line 12: dV += P^T dO.
         let product = Product {
             a: &p[seen.start..],
@@ -361,6 +383,7 @@ impl<T: Lanes> Scratch<T> {
             columns: width,
             depth: rows,
             accumulate: true,
+            unit: self.unit,
         };
         product.run(Part::Values);
         // Line 16: dK += dS^T (scale Q).
@@ -377,6 +400,7 @@ impl<T: Lanes> Scratch<T> {
             columns: width,
             depth: rows,
             accumulate: true,
+            unit: self.unit,
         };
         product.run(Part::Scores);
     }
@@ -400,23 +424,8 @@ impl<T: Lanes> Scratch<T> {
             columns: self.width,
             depth: seen.len(),
             accumulate: true,
+            unit: self.unit,
         };
         product.run(Part::Scores);
     }
-}
-
-/// x times the factors, and 0 where one is 0, whatever x is.
-fn multiply<T: Lanes>(x: &mut [T], factors: &[T]) {
-    simd::vectorized(
-        #[inline(always)]
-        || {
-            for (x, factor) in x.iter_mut().zip(factors) {
-                *x = if *factor == T::ZERO {
-                    T::ZERO
-                } else {
-                    *x * *factor
-                };
-            }
-        },
-    );
 }

@@ -7,6 +7,7 @@ use super::{Heads, Sizes, Tiles};
 use crate::kernels::DropoutMask;
 use crate::kernels::attention::Seen;
 use crate::kernels::cpu::Lanes;
+use crate::kernels::cpu::gemm::bf16::{Unit, unit_of_tiles};
 use crate::kernels::cpu::gemm::tile::COLUMNS;
 use crate::kernels::cpu::parallel::{Shared, for_tasks_with};
 use crate::kernels::cpu::{Real, Stored};
@@ -78,7 +79,7 @@ pub fn forward<T: Stored>(
     let tasks = sizes.batch * sizes.heads * q_tiles;
     for_tasks_with(
         tasks,
-        || Scratch::<T::Wide>::new(sizes, tiles),
+        || Scratch::<T::Wide>::new(sizes, tiles, unit_of_tiles::<T>()),
         |scratch, task| {
             let (matrix, tile) = (task / q_tiles, task % q_tiles);
             let (batch, head) = (matrix / sizes.heads, matrix % sizes.heads);
@@ -144,13 +145,13 @@ struct Scratch<T> {
 }
 
 impl<T: Lanes> Scratch<T> {
-    fn new(sizes: &Sizes, tiles: &Tiles) -> Self {
+    fn new(sizes: &Sizes, tiles: &Tiles, unit: Option<Unit>) -> Self {
         let longest = sizes.queries.min(tiles.forward_q_tile);
         let k_tile = tiles.forward_k_tile.min(sizes.keys);
         Self {
             k_tile,
             panels: (0..longest.div_ceil(PANEL))
-                .map(|_| Panel::new(sizes.head_dim))
+                .map(|_| Panel::new(sizes.head_dim, unit))
                 .collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
             seen: SeenByPanel::new(),

@@ -12,6 +12,9 @@
 //! - backward keeps keys in the lanes of S and dP, and Dh in those of dQ, dK and dV. Only K and V are transposed, once
 //!   a tile of keys.
 //!
+//! Where a unit for bf16 multiplies (AMX), tiles are packed for it as they are multiplied, and scores and dS take the
+//! scale that Q and K have otherwise, which then have one term of bf16 each.
+//!
 //! Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
 //! 2.
 
@@ -21,6 +24,7 @@ mod forward;
 mod heads;
 mod online_softmax;
 mod panel;
+mod scale;
 mod score_gradient;
 mod tiles;
 mod transpose;

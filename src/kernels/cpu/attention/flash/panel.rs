@@ -2,8 +2,10 @@
 
 use super::heads::Rows;
 use super::online_softmax::{OnlineSoftmax, State};
+use super::scale::multiply_by;
 use super::transpose::{load_block, to_columns};
 use crate::kernels::DropoutMask;
+use crate::kernels::cpu::gemm::bf16::Unit;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::simd::{all_finite, vectorized};
 use crate::kernels::cpu::{Lanes, Stored};
@@ -22,10 +24,13 @@ pub(super) struct SeenByPanel<T> {
 /// Up to [`PANEL`] queries side by side.
 pub(super) struct Panel<T> {
     pub queries: Range<usize>,
+    /// What multiplies.
+    unit: Option<Unit>,
     /// Lanes in use: the queries, filled up to a multiple of [`COLUMNS`].
     pub lanes: usize,
-    /// scale Q^T: (Dh, lanes).
+    /// scale Q^T: (Dh, lanes); or Q^T, and what its scores are multiplied by.
     q: Vec<T>,
+    scale: Option<T>,
     /// O^T, not yet divided by the sums: (Dh, lanes).
     pub out: Vec<T>,
     pub max: [T; PANEL],
@@ -44,11 +49,13 @@ impl<T: Lanes> SeenByPanel<T> {
 
 impl<T: Lanes> Panel<T> {
     /// Without queries.
-    pub fn new(head_dim: usize) -> Self {
+    pub fn new(head_dim: usize, unit: Option<Unit>) -> Self {
         Self {
             queries: 0..0,
+            unit,
             lanes: 0,
             q: vec![T::ZERO; head_dim * PANEL],
+            scale: None,
             out: vec![T::ZERO; head_dim * PANEL],
             max: [T::ZERO; PANEL],
             sum: [T::ZERO; PANEL],
@@ -69,6 +76,9 @@ impl<T: Lanes> Panel<T> {
         self.max.fill(T::NEG_INFINITY);
         self.sum.fill(T::ZERO);
         self.q.resize(head_dim * self.lanes, T::ZERO);
+        // A unit for bf16 is faster and more exact with Q as it came.
+        self.scale = self.unit.map(|_| scale);
+        let scale = if self.unit.is_some() { T::ONE } else { scale };
         self.out.clear();
         self.out.resize(head_dim * self.lanes, T::ZERO);
         for first in (0..self.lanes).step_by(COLUMNS) {
@@ -105,8 +115,12 @@ impl<T: Lanes> Panel<T> {
             columns: lanes,
             depth: head_dim,
             accumulate: false,
+            unit: self.unit,
         };
         product.run(Part::Scores);
+        if let Some(scale) = self.scale {
+            multiply_by(scores, scale);
+        }
         // Line 9.
         let step = OnlineSoftmax {
             scores,
@@ -207,6 +221,7 @@ impl<T: Lanes> Panel<T> {
             columns: lanes,
             depth: keys.len(),
             accumulate: true,
+            unit: self.unit,
         };
         product.run(Part::Values);
     }

@@ -4,6 +4,7 @@ use super::load::Head;
 use super::{BLOCK, Inputs, Sizes, take};
 use crate::kernels::Mask;
 use crate::kernels::attention::Seen;
+use crate::kernels::cpu::gemm::bf16::{Unit, unit_of_tiles};
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Lanes, Stored, rows::softmax};
@@ -38,6 +39,7 @@ pub fn backward<T: Stored>(
     let Gradients { dq, dk, dv } = gradients;
     let (all_dq, all_dk, all_dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
     let scratch_len = sizes.backward_scratch_len();
+    let unit = unit_of_tiles::<T>();
     for_tasks_in(
         sizes.matrices(),
         scratch,
@@ -66,6 +68,7 @@ pub fn backward<T: Stored>(
                 let d_out_block = &d_out_rows[first * row..];
                 // dp = d_out v^T.
                 product(
+                    unit,
                     [rows, score_row, head_dim],
                     (d_out_block, row, 1),
                     (v, transposed_row),
@@ -74,20 +77,22 @@ pub fn backward<T: Stored>(
                 let seen = Seen::by_mask(Mask::Causal, length, score_row);
                 softmax::backward_rows(ds, p, first, seen, sizes.scale);
                 // dv += p^T d_out, dk += ds^T q.
-                product([keys, row, rows], (p, 1, score_row), (d_out_block, row)).into(
-                    Part::Values,
-                    dv,
-                    row,
-                    accumulate,
-                );
                 product(
+                    unit,
+                    [keys, row, rows],
+                    (p, 1, score_row),
+                    (d_out_block, row),
+                )
+                .into(Part::Values, dv, row, accumulate);
+                product(
+                    unit,
                     [keys, row, rows],
                     (ds, 1, score_row),
                     (&q[first * row..], row),
                 )
                 .into(Part::Scores, dk, row, accumulate);
                 // dq = ds k.
-                product([rows, row, keys], (ds, score_row, 1), (k, row)).into(
+                product(unit, [rows, row, keys], (ds, score_row, 1), (k, row)).into(
                     Part::Scores,
                     dq,
                     row,
@@ -107,6 +112,8 @@ pub fn backward<T: Stored>(
 
 /// A product that is to be written somewhere.
 struct Factors<'a, T> {
+    /// What multiplies.
+    unit: Option<Unit>,
     /// Rows, columns, depth.
     sizes: [usize; 3],
     /// The left factor, from one of its rows to the next, and from one column to the next.
@@ -116,11 +123,12 @@ struct Factors<'a, T> {
 }
 
 fn product<'a, T>(
+    unit: Option<Unit>,
     sizes: [usize; 3],
     a: (&'a [T], usize, usize),
     b: (&'a [T], usize),
 ) -> Factors<'a, T> {
-    Factors { sizes, a, b }
+    Factors { unit, sizes, a, b }
 }
 
 impl<T: Lanes> Factors<'_, T> {
@@ -141,6 +149,7 @@ impl<T: Lanes> Factors<'_, T> {
             columns,
             depth,
             accumulate,
+            unit: self.unit,
         };
         product.run(part);
     }

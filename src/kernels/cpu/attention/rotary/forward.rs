@@ -4,6 +4,7 @@ use super::load::Head;
 use super::{BLOCK, Inputs, Sizes, take};
 use crate::kernels::Mask;
 use crate::kernels::attention::Seen;
+use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
 use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
 use crate::kernels::cpu::parallel::{Shared, for_tasks_in};
 use crate::kernels::cpu::{Stored, rows::softmax};
@@ -36,6 +37,7 @@ pub fn forward<T: Stored>(
     let size = sizes.matrix_len();
     let (p, out) = (Shared::new(p), Shared::new(out));
     let scratch_len = sizes.forward_scratch_len();
+    let unit = unit_of_tiles::<T>();
     for_tasks_in(
         sizes.matrices(),
         scratch,
@@ -72,6 +74,7 @@ pub fn forward<T: Stored>(
                     columns: score_row,
                     depth: head_dim,
                     accumulate: false,
+                    unit,
                 };
                 scores.run(Part::Scores);
                 let first = queries.start;
@@ -90,6 +93,7 @@ pub fn forward<T: Stored>(
                     columns: row,
                     depth: queries.end,
                     accumulate: false,
+                    unit,
                 };
                 weighted.run(Part::Values);
                 // SAFETY: the head is this task's.

@@ -98,6 +98,9 @@ impl Emulated {
 fn to_odd(x: f32, y: f32) -> f32 {
     let [x, y] = [x, y].map(flushed);
     let nearest = x + y;
+    if !(x.is_finite() && y.is_finite()) {
+        return nearest;
+    }
     // What rounding took, exactly (Knuth's sum of two).
     let of_y = nearest - x;
     let rest = (x - (nearest - of_y)) + (y - of_y);

@@ -9,6 +9,8 @@
 //! zero: an element of a or b below 2^-126 counts as zero, and so does a sum. The sums differ in order and rounding,
 //! and so in their last bits.
 //!
+//! Tiles of attention that are in f32 are multiplied as sums of two terms of bf16 ([`terms`]).
+//!
 //! What lives here: the instructions, and products of whole matrices. What does not: who decides between them and
 //! widening to `f32` ([`unit`] says which instructions there are, `product.rs` beside this module calls).
 
@@ -29,11 +31,14 @@ mod neon;
 mod output;
 mod pack;
 mod product;
+mod terms;
 #[cfg(test)]
 mod tests;
 mod tile;
 mod unit;
 
 pub(super) use output::Output;
-pub(super) use product::product;
-pub(crate) use unit::unit;
+pub(super) use pack::Lines;
+pub(super) use product::{product, product_of_tiles};
+pub(super) use tile::SIDE;
+pub(crate) use unit::{Unit, unit, unit_of_tiles};

@@ -3,7 +3,10 @@
 //! A tile is [`SIDE`] lines, which are rows of a or columns of b, by [`DEPTH`] of the depth: of a (line, depth), of b
 //! pairs of the depth (pair, line, 2). One is the other, transposed as a matrix of pairs. A panel is the tiles of
 //! [`SIDE`] lines, one after another.
+//!
+//! Factors of bf16 are copied as they are, those of f32 as [two terms](Element), each in panels of its own.
 
+use super::terms::Element;
 use super::tile::{DEPTH, SIDE, TILE};
 use super::unit::Unit;
 use half::bf16;
@@ -11,11 +14,13 @@ use std::ops::Range;
 
 /// A factor by its lines: rows of a, columns of b.
 #[derive(Clone, Copy)]
-pub(super) struct Lines<'a> {
-    pub data: &'a [bf16],
+pub(in super::super) struct Lines<'a, X> {
+    pub data: &'a [X],
     /// From one line to the next.
     pub line: usize,
-    /// From one element of the depth to the next. One of both strides is 1.
+    /// From [`SIDE`] lines to the next as many.
+    pub panel: usize,
+    /// From one element of the depth to the next. This or `line` is 1.
     pub depth: usize,
     /// It is b: pairs of the depth are what lies together.
     pub is_b: bool,
@@ -26,16 +31,26 @@ pub(super) fn packed_len(lines: usize, depth: usize) -> usize {
     lines.div_ceil(SIDE) * depth.div_ceil(DEPTH) * TILE
 }
 
-impl Lines<'_> {
-    /// `lines` at `depth` as panels in `to`, zeros beyond both.
-    pub fn pack(self, unit: Unit, lines: Range<usize>, depth: Range<usize>, to: &mut [bf16]) {
+impl<X: Element> Lines<'_, X> {
+    /// `lines` at `depth` as panels in `to`, zeros beyond both: the panels of the first term, then those of the
+    /// second. Returns how many terms are to be multiplied: one where the second are all zeros.
+    pub fn pack(
+        self,
+        unit: Unit,
+        lines: Range<usize>,
+        depth: Range<usize>,
+        to: &mut [bf16],
+    ) -> usize {
         if lines.is_empty() || depth.is_empty() {
-            return;
+            return 1;
         }
-        assert!(packed_len(lines.len(), depth.len()) <= to.len());
+        let len = packed_len(lines.len(), depth.len());
+        assert!(X::TERMS * len <= to.len());
         assert!(self.line == 1 || self.depth == 1, "strides");
-        let last = (lines.end - 1) * self.line + (depth.end - 1) * self.depth;
+        assert!(lines.start.is_multiple_of(SIDE), "panels");
+        let last = self.at(lines.end - 1) + (depth.end - 1) * self.depth;
         assert!(last < self.data.len(), "lines beyond a factor");
+        let to = &mut to[..X::TERMS * len];
         match unit {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: these units are there only where AVX-512 is; the block lies inside the data, and its panels in
@@ -48,10 +63,17 @@ impl Lines<'_> {
         }
     }
 
+    /// Where a line begins.
+    fn at(&self, line: usize) -> usize {
+        line / SIDE * self.panel + line % SIDE * self.line
+    }
+
     #[cfg(any(test, target_arch = "aarch64"))]
-    fn pack_plainly(self, lines: Range<usize>, depth: Range<usize>, to: &mut [bf16]) {
+    fn pack_plainly(self, lines: Range<usize>, depth: Range<usize>, to: &mut [bf16]) -> usize {
         let steps = depth.len().div_ceil(DEPTH);
-        to[..packed_len(lines.len(), depth.len())].fill(bf16::ZERO);
+        let len = packed_len(lines.len(), depth.len());
+        to.fill(bf16::ZERO);
+        let mut terms = 1;
         for (i, line) in lines.enumerate() {
             for (k, at) in depth.clone().enumerate() {
                 let tile = (i / SIDE * steps + k / DEPTH) * TILE;
@@ -60,115 +82,90 @@ impl Lines<'_> {
                     true => k / 2 * 2 * SIDE + 2 * i + k % 2,
                     false => i * DEPTH + k,
                 };
-                to[tile + place] = self.data[line * self.line + at * self.depth];
+                let [first, second] = self.data[self.at(line) + at * self.depth].terms();
+                to[tile + place] = first;
+                if second != bf16::ZERO {
+                    to[len + tile + place] = second;
+                    terms = 2;
+                }
             }
         }
+        terms
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) mod x86 {
-    use super::{DEPTH, Lines, SIDE, TILE};
+mod x86 {
+    use super::super::terms::x86::Registers;
+    use super::{DEPTH, Element, Lines, SIDE, TILE};
     use half::bf16;
     use std::arch::x86_64::{
-        __m512i, _mm512_cvtepu16_epi32, _mm512_maskz_loadu_epi16, _mm512_or_si512,
-        _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_slli_epi32, _mm512_storeu_si512,
-        _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
+        _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_storeu_si512, _mm512_unpackhi_epi32,
+        _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
     };
-    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, _mm256_maskz_loadu_epi16};
     use std::ops::Range;
 
     /// # Safety
-    /// AVX-512 with words and short vectors; the block lies inside the data, and its panels inside `to`.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    pub unsafe fn pack(x: Lines<'_>, lines: Range<usize>, depth: Range<usize>, to: &mut [bf16]) {
+    /// AVX-512 with words, short vectors and bf16; the block lies inside the data, and its panels are `to`.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    pub unsafe fn pack<X: Element>(
+        x: Lines<'_, X>,
+        lines: Range<usize>,
+        depth: Range<usize>,
+        to: &mut [bf16],
+    ) -> usize {
+        let len = to.len() / X::TERMS;
         let mut to = to.as_mut_ptr();
+        let mut terms = 1;
         for line in lines.clone().step_by(SIDE) {
             let count = lines.end - line;
             for k in depth.clone().step_by(DEPTH) {
                 let length = depth.end - k;
                 // SAFETY: a tile of the block, of which no more than `count` lines and `length` elements are read.
                 unsafe {
-                    let from = x.data.as_ptr().add(line * x.line + k * x.depth);
-                    let tile = match x.depth == 1 {
-                        true => along(from, x.line, count, length),
-                        false => across(from, x.depth, count, length),
+                    let from = x.data.as_ptr().add(x.at(line) + k * x.depth);
+                    let (first, second) = match x.depth == 1 {
+                        true => X::along(from, x.line, count, length),
+                        false => X::across(from, x.depth, count, length),
                     };
                     // Lines along the depth are a's tile as they lie, pairs of lines across it b's.
-                    let tile = match (x.depth == 1) == x.is_b {
-                        true => transposed(tile),
-                        false => tile,
-                    };
-                    for (i, pairs) in tile.into_iter().enumerate() {
-                        _mm512_storeu_si512(to.add(i * DEPTH).cast(), pairs);
+                    let is_as_it_lies = (x.depth == 1) != x.is_b;
+                    store(first, is_as_it_lies, to);
+                    if X::TERMS == 2 {
+                        match second {
+                            Some(second) => {
+                                store(second, is_as_it_lies, to.add(len));
+                                terms = 2;
+                            }
+                            None => store([_mm512_setzero_si512(); SIDE], true, to.add(len)),
+                        }
                     }
                     to = to.add(TILE);
                 }
             }
         }
+        terms
     }
 
-    /// Up to 16 lines of up to 32 elements of the depth, one after another in memory. Asks for the lines that follow:
-    /// each is too short for the processor to foresee.
-    ///
     /// # Safety
-    /// As many are readable.
+    /// A tile is writable; AVX-512.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn along(
-        from: *const bf16,
-        line: usize,
-        lines: usize,
-        length: usize,
-    ) -> [__m512i; SIDE] {
-        let mask = u32::MAX >> DEPTH.saturating_sub(length);
-        let mut tile = [_mm512_setzero_si512(); SIDE];
-        for (i, to) in tile.iter_mut().enumerate() {
-            if i < lines {
-                let from = from.wrapping_add(i * line);
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(SIDE * line).cast());
-                // SAFETY: of a line that is there, the elements that are.
-                *to = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
-            }
-        }
-        tile
-    }
-
-    /// Up to 32 elements of the depth, in pairs, of up to 16 lines that lie side by side. Asks for the lines that
-    /// follow: they lie too far apart for the processor to foresee.
-    ///
-    /// # Safety
-    /// As many are readable.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn across(
-        from: *const bf16,
-        depth: usize,
-        lines: usize,
-        length: usize,
-    ) -> [__m512i; SIDE] {
-        let mask = u16::MAX >> SIDE.saturating_sub(lines);
-        let element = |k: usize| {
-            if k >= length {
-                return _mm512_setzero_si512();
-            }
-            let from = from.wrapping_add(k * depth);
-            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(2 * SIDE).cast());
-            // SAFETY: of an element of the depth that is there, the lines that are.
-            _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) })
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store(tile: Registers, is_as_it_lies: bool, to: *mut bf16) {
+        let tile = match is_as_it_lies {
+            true => tile,
+            false => transposed(tile),
         };
-        let mut tile = [_mm512_setzero_si512(); SIDE];
-        for (pair, to) in tile.iter_mut().enumerate() {
-            let [first, second] = [element(2 * pair), element(2 * pair + 1)];
-            *to = _mm512_or_si512(first, _mm512_slli_epi32::<16>(second));
+        for (i, pairs) in tile.into_iter().enumerate() {
+            // SAFETY: a line of the tile.
+            unsafe { _mm512_storeu_si512(to.add(i * DEPTH).cast(), pairs) };
         }
-        tile
     }
 
     /// A matrix of 16 x 16 pairs, transposed.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    pub fn transposed(x: [__m512i; SIDE]) -> [__m512i; SIDE] {
+    fn transposed(x: Registers) -> Registers {
         let (mut x, mut y) = (x, x);
         for i in 0..8 {
             y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);

@@ -7,6 +7,7 @@ use super::super::scratch::with_scratch;
 use super::super::threads::Threads;
 use super::output::Output;
 use super::pack::{Lines, packed_len};
+use super::terms::Element;
 use super::tile::{BLOCK, DEPTH, Factors, SIDE, TILE, Tiles};
 use super::unit::Unit;
 use crate::kernels::cpu::parallel;
@@ -16,7 +17,7 @@ use std::ops::Range;
 /// Elements of its sums: tiles (2, 2), of (SIDE, SIDE) each.
 const BLOCK_SUMS: usize = BLOCK * BLOCK;
 
-/// The depth of a block at most: two panels of a are then in the first-level cache.
+/// The depth of a block at most, of all terms: two panels of a are then in the first-level cache.
 const MAX_DEPTH: usize = 512;
 
 /// Columns of a task at most: its block of b is then a part of the second-level cache.
@@ -36,10 +37,10 @@ const TRANSPOSE: usize = 80;
 ///
 /// # Safety
 /// c is borrowed still, by nobody else.
-pub(in super::super) unsafe fn product(
+pub(in super::super) unsafe fn product<X: Element>(
     unit: Unit,
-    a: MatRef<'_, bf16>,
-    b: MatRef<'_, bf16>,
+    a: MatRef<'_, X>,
+    b: MatRef<'_, X>,
     c: Output,
     threads: Threads,
 ) {
@@ -49,7 +50,7 @@ pub(in super::super) unsafe fn product(
         Threads::All => rayon::current_num_threads(),
         Threads::One => 1,
     };
-    let depth_step = depth_step(a.cols);
+    let depth_step = depth_step::<X>(a.cols);
     let costs = Costs {
         a: if a.col_stride == 1 { COPY } else { TRANSPOSE },
         b: if b.col_stride == 1 { COPY } else { TRANSPOSE },
@@ -64,12 +65,14 @@ pub(in super::super) unsafe fn product(
     let a = Lines {
         data: a.data,
         line: a.row_stride,
+        panel: SIDE * a.row_stride,
         depth: a.col_stride,
         is_b: false,
     };
     let b = Lines {
         data: b.data,
         line: b.col_stride,
+        panel: SIDE * b.col_stride,
         depth: b.row_stride,
         is_b: true,
     };
@@ -94,17 +97,46 @@ pub(in super::super) unsafe fn product(
     }
 }
 
-/// One task: a block of c.
-struct Block<'a> {
+/// As [`product`], on the calling thread, of factors that are in cache: c is (rows, columns).
+///
+/// # Safety
+/// c is borrowed still, by nobody else.
+pub(in super::super) unsafe fn product_of_tiles<X: Element>(
     unit: Unit,
-    factors: [Lines<'a>; 2],
+    factors: [Lines<'_, X>; 2],
+    depth: usize,
+    c: Output,
+) {
+    let depth_step = depth_step::<X>(depth);
+    for row in (0..c.rows).step_by(MAX_ROWS / 2) {
+        for column in (0..c.cols).step_by(MAX_COLUMNS) {
+            let block = Block {
+                unit,
+                factors,
+                rows: row..c.rows.min(row + MAX_ROWS / 2),
+                columns: column..c.cols.min(column + MAX_COLUMNS),
+                depth,
+                depth_step,
+            };
+            with_scratch(block.scratch_len(), |scratch| {
+                // SAFETY: the caller's promise; the block is inside c.
+                unsafe { block.run(scratch, c) };
+            });
+        }
+    }
+}
+
+/// One task: a block of c.
+struct Block<'a, X> {
+    unit: Unit,
+    factors: [Lines<'a, X>; 2],
     rows: Range<usize>,
     columns: Range<usize>,
     depth: usize,
     depth_step: usize,
 }
 
-impl Block<'_> {
+impl<X: Element> Block<'_, X> {
     /// Elements (f32) of the packed block of b, of the packed panels of a, and of sums.
     fn sizes(&self) -> [usize; 3] {
         let depth = self.depth.min(self.depth_step);
@@ -113,8 +145,8 @@ impl Block<'_> {
             false => 1,
         };
         [
-            packed_len(self.columns.len(), depth) / 2,
-            packed_len(BLOCK, depth) / 2,
+            X::TERMS * packed_len(self.columns.len(), depth) / 2,
+            X::TERMS * packed_len(BLOCK, depth) / 2,
             sums * BLOCK_SUMS,
         ]
     }
@@ -141,11 +173,13 @@ impl Block<'_> {
             let is_last = depth.end == self.depth;
             let panel = packed_len(1, depth.len());
             let [a, b] = self.factors;
-            b.pack(self.unit, self.columns.clone(), depth.clone(), b_packed);
+            let b_term = packed_len(columns, depth.len());
+            let b_terms = b.pack(self.unit, self.columns.clone(), depth.clone(), b_packed);
             for row in (0..rows).step_by(BLOCK) {
                 let count = BLOCK.min(rows - row);
                 let lines = self.rows.start + row..self.rows.start + row + count;
-                a.pack(self.unit, lines, depth.clone(), a_packed);
+                let a_term = packed_len(count, depth.len());
+                let a_terms = a.pack(self.unit, lines, depth.clone(), a_packed);
                 for column in (0..columns).step_by(BLOCK) {
                     let width = BLOCK.min(columns - column);
                     let index = row / BLOCK * blocks + column / BLOCK;
@@ -154,10 +188,10 @@ impl Block<'_> {
                         false => &mut *sums,
                     };
                     let sums = &mut sums[..BLOCK_SUMS];
-                    let factors = Factors {
-                        a: a_packed.as_ptr(),
+                    let factors = |[of_a, of_b]: [usize; 2]| Factors {
+                        a: a_packed[of_a * a_term..].as_ptr(),
                         a_panel: panel,
-                        b: b_packed[column / SIDE * panel..].as_ptr(),
+                        b: b_packed[of_b * b_term + column / SIDE * panel..].as_ptr(),
                         b_panel: panel,
                         steps: panel / TILE,
                     };
@@ -169,8 +203,16 @@ impl Block<'_> {
                     if is_last {
                         c.prefetch(place, count);
                     }
-                    // SAFETY: packed panels of these tiles, and a block of sums.
-                    unsafe { session.multiply(factors, tiles, sums.as_mut_ptr(), first > 0) };
+                    // The product of two second terms, at most 2^-16 of that of their elements, is left out.
+                    let terms = [[0, 0], [0, 1], [1, 0]];
+                    for terms in terms
+                        .into_iter()
+                        .filter(|[a, b]| *a < a_terms && *b < b_terms)
+                    {
+                        let (factors, adds) = (factors(terms), first > 0 || terms != [0, 0]);
+                        // SAFETY: packed panels of these tiles, and a block of sums.
+                        unsafe { session.multiply(factors, tiles, sums.as_mut_ptr(), adds) };
+                    }
                     if is_last {
                         // SAFETY: a part of the block.
                         unsafe { c.store(self.unit, place, [count, width], sums) };
@@ -188,7 +230,7 @@ fn as_bf16(x: &mut [f32]) -> &mut [bf16] {
 }
 
 /// The depth of a block: as equal as can be, in whole tiles.
-fn depth_step(depth: usize) -> usize {
-    let blocks = depth.div_ceil(MAX_DEPTH).max(1);
+fn depth_step<X: Element>(depth: usize) -> usize {
+    let blocks = depth.div_ceil(MAX_DEPTH / X::TERMS).max(1);
     depth.div_ceil(blocks).next_multiple_of(DEPTH).max(DEPTH)
 }

@@ -6,6 +6,7 @@ use super::emulated::Emulated;
 use super::output::Output;
 use super::pack::packed_len;
 use super::product::{self};
+use super::terms::Element;
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use super::unit::{Unit, there};
 use crate::kernels::cpu::Stored;
@@ -21,10 +22,10 @@ fn units() -> Vec<Unit> {
 }
 
 /// As the product is called, for c of either type.
-fn product<C: Stored>(
+fn product<X: Element, C: Stored>(
     unit: Unit,
-    a: MatRef<'_, bf16>,
-    b: MatRef<'_, bf16>,
+    a: MatRef<'_, X>,
+    b: MatRef<'_, X>,
     mut c: MatMut<'_, C>,
     accumulate: bool,
     threads: Threads,
@@ -286,6 +287,135 @@ fn a_pair_is_one_sum() {
         for (i, c) in c.into_iter().enumerate() {
             let wanted = if i == SIDE + 3 { 3.25 } else { 0.25 };
             assert_eq!(c, wanted, "{it:?} at {i}");
+        }
+    }
+}
+
+/// Of f32, as sums of two terms: relative to what is summed, no more than the terms leave out and f32's sums lose; and
+/// at every edge.
+#[test]
+fn products_of_two_terms() {
+    const LEFT_OUT: f64 = 1.0 / 32768.0; // 2^-17 of either factor, and both second terms' product, 2^-16
+    for unit in units() {
+        for (rows, depth, cols) in [(1, 1, 1), (48, 64, 40), (17, 33, 15), (33, 515, 35)] {
+            let (x, y) = (values(rows * depth, 5), values(depth * cols, 6));
+            for (a_transposed, b_transposed) in WAYS {
+                let a = view(&x, rows, depth, a_transposed);
+                let b = view(&y, depth, cols, b_transposed);
+                for accumulate in [false, true] {
+                    let before = values(rows * cols, 7);
+                    let mut c = before.clone();
+                    let to = MatMut::new(&mut c, rows, cols);
+                    product(unit, a, b, to, accumulate, Threads::All);
+                    for (i, c) in c.into_iter().enumerate() {
+                        let (row, column) = (i / cols, i % cols);
+                        let term = |k: usize| {
+                            let x = a.data[row * a.row_stride + k * a.col_stride];
+                            let y = b.data[k * b.row_stride + column * b.col_stride];
+                            f64::from(x) * f64::from(y)
+                        };
+                        let start = if accumulate {
+                            f64::from(before[i])
+                        } else {
+                            0.0
+                        };
+                        let exact = start + (0..depth).map(term).sum::<f64>();
+                        let size = start.abs() + (0..depth).map(|k| term(k).abs()).sum::<f64>();
+                        let error = (f64::from(c) - exact).abs() / size;
+                        let what = format!("{unit:?} {rows}x{depth}x{cols} at {i}: {error:e}");
+                        assert!(error <= LEFT_OUT, "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Numbers that bf16 holds have one term: the bits are those of the product of bf16, and of its transpose.
+#[test]
+fn second_terms_of_zeros_change_nothing() {
+    let (rows, depth, cols) = (40, 70, 50);
+    for unit in units() {
+        let x = rounded(&values(rows * depth, 5));
+        let y = rounded(&values(depth * cols, 6));
+        let run = |x: &[f32], y: &[f32], transposed: bool| {
+            let mut c = vec![0f32; rows * cols];
+            let (a, b) = (MatRef::new(x, rows, depth), MatRef::new(y, depth, cols));
+            match transposed {
+                false => product(
+                    unit,
+                    a,
+                    b,
+                    MatMut::new(&mut c, rows, cols),
+                    false,
+                    Threads::One,
+                ),
+                true => {
+                    let to = MatMut::new(&mut c, cols, rows);
+                    product(unit, b.t(), a.t(), to, false, Threads::One);
+                }
+            }
+            c
+        };
+        let mut wanted = vec![0f32; rows * cols];
+        let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
+        let to = MatMut::new(&mut wanted, rows, cols);
+        product(unit, a, b, to, false, Threads::One);
+        let [x, y] = [&x, &y].map(|x| Vec::from_iter(x.iter().map(|x| x.to_f32())));
+        assert!(run(&x, &y, false) == wanted, "{unit:?}");
+        // One factor of two terms, left or right: attention's scores have the same bits in both passes.
+        let y = values(depth * cols, 6);
+        let (straight, across) = (run(&x, &y, false), run(&x, &y, true));
+        for (i, value) in straight.iter().enumerate() {
+            let (row, column) = (i / cols, i % cols);
+            let other = across[column * rows + row];
+            assert_eq!(value.to_bits(), other.to_bits(), "{unit:?} {i}");
+        }
+    }
+}
+
+/// They reach their rows and no others. An infinity times a number of two terms, whose signs may differ, may be NaN.
+#[test]
+fn infinities_and_nans_are_kept() {
+    let (rows, depth, cols) = (3, 40, 5);
+    for unit in units() {
+        let mut x = vec![1f32; rows * depth];
+        x[depth] = f32::INFINITY; // row 1
+        x[2 * depth + 33] = f32::NAN; // row 2
+        for (value, (transposed, is_right)) in [1.25f32, 1.1]
+            .into_iter()
+            .flat_map(|value| WAYS.map(|way| (value, way)))
+        {
+            let y = vec![value; depth * cols];
+            let mut c = vec![0f32; rows * cols];
+            let lying: Vec<f32> = match transposed {
+                false => x.clone(),
+                true => {
+                    let at = |i: usize| x[i % rows * depth + i / rows];
+                    (0..rows * depth).map(at).collect()
+                }
+            };
+            let x = view(&lying, rows, depth, transposed);
+            let [y, y_t] = [(depth, cols), (cols, depth)].map(|(m, n)| MatRef::new(&y, m, n));
+            let [to_rows, to_cols] = match is_right {
+                false => [rows, cols],
+                true => [cols, rows],
+            };
+            let to = MatMut::new(&mut c, to_rows, to_cols);
+            match is_right {
+                false => product(unit, x, y, to, false, Threads::One),
+                true => product(unit, y_t, x.t(), to, false, Threads::One),
+            }
+            for (i, got) in c.into_iter().enumerate() {
+                let row = if is_right { i % rows } else { i / cols };
+                let is_right = match row {
+                    0 => (got - 40.0 * value).abs() < 1e-3,
+                    1 if value == 1.25 => got == f32::INFINITY,
+                    1 => !got.is_finite(),
+                    _ => got.is_nan(),
+                };
+                assert!(is_right, "{unit:?}: {got} in row {row}");
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use half::bf16;
 
 /// Rows or columns of a tile.
-pub(super) const SIDE: usize = 16;
+pub(in super::super) const SIDE: usize = 16;
 
 /// Elements of the depth in a tile.
 pub(super) const DEPTH: usize = 32;

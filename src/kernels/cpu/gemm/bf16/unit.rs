@@ -11,6 +11,8 @@ use super::{
     avx512,
 };
 use crate::hardware::half_arithmetic::{HalfArithmetic, half_arithmetic};
+use half::bf16;
+use std::any::TypeId;
 use std::sync::OnceLock;
 
 /// What multiplies.
@@ -38,16 +40,28 @@ pub(crate) enum Unit {
 /// [`bf16_products`](crate::hardware::bf16_products) says how to choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
-    *UNIT.get_or_init(|| {
-        let there = there();
-        match std::env::var(WANTED).ok().as_deref() {
-            None => there.into_iter().find(|unit| unit.is_faster()),
-            Some(name) => {
-                let mut there = there.into_iter();
-                there.find(|unit| unit.name().is_some_and(|it| it.eq_ignore_ascii_case(name)))
-            }
+    *UNIT.get_or_init(|| wanted_or(Unit::is_faster))
+}
+
+/// The unit that tiles in f32 which were made of `T`s are multiplied by, as sums of two terms: attention's, where `T` is
+/// bf16. `None` where they are multiplied in f32, which is as fast as two terms are on other units than AMX.
+pub(crate) fn unit_of_tiles<T: 'static>() -> Option<Unit> {
+    static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
+    if TypeId::of::<T>() != TypeId::of::<bf16>() {
+        return None;
+    }
+    *UNIT.get_or_init(|| wanted_or(|unit| unit.arithmetic() == Some(HalfArithmetic::AmxBf16)))
+}
+
+/// The unit that [`WANTED`] names if it is there, or the first that is `chosen`.
+fn wanted_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
+    let mut there = there().into_iter();
+    match std::env::var(WANTED).ok().as_deref() {
+        None => there.find(chosen),
+        Some(name) => {
+            there.find(|unit| unit.name().is_some_and(|it| it.eq_ignore_ascii_case(name)))
         }
-    })
+    }
 }
 
 /// Names the unit in place of the rule.
@@ -119,7 +133,7 @@ impl Unit {
     }
 
     /// Whether it is faster than widening.
-    fn is_faster(self) -> bool {
+    fn is_faster(&self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Amx => true,
