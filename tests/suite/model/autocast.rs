@@ -67,8 +67,8 @@ fn all_of(gradients: &[(String, Tensor)]) -> Tensor {
     Tensor::cat(&flat.collect::<Vec<_>>(), 0).unwrap()
 }
 
-/// The residual stream is what f32 is kept for: in bf16 too it costs digits, which this test would see lost. Of one model
-/// the errors are a matter of luck: the means of eight are compared.
+/// The residual stream is what f32 is kept for: in bf16 too it costs digits, which this test would see lost. Of one
+/// model the errors are a matter of luck: the means of eight are compared.
 #[test]
 fn a_residual_stream_in_bf16_is_worse() {
     const MODELS: u64 = 8;

@@ -41,8 +41,8 @@ pub(crate) struct Product<'a, T> {
     /// Add to c.
     pub accumulate: bool,
     /// What multiplies: f32's or f64's multiply-adds, or this unit, for which elements of f32 are split into two terms
-    /// of bf16: 2^-15 of a product is lost at most, and an infinity times a number of two terms may be NaN. The bits are
-    /// the same for factors that swap places.
+    /// of bf16: 2^-15 of a product is lost at most, and an infinity times a number of two terms may be NaN. The bits
+    /// are the same for factors that swap places.
     pub unit: Option<Unit>,
 }
 

@@ -43,8 +43,8 @@ pub(crate) fn unit() -> Option<Unit> {
     *UNIT.get_or_init(|| wanted_or(Unit::is_faster))
 }
 
-/// The unit that tiles in f32 which were made of `T`s are multiplied by, as sums of two terms: attention's, where `T` is
-/// bf16. `None` where they are multiplied in f32, which is as fast as two terms are on other units than AMX.
+/// The unit that tiles in f32 which were made of `T`s are multiplied by, as sums of two terms: attention's, where `T`
+/// is bf16. `None` where they are multiplied in f32, which is as fast as two terms are on other units than AMX.
 pub(crate) fn unit_of_tiles<T: 'static>() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
     if TypeId::of::<T>() != TypeId::of::<bf16>() {
