@@ -156,9 +156,10 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
 /// and sums in another order: bits differ from one kind of processor to another, while on one machine they are the same
 /// in every run and for any number of threads.
 ///
-/// On AMX-BF16 attention of bf16 multiplies its tiles too. What is computed in f32 there, such as the probabilities, is
-/// split into two terms of bf16, which leaves out 2^-15 of a product at most. Other units would take as long for two
-/// terms as f32 takes, and are used for attention only where the variable below names them.
+/// On AMX-BF16 attention of bf16 multiplies its tiles too, of heads of 64 elements and more. What is computed in f32
+/// there, such as the probabilities, is split into two terms of bf16, which leaves out 2^-15 of a product at most. Other
+/// units would take as long for two terms as f32 takes. A unit that the variable below names multiplies attention's
+/// tiles of any width.
 ///
 /// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, `f32` for widening, or
 /// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is

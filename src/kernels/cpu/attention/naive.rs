@@ -2,8 +2,9 @@
 //! softmax and their product with v while they are in cache.
 
 use crate::kernels::attention::Sizes;
+use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
 use crate::kernels::cpu::gemm::widen::{rounded, wide};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_widened};
+use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_by};
 use crate::kernels::cpu::parallel::{self, Shared};
 use crate::kernels::cpu::rows::softmax;
 use crate::kernels::cpu::{Real, Stored};
@@ -68,6 +69,7 @@ pub fn forward<T: Stored>(
         return;
     }
     let group = sizes.group();
+    let unit = unit_of_tiles::<T>(head_dim);
     let lse_size = lse.len() / matrices;
     let (p, lse, out) = (Shared::new(p), Shared::new(lse), Shared::new(out));
     for_matrices(matrices, |i, threads| {
@@ -85,15 +87,13 @@ pub fn forward<T: Stored>(
         let lse = unsafe { lse.range(i * lse_size, lse_size) };
         let out = unsafe { out.range(i * out_size, out_size) };
         timed(Part::Scores, || {
-            matmul_widened::<T>(q, k.t(), p, false, threads)
+            matmul_by(unit, q, k.t(), p, false, threads)
         });
         let seen = sizes.seen(first_keys, i / sizes.heads);
         softmax::forward_in_place(p, seen, scale, lse, threads);
         let p = MatRef::new(p, queries, keys);
         rounded(out, false, threads, |out| {
-            timed(Part::Values, || {
-                matmul_widened::<T>(p, v, out, false, threads)
-            })
+            timed(Part::Values, || matmul_by(unit, p, v, out, false, threads))
         });
     });
 }
@@ -131,6 +131,7 @@ pub fn backward<T: Stored>(
         return;
     }
     let group = sizes.group();
+    let unit = unit_of_tiles::<T>(head_dim);
     let (dq, dk, dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
     for_matrices(sizes.kv_matrices(), |shared, threads| {
         let k = at(k, shared, keys * head_dim, threads);
@@ -155,19 +156,17 @@ pub fn backward<T: Stored>(
                 // SAFETY: as above.
                 let dq = unsafe { dq.range(i * q_size, q_size) };
                 timed(Part::Values, || {
-                    matmul_widened::<T>(p.t(), dout, dv, accumulate, threads);
-                    matmul_widened::<T>(dout, v.t(), &mut ds, false, threads); // dp
+                    matmul_by(unit, p.t(), dout, dv, accumulate, threads);
+                    matmul_by(unit, dout, v.t(), &mut ds, false, threads); // dp
                 });
                 let seen = sizes.seen(first_keys, i / sizes.heads);
                 softmax::backward_in_place(&mut ds, p_rows, seen, scale, threads);
                 let ds = MatRef::new(&ds, queries, keys);
                 rounded(dq, false, threads, |dq| {
-                    timed(Part::Scores, || {
-                        matmul_widened::<T>(ds, k, dq, false, threads)
-                    })
+                    timed(Part::Scores, || matmul_by(unit, ds, k, dq, false, threads))
                 });
                 timed(Part::Scores, || {
-                    matmul_widened::<T>(ds.t(), q, dk, accumulate, threads)
+                    matmul_by(unit, ds.t(), q, dk, accumulate, threads)
                 });
             }
         };

@@ -28,6 +28,7 @@ pub use choice::ProductSizes;
 pub use matrix::{MatMut, MatRef};
 pub(crate) use micro_kernel::prefetch;
 pub use packing::packing_bytes;
-pub use product::{matmul, matmul_to, matmul_widened};
+pub(crate) use product::matmul_by;
+pub use product::{matmul, matmul_to};
 pub use scratch::reserve_scratch;
 pub use threads::Threads;

@@ -133,7 +133,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     deltas((d_out, row), outs, (&mut *block, width), delta);
     let e = &saved.e[matrix * sizes.matrix_len()..][..sizes.matrix_len()];
     let keys = sizes.keys(queries.end);
-    let unit = unit_of_tiles::<T>();
+    let unit = unit_of_tiles::<T>(width);
     for strip in strips(keys) {
         let rows = first + strip.start * width..first + strip.end * width;
         load::rows(&inputs.k[rows.clone()], width, k, row);

@@ -102,7 +102,7 @@ fn of_chunk<T: Stored, E: Stored<Wide = T::Wide>>(
     let first = matrix * sizes.length * width; // of this matrix, in q, k and v
     let own = first + queries.start * width..first + queries.end * width;
     load::rows(&inputs.q[own], width, q, row);
-    let unit = unit_of_tiles::<T>();
+    let unit = unit_of_tiles::<T>(width);
     tops.fill(T::Wide::NEG_INFINITY);
     sums.fill(T::Wide::ZERO);
     for strip in strips(sizes.keys(queries.end)) {

@@ -133,7 +133,7 @@ impl<T: Stored> Pass<'_, T> {
         // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask
         // the longest come first.
         let tasks = keys.div_ceil(k_tile) * matrices.len();
-        let unit = unit_of_tiles::<T>();
+        let unit = unit_of_tiles::<T>(self.sizes.head_dim);
         let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles, unit);
         parallel::for_tasks_with(tasks, scratch, |scratch, task| {
             let (tile, index) = (task / matrices.len(), task % matrices.len());

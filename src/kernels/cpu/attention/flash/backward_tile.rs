@@ -176,6 +176,14 @@ impl<T: Lanes> Scratch<T> {
                         seen: inside(seen_keys.by(query)),
                     }
                 }));
+                // What a query that sees none of these keys holds has no say.
+                for (row, query) in self.queries.iter().enumerate() {
+                    if query.seen.is_empty() {
+                        let row = row * self.width..(row + 1) * self.width;
+                        self.q[row.clone()].fill(T::ZERO);
+                        self.d_out[row].fill(T::ZERO);
+                    }
+                }
                 // A hidden dS is 0, and 0 NaN is NaN: then no query may meet a key that it does not see.
                 let [first, last] = [range.start, range.end - 1].map(|query| seen_keys.by(query));
                 let by_all = inside(last).start..inside(first).end;

@@ -79,7 +79,7 @@ pub fn forward<T: Stored>(
     let tasks = sizes.batch * sizes.heads * q_tiles;
     for_tasks_with(
         tasks,
-        || Scratch::<T::Wide>::new(sizes, tiles, unit_of_tiles::<T>()),
+        || Scratch::<T::Wide>::new(sizes, tiles, unit_of_tiles::<T>(sizes.head_dim)),
         |scratch, task| {
             let (matrix, tile) = (task / q_tiles, task % q_tiles);
             let (batch, head) = (matrix / sizes.heads, matrix % sizes.heads);

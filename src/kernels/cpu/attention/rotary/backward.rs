@@ -39,7 +39,7 @@ pub fn backward<T: Stored>(
     let Gradients { dq, dk, dv } = gradients;
     let (all_dq, all_dk, all_dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
     let scratch_len = sizes.backward_scratch_len();
-    let unit = unit_of_tiles::<T>();
+    let unit = unit_of_tiles::<T>(head_dim);
     for_tasks_in(
         sizes.matrices(),
         scratch,

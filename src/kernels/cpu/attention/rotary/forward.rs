@@ -37,7 +37,7 @@ pub fn forward<T: Stored>(
     let size = sizes.matrix_len();
     let (p, out) = (Shared::new(p), Shared::new(out));
     let scratch_len = sizes.forward_scratch_len();
-    let unit = unit_of_tiles::<T>();
+    let unit = unit_of_tiles::<T>(head_dim);
     for_tasks_in(
         sizes.matrices(),
         scratch,
