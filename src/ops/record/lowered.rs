@@ -82,14 +82,14 @@ impl<S: Spec> Lowered<S> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From inputs as they lie, and what is read beside them.
+    /// The output and what is left for backward, from inputs as they lie and what is read beside them.
     fn forward<'a>(
         &self,
         device: &Device,
         inputs: &[Operand<'_>],
         lying: impl Iterator<Item = Result<Lying<'a>>>,
         reads: Vec<Tensor>,
-    ) -> Made<Storage> {
+    ) -> Result<(Storage, Shape, Box<[Tensor]>)> {
         let target = Target::of(device);
         let (shape, dtype) = self.spec.output(inputs);
         let kept = self.spec.kept(inputs, target);
@@ -121,9 +121,8 @@ impl<S: Spec> Lowered<S> {
             tensors.push(tensor);
         }
         self.spec.has_kept(&tensors);
-        *self.kept() = Some(tensors.into());
         let output = run.storage(Slot::Output)?;
-        Ok((output, shape.clone()))
+        Ok((output, shape.clone(), tensors.into()))
     }
 
     /// What forward leaves, where a backward before this one has written over it.
@@ -133,11 +132,8 @@ impl<S: Spec> Lowered<S> {
         let lying = guards.iter();
         let lying = lying.map(|(storage, layout)| Lying::of(storage, layout));
         let reads = self.spec.reads_again(inputs)?;
-        self.forward(inputs[0].device(), &operands, lying, reads)?;
-        match self.kept().take() {
-            Some(kept) => Ok(kept),
-            None => bail!("{}: forward has left nothing", self.op.op),
-        }
+        let (_, _, kept) = self.forward(inputs[0].device(), &operands, lying, reads)?;
+        Ok(kept) // and not to `self`: other threads may be here too
     }
 }
 
@@ -151,8 +147,11 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let lying = inputs.iter();
         let lying = lying.map(|(x, layout)| Ok(Lying::Cpu(cpu::slice(x, layout)?)));
         let operands: Vec<_> = operands.collect();
-        match self.forward(&Device::Cpu, &operands, lying, self.spec.reads())? {
-            (Storage::Cpu(output), shape) => Ok((output, shape)),
+        let (output, shape, kept) =
+            self.forward(&Device::Cpu, &operands, lying, self.spec.reads())?;
+        *self.kept() = Some(kept);
+        match output {
+            Storage::Cpu(output) => Ok((output, shape)),
             _ => bail!("{}: an output elsewhere", self.op.op),
         }
     }
@@ -164,8 +163,10 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let lying = lying.map(|(x, layout)| Ok(Lying::Cuda(cuda::lying(x, layout)?)));
         let device = Device::Cuda(inputs[0].0.device.clone());
         let operands: Vec<_> = operands.collect();
-        match self.forward(&device, &operands, lying, self.spec.reads())? {
-            (Storage::Cuda(output), shape) => Ok((output, shape)),
+        let (output, shape, kept) = self.forward(&device, &operands, lying, self.spec.reads())?;
+        *self.kept() = Some(kept);
+        match output {
+            Storage::Cuda(output) => Ok((output, shape)),
             _ => bail!("{}: an output elsewhere", self.op.op),
         }
     }
