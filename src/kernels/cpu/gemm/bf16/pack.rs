@@ -96,14 +96,17 @@ impl<X: Element> Lines<'_, X> {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::super::terms::x86::Registers;
     use super::{DEPTH, Element, Lines, SIDE, TILE};
     use half::bf16;
     use std::arch::x86_64::{
-        _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_storeu_si512, _mm512_unpackhi_epi32,
+        __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_or_si512, _mm512_setzero_si512,
+        _mm512_shuffle_i32x4, _mm512_storeu_si512, _mm512_test_epi32_mask, _mm512_unpackhi_epi32,
         _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
     };
     use std::ops::Range;
+
+    /// A tile: 16 lines of 32 elements of the depth, or 16 pairs of the depth of 16 lines.
+    type Registers = [__m512i; SIDE];
 
     /// # Safety
     /// AVX-512 with words, short vectors and bf16; the block lies inside the data, and its panels are `to`.
@@ -116,50 +119,104 @@ mod x86 {
     ) -> usize {
         let len = to.len() / X::TERMS;
         let mut to = to.as_mut_ptr();
-        let mut terms = 1;
+        let mut seen = _mm512_setzero_si512(); // of second terms
         for line in lines.clone().step_by(SIDE) {
-            let count = lines.end - line;
             for k in depth.clone().step_by(DEPTH) {
-                let length = depth.end - k;
-                // SAFETY: a tile of the block, of which no more than `count` lines and `length` elements are read.
+                let sizes = [lines.end - line, depth.end - k];
+                // SAFETY: a tile of the block, of which no more than these sizes is read; and a tile of each term.
                 unsafe {
                     let from = x.data.as_ptr().add(x.at(line) + k * x.depth);
-                    let (first, second) = match x.depth == 1 {
-                        true => X::along(from, x.line, count, length),
-                        false => X::across(from, x.depth, count, length),
-                    };
-                    // Lines along the depth are a's tile as they lie, pairs of lines across it b's.
-                    let is_as_it_lies = (x.depth == 1) != x.is_b;
-                    store(first, is_as_it_lies, to);
-                    if X::TERMS == 2 {
-                        match second {
-                            Some(second) => {
-                                store(second, is_as_it_lies, to.add(len));
-                                terms = 2;
-                            }
-                            None => store([_mm512_setzero_si512(); SIDE], true, to.add(len)),
-                        }
-                    }
+                    seen = _mm512_or_si512(seen, tile(x, from, sizes, to, len));
                     to = to.add(TILE);
                 }
             }
         }
-        terms
+        match _mm512_test_epi32_mask(seen, seen) {
+            0 => 1,
+            _ => 2,
+        }
+    }
+
+    /// Writes a tile of first terms to `to`, and one of second terms `len` further; returns what bits the second have.
+    ///
+    /// # Safety
+    /// As [`pack`]; `lines` by `length` are there from `from` on, and no more are read.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn tile<X: Element>(
+        x: Lines<'_, X>,
+        from: *const X,
+        [lines, length]: [usize; 2],
+        to: *mut bf16,
+        len: usize,
+    ) -> __m512i {
+        let zero = _mm512_setzero_si512();
+        let is_along = x.depth == 1;
+        let line_mask = u32::MAX >> DEPTH.saturating_sub(length);
+        let pair_mask = u16::MAX >> SIDE.saturating_sub(lines);
+        // A register, asking for the one that follows it in memory: the processor does not foresee that.
+        let read = |i: usize| match is_along {
+            true if i < lines => {
+                let from = from.wrapping_add(i * x.line);
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(SIDE * x.line).cast());
+                // SAFETY: of a line that is there, the elements that are.
+                unsafe { X::along(from, line_mask) }
+            }
+            false if 2 * i < length => {
+                let from = from.wrapping_add(2 * i * x.depth);
+                for element in [from, from.wrapping_add(x.depth)] {
+                    _mm_prefetch::<_MM_HINT_T0>(element.wrapping_add(2 * SIDE).cast());
+                }
+                let second = if 2 * i + 1 < length { pair_mask } else { 0 };
+                // SAFETY: of elements of the depth that are there, the lines that are.
+                unsafe { X::across(from, x.depth, [pair_mask, second]) }
+            }
+            _ => [zero; 2],
+        };
+        let mut seen = zero;
+        // Lines along the depth are a's tile as they lie, pairs of lines across it b's.
+        if is_along != x.is_b {
+            for i in 0..SIDE {
+                let [first, second] = read(i);
+                // SAFETY: a line of either tile.
+                unsafe {
+                    store(first, to.add(i * DEPTH));
+                    if X::TERMS == 2 {
+                        store(second, to.add(len + i * DEPTH));
+                    }
+                }
+                seen = _mm512_or_si512(seen, second);
+            }
+            return seen;
+        }
+        let (mut firsts, mut seconds) = ([zero; SIDE], [zero; SIDE]);
+        for i in 0..SIDE {
+            [firsts[i], seconds[i]] = read(i);
+            seen = _mm512_or_si512(seen, seconds[i]);
+        }
+        if _mm512_test_epi32_mask(seen, seen) != 0 {
+            seconds = transposed(seconds);
+        }
+        for (term, registers) in [transposed(firsts), seconds]
+            .into_iter()
+            .enumerate()
+            .take(X::TERMS)
+        {
+            for (i, register) in registers.into_iter().enumerate() {
+                // SAFETY: a line of either tile.
+                unsafe { store(register, to.add(term * len + i * DEPTH)) };
+            }
+        }
+        seen
     }
 
     /// # Safety
-    /// A tile is writable; AVX-512.
+    /// A line of a tile is writable; AVX-512.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn store(tile: Registers, is_as_it_lies: bool, to: *mut bf16) {
-        let tile = match is_as_it_lies {
-            true => tile,
-            false => transposed(tile),
-        };
-        for (i, pairs) in tile.into_iter().enumerate() {
-            // SAFETY: a line of the tile.
-            unsafe { _mm512_storeu_si512(to.add(i * DEPTH).cast(), pairs) };
-        }
+    unsafe fn store(line: __m512i, to: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_storeu_si512(to.cast(), line) };
     }
 
     /// A matrix of 16 x 16 pairs, transposed.

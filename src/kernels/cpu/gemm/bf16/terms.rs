@@ -48,205 +48,130 @@ pub(in super::super) use x86::Load;
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86 {
-    use super::super::tile::{DEPTH, SIDE};
     use half::bf16;
     use std::arch::x86_64::{
-        __m256i, __m512bh, __m512i, _CMP_LT_OQ, _MM_HINT_T0, _mm_prefetch,
-        _mm256_maskz_loadu_epi16, _mm512_abs_ps, _mm512_castps_si512, _mm512_castsi512_ps,
-        _mm512_castsi512_si256, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
-        _mm512_extracti64x4_epi64, _mm512_loadu_si512, _mm512_maskz_loadu_epi16,
-        _mm512_maskz_loadu_epi32, _mm512_maskz_mov_ps, _mm512_or_si512, _mm512_permutexvar_epi16,
-        _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sub_ps,
-        _mm512_test_epi32_mask,
+        __m256i, __m512, __m512bh, __m512i, _CMP_LT_OQ, _mm256_maskz_loadu_epi16, _mm512_abs_ps,
+        _mm512_castsi512_ps, _mm512_castsi512_si256, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32,
+        _mm512_cvtne2ps_pbh, _mm512_extracti64x4_epi64, _mm512_loadu_si512,
+        _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32, _mm512_maskz_mov_ps, _mm512_or_si512,
+        _mm512_permutexvar_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_si512,
+        _mm512_slli_epi32, _mm512_sub_ps, _mm512_test_epi32_mask,
     };
 
-    /// A tile: 16 lines of 32 elements of the depth, or 16 pairs of the depth of 16 lines.
-    pub type Registers = [__m512i; SIDE];
-
-    /// Reads a tile's terms: the first, and the second where not all are zeros.
+    /// Reads a register of a tile: its first terms and, where there are any, its second.
     pub trait Load: Sized {
-        /// Up to 16 lines of up to 32 elements of the depth, one after another in memory.
+        /// 32 elements of the depth that lie side by side, zeros where `mask` has none.
         ///
         /// # Safety
-        /// As many are readable; AVX-512 with words, short vectors and bf16.
-        unsafe fn along(
-            from: *const Self,
-            line: usize,
-            lines: usize,
-            length: usize,
-        ) -> (Registers, Option<Registers>);
+        /// What the mask has is readable; AVX-512 with words, short vectors and bf16.
+        unsafe fn along(from: *const Self, mask: u32) -> [__m512i; 2];
 
-        /// Up to 32 elements of the depth, in pairs, of up to 16 lines that lie side by side.
+        /// Two elements of the depth in turn, for 16 lines that lie side by side: the one from `from` on, and the one
+        /// `depth` further. Zeros where their masks have none.
         ///
         /// # Safety
         /// As [`along`](Self::along).
-        unsafe fn across(
-            from: *const Self,
-            depth: usize,
-            lines: usize,
-            length: usize,
-        ) -> (Registers, Option<Registers>);
+        unsafe fn across(from: *const Self, depth: usize, masks: [u16; 2]) -> [__m512i; 2];
     }
 
+    // No `map` of arrays here: it would be a call, and one of a function that has no such registers.
     impl Load for bf16 {
-        /// Asks for the lines that follow: each is too short for the processor to foresee.
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-        unsafe fn along(
-            from: *const bf16,
-            line: usize,
-            lines: usize,
-            length: usize,
-        ) -> (Registers, Option<Registers>) {
-            let mask = u32::MAX >> DEPTH.saturating_sub(length);
-            let mut tile = [_mm512_setzero_si512(); SIDE];
-            for (i, to) in tile.iter_mut().enumerate().take(lines) {
-                let from = from.wrapping_add(i * line);
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(SIDE * line).cast());
-                // SAFETY: of a line that is there, the elements that are.
-                *to = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
-            }
-            (tile, None)
+        unsafe fn along(from: *const bf16, mask: u32) -> [__m512i; 2] {
+            // SAFETY: the caller's promise.
+            let line = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
+            [line, _mm512_setzero_si512()]
         }
 
-        /// Asks for the lines that follow: they lie too far apart for the processor to foresee.
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-        unsafe fn across(
-            from: *const bf16,
-            depth: usize,
-            lines: usize,
-            length: usize,
-        ) -> (Registers, Option<Registers>) {
-            let mask = u16::MAX >> SIDE.saturating_sub(lines);
-            let element = |k: usize| {
-                if k >= length {
-                    return _mm512_setzero_si512();
-                }
-                let from = from.wrapping_add(k * depth);
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(2 * SIDE).cast());
-                // SAFETY: of an element of the depth that is there, the lines that are.
-                _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) })
+        unsafe fn across(from: *const bf16, depth: usize, masks: [u16; 2]) -> [__m512i; 2] {
+            // SAFETY: the caller's promise.
+            let (x, y) = unsafe {
+                (
+                    _mm256_maskz_loadu_epi16(masks[0], from.cast()),
+                    _mm256_maskz_loadu_epi16(masks[1], from.wrapping_add(depth).cast()),
+                )
             };
-            let mut tile = [_mm512_setzero_si512(); SIDE];
-            for (pair, to) in tile.iter_mut().enumerate() {
-                let [first, second] = [element(2 * pair), element(2 * pair + 1)];
-                *to = _mm512_or_si512(first, _mm512_slli_epi32::<16>(second));
-            }
-            (tile, None)
+            let y = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(y));
+            let pairs = _mm512_or_si512(_mm512_cvtepu16_epi32(x), y);
+            [pairs, _mm512_setzero_si512()]
         }
     }
 
-    // Of f32 the tile lies in cache, where its second terms are read from again if there are any: tiles widened from
-    // bf16 have none.
     impl Load for f32 {
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-        unsafe fn along(
-            from: *const f32,
-            line: usize,
-            lines: usize,
-            length: usize,
-        ) -> (Registers, Option<Registers>) {
-            let mask = u32::MAX >> DEPTH.saturating_sub(length);
-            let read = |i: usize| {
-                let from = from.wrapping_add(i * line);
-                let masks = [mask as u16, (mask >> SIDE) as u16];
-                // SAFETY: of a line that is there, the elements that are.
-                [0, 1].map(|half| unsafe {
-                    _mm512_maskz_loadu_epi32(masks[half], from.wrapping_add(half * SIDE).cast())
-                })
-            };
-            let mut tile = [_mm512_setzero_si512(); SIDE];
-            let mut lower = _mm512_setzero_si512();
-            for (i, to) in tile.iter_mut().enumerate().take(lines) {
-                let [x, y] = read(i);
-                *to = rounded([x, y]);
-                lower = _mm512_or_si512(lower, _mm512_or_si512(x, y));
+        unsafe fn along(from: *const f32, mask: u32) -> [__m512i; 2] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                terms(
+                    _mm512_maskz_loadu_epi32(mask as u16, from.cast()),
+                    _mm512_maskz_loadu_epi32((mask >> 16) as u16, from.wrapping_add(16).cast()),
+                )
             }
-            if !has_rest(lower) {
-                return (tile, None);
-            }
-            let mut rests = [_mm512_setzero_si512(); SIDE];
-            for (i, to) in rests.iter_mut().enumerate().take(lines) {
-                *to = rest(read(i));
-            }
-            (tile, Some(rests))
         }
 
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-        unsafe fn across(
-            from: *const f32,
-            depth: usize,
-            lines: usize,
-            length: usize,
-        ) -> (Registers, Option<Registers>) {
-            let mask = u16::MAX >> SIDE.saturating_sub(lines);
-            let read = |pair: usize| {
-                [2 * pair, 2 * pair + 1].map(|k| {
-                    if k >= length {
-                        return _mm512_setzero_si512();
-                    }
-                    // SAFETY: of an element of the depth that is there, the lines that are.
-                    unsafe { _mm512_maskz_loadu_epi32(mask, from.wrapping_add(k * depth).cast()) }
-                })
+        unsafe fn across(from: *const f32, depth: usize, masks: [u16; 2]) -> [__m512i; 2] {
+            /// An element of either half in turn.
+            const IN_TURN: [u16; 32] = {
+                let mut order = [0; 32];
+                let mut i = 0;
+                while i < 32 {
+                    order[i] = (i / 2 + i % 2 * 16) as u16;
+                    i += 1;
+                }
+                order
             };
-            // One element of either register in turn.
-            let in_turn: [u16; DEPTH] = std::array::from_fn(|i| (i / 2 + i % 2 * SIDE) as u16);
-            // SAFETY: as many bytes as a register has.
-            let in_turn = unsafe { _mm512_loadu_si512(in_turn.as_ptr().cast()) };
-            let mut tile = [_mm512_setzero_si512(); SIDE];
-            let mut lower = _mm512_setzero_si512();
-            for (pair, to) in tile.iter_mut().enumerate() {
-                let [x, y] = read(pair);
-                *to = _mm512_permutexvar_epi16(in_turn, rounded([x, y]));
-                lower = _mm512_or_si512(lower, _mm512_or_si512(x, y));
+            // SAFETY: the caller's promise; as many places as a register has.
+            unsafe {
+                let in_turn = _mm512_loadu_si512(IN_TURN.as_ptr().cast());
+                let [first, second] = terms(
+                    _mm512_maskz_loadu_epi32(masks[0], from.cast()),
+                    _mm512_maskz_loadu_epi32(masks[1], from.wrapping_add(depth).cast()),
+                );
+                [
+                    _mm512_permutexvar_epi16(in_turn, first),
+                    _mm512_permutexvar_epi16(in_turn, second),
+                ]
             }
-            if !has_rest(lower) {
-                return (tile, None);
-            }
-            let mut rests = [_mm512_setzero_si512(); SIDE];
-            for (pair, to) in rests.iter_mut().enumerate() {
-                *to = _mm512_permutexvar_epi16(in_turn, rest(read(pair)));
-            }
-            (tile, Some(rests))
         }
     }
 
-    /// Whether bits are set that bf16 does not have.
+    /// The terms of two registers of f32, one after the other.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    fn terms(x: __m512i, y: __m512i) -> [__m512i; 2] {
+        let first = rounded(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y));
+        // Whether bits are set that bf16 does not have: none are in tiles that were widened.
+        if _mm512_test_epi32_mask(_mm512_or_si512(x, y), _mm512_set1_epi32(0xFFFF)) == 0 {
+            return [first, _mm512_setzero_si512()];
+        }
+        let of_x = rest(x, _mm512_castsi512_si256(first));
+        let of_y = rest(y, _mm512_extracti64x4_epi64::<1>(first));
+        [first, rounded(of_x, of_y)]
+    }
+
+    /// What rounding took from a register of f32; nothing of infinities and NaNs.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn has_rest(x: __m512i) -> bool {
-        _mm512_test_epi32_mask(x, _mm512_set1_epi32(0xFFFF)) != 0
+    fn rest(x: __m512i, rounded: __m256i) -> __m512 {
+        let rounded = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(rounded));
+        let rest = _mm512_sub_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(rounded));
+        let infinity = _mm512_set1_ps(f32::INFINITY);
+        let is_finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(rest), infinity);
+        _mm512_maskz_mov_ps(is_finite, rest)
     }
 
     /// Two registers of f32, one after the other, in bf16.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
-    fn rounded(x: [__m512i; 2]) -> __m512i {
-        let [x, y] = x.map(|x| _mm512_castsi512_ps(x));
+    fn rounded(x: __m512, y: __m512) -> __m512i {
         let rounded: __m512bh = _mm512_cvtne2ps_pbh(y, x);
         // SAFETY: both are 64 bytes of plain data.
         unsafe { std::mem::transmute(rounded) }
-    }
-
-    /// What rounding takes from two registers of f32, in bf16.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bf16")]
-    fn rest(x: [__m512i; 2]) -> __m512i {
-        let firsts = rounded(x);
-        let firsts = [
-            _mm512_castsi512_si256(firsts),
-            _mm512_extracti64x4_epi64::<1>(firsts),
-        ];
-        let rest = |x: __m512i, first: __m256i| {
-            let first = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(first));
-            let rest = _mm512_sub_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(first));
-            let infinity = _mm512_set1_ps(f32::INFINITY);
-            let is_finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(rest), infinity);
-            _mm512_castps_si512(_mm512_maskz_mov_ps(is_finite, rest))
-        };
-        rounded([rest(x[0], firsts[0]), rest(x[1], firsts[1])])
     }
 }
