@@ -53,11 +53,16 @@ pub(super) fn replay(
     phase: &mut ProbedPhase,
     launch: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    phase.enter(plan.calls()[calls.start].phase);
-    launch()?;
+    let of = plan.calls()[calls.start].phase;
     let Some(kernels) = kernels else {
-        return Ok(());
+        // In a range of its own: in one with others its kernels would be taken for theirs.
+        *phase = ProbedPhase::default();
+        let mut own = ProbedPhase::default();
+        own.enter(of);
+        return launch();
     };
+    phase.enter(of);
+    launch()?;
     for call in &plan.calls()[calls.clone()] {
         let _goes_on = run_probed(plan, call, || Ok(ControlFlow::Continue(())))?;
     }

@@ -15,6 +15,7 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::optim::AdamW;
 use tallow::precision::Precision;
+use tallow::profile::Profiler;
 use tallow::{Result, graph};
 
 #[rstest]
@@ -128,8 +129,16 @@ fn as_replicated(
     };
     let (tokens, targets) = (ids(0)?, ids(1)?);
     let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
-        let losses = (0..5).map(|_| step.run(&mut optimizer, &tokens, &targets));
-        losses.collect()
+        let mut step = |_| step.run(&mut optimizer, &tokens, &targets);
+        let mut losses: Vec<f32> = (0..3).map(&mut step).collect::<Result<_>>()?;
+        // One rank is profiled, which runs in pieces, and exchanges what the other does.
+        let profiler = (ranks.rank() == 0).then(|| Profiler::start_on(device));
+        let profiler = profiler.transpose()?;
+        losses.extend((3..5).map(&mut step).collect::<Result<Vec<_>>>()?);
+        if let Some(profiler) = profiler {
+            assert!(!profiler.finish()?.kernels.is_empty());
+        }
+        Ok(losses)
     };
     let adamw = tallow::optim::AdamWConfig::default();
     let whole = TransformerLM::new(&config, 3, device)?;
