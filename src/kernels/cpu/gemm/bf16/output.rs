@@ -95,74 +95,67 @@ impl Output {
         [row, column]: [usize; 2],
         [rows, columns]: [usize; 2],
         sums: &[f32],
-        store: impl Fn(usize, &[f32; SIDE], usize),
+        mut store: impl FnMut(usize, &[f32; SIDE], usize),
     ) {
         let start = row * self.row_stride + column;
         let (lines, _) = sums.as_chunks::<SIDE>();
-        for row in 0..rows {
-            for column in (0..columns).step_by(SIDE) {
-                let tile = row / SIDE * 2 + column / SIDE;
-                let at = start + row * self.row_stride + column;
-                store(
-                    at,
-                    &lines[tile * SIDE + row % SIDE],
-                    (columns - column).min(SIDE),
-                );
+        for (i, tile) in lines.chunks_exact(SIDE).enumerate() {
+            let (row, column) = (i / 2 * SIDE, i % 2 * SIDE);
+            let count = columns.saturating_sub(column).min(SIDE);
+            if count == 0 {
+                continue;
+            }
+            let mut at = start + row * self.row_stride + column;
+            for line in &tile[..rows.saturating_sub(row).min(SIDE)] {
+                store(at, line, count);
+                at += self.row_stride;
             }
         }
     }
 
-    /// As [`store`](Self::store).
+    /// As [`store`](Self::store). A loop for each kind of output.
     ///
     /// # Safety
     /// As there; AVX-512 with words, short vectors and bf16.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn store_lines(self, place: [usize; 2], sizes: [usize; 2], sums: &[f32]) {
-        self.for_lines(
-            place,
-            sizes,
-            sums,
-            // SAFETY: lines of the block.
-            |at, sums, count| unsafe { self.store_line(at, sums, count) },
-        );
-    }
-
-    /// `count` of [`SIDE`] sums.
-    ///
-    /// # Safety
-    /// As many elements are writable from element `at`; AVX-512 with words, short vectors and bf16.
-    #[cfg(target_arch = "x86_64")]
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn store_line(self, at: usize, sums: &[f32; SIDE], count: usize) {
         use std::arch::x86_64::{
             __m256bh, __m256i, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16, _mm512_add_ps,
             _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_loadu_ps,
             _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_slli_epi32,
         };
-        let mask = u16::MAX >> (SIDE - count);
-        // SAFETY: SIDE sums; of c no more than is masked, by the caller's promise; both types are 32 bytes.
+        let mask = |count: usize| u16::MAX >> (SIDE - count);
+        // SAFETY: SIDE sums a line; of c no more than is masked, which is in the block; both types are 32 bytes.
         unsafe {
-            let mut line = _mm512_loadu_ps(sums.as_ptr());
-            match self.to {
-                Elements::F32(to) => {
-                    let to = to.add(at);
-                    if self.adds {
-                        line = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), line);
-                    }
-                    _mm512_mask_storeu_ps(to, mask, line);
+            match (self.to, self.adds) {
+                (Elements::F32(to), false) => {
+                    self.for_lines(place, sizes, sums, |at, sums, count| {
+                        let line = _mm512_loadu_ps(sums.as_ptr());
+                        _mm512_mask_storeu_ps(to.add(at), mask(count), line);
+                    })
                 }
-                Elements::Bf16(to) => {
-                    let to = to.add(at).cast::<i16>();
-                    if self.adds {
-                        let before = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, to));
-                        let before = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(before));
-                        line = _mm512_add_ps(before, line);
-                    }
-                    let rounded: __m256bh = _mm512_cvtneps_pbh(line);
-                    let rounded: __m256i = std::mem::transmute(rounded);
-                    _mm256_mask_storeu_epi16(to, mask, rounded);
+                (Elements::F32(to), true) => {
+                    self.for_lines(place, sizes, sums, |at, sums, count| {
+                        let (to, mask) = (to.add(at), mask(count));
+                        let before = _mm512_maskz_loadu_ps(mask, to);
+                        let line = _mm512_add_ps(before, _mm512_loadu_ps(sums.as_ptr()));
+                        _mm512_mask_storeu_ps(to, mask, line);
+                    })
+                }
+                (Elements::Bf16(to), adds) => {
+                    self.for_lines(place, sizes, sums, |at, sums, count| {
+                        let (to, mask) = (to.add(at).cast::<i16>(), mask(count));
+                        let mut line = _mm512_loadu_ps(sums.as_ptr());
+                        if adds {
+                            let before = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, to));
+                            let before = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(before));
+                            line = _mm512_add_ps(before, line);
+                        }
+                        let rounded: __m256bh = _mm512_cvtneps_pbh(line);
+                        let rounded: __m256i = std::mem::transmute(rounded);
+                        _mm256_mask_storeu_epi16(to, mask, rounded);
+                    })
                 }
             }
         }
