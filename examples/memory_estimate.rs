@@ -6,6 +6,7 @@
 //! cargo run --example memory_estimate -- --size small medium --context-length 512 --mode forward train-step
 //! cargo run --example memory_estimate -- --size 2.7b --precision bf16 --attention flash --memory-limit-gib 80
 //! cargo run --example memory_estimate -- --size medium --context-length 1024 --budget --memory-limit-gib 8
+//! cargo run --example memory_estimate -- --size 10b --precision bf16 --ranks 64 --strategy fully-shard
 //! cargo run --example memory_estimate -- --verify
 //! ```
 //!
@@ -23,14 +24,16 @@ mod common;
 mod verify;
 
 use answers::Question;
+use candle_core::DType;
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
+use common::ranks::Strategy;
 use common::{Common, Output, values};
 use std::process::ExitCode;
-use tallow::dist::Shard;
-use tallow::memory::{Estimate, Kernels, MemoryKind, Workload, estimate};
+use tallow::dist::{FullyShardConfig, Shard};
+use tallow::memory::{Estimate, Kernels, MemoryKind, Sharding, Workload, estimate};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -60,9 +63,17 @@ struct Flags {
     #[command(flatten)]
     precision: PrecisionFlags,
 
-    /// Divide the optimizer's state among so many ranks (ZeRO 1), and predict the memory of the first
-    #[arg(long, value_name = "N", value_parser = values::count())]
-    optimizer_ranks: Option<usize>,
+    /// Ranks that train together, of which the first is predicted
+    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count())]
+    ranks: usize,
+
+    /// What is divided among them, besides the batch
+    #[arg(long, value_enum, default_value_t = Strategy::Replicated)]
+    strategy: Strategy,
+
+    /// Fully sharded ranks round gradients to bf16 to average them
+    #[arg(long)]
+    exchange_bf16: bool,
 
     /// The memory that is to hold it, in GiB, instead of what is available
     #[arg(long, value_parser = values::gib)]
@@ -132,8 +143,9 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
-        if let Some(ranks) = self.optimizer_ranks {
-            report.configuration.insert("optimizer's ranks", ranks);
+        if self.ranks > 1 {
+            let ranks = format!("{}, {}", self.ranks, self.strategy.name());
+            report.configuration.insert("ranks", ranks);
         }
         let workloads = self.workloads(&precisions, kernels);
         report.columns = columns();
@@ -192,7 +204,7 @@ impl Flags {
                                     precision,
                                     checkpointing,
                                     kernels,
-                                    optimizer_shard: self.optimizer_shard(),
+                                    sharding: self.sharding(),
                                     ..Default::default()
                                 });
                             }
@@ -204,10 +216,17 @@ impl Flags {
         workloads
     }
 
-    fn optimizer_shard(&self) -> Option<Shard> {
-        let rank = 0;
-        self.optimizer_ranks
-            .map(|world_size| Shard { rank, world_size })
+    fn sharding(&self) -> Option<Sharding> {
+        let own = Shard {
+            rank: 0,
+            world_size: self.ranks,
+        };
+        let parts = FullyShardConfig {
+            dtype: self.exchange_bf16.then_some(DType::BF16),
+            ..Default::default()
+        };
+        let sharding = self.strategy.sharding(own, parts);
+        sharding.filter(|_| self.ranks > 1)
     }
 
     fn available_bytes(&self) -> Result<u64> {

@@ -486,8 +486,10 @@ impl Flags {
                 };
                 planned_bytes(model, config, plan, device)?
             }
-            false if in_parts => return Ok(()), // estimates are of models as a whole
-            false => eager_bytes(model, config, shard, device)?,
+            false => {
+                let sharding = |own| exchange.strategy.sharding(own, exchange.parts());
+                eager_bytes(model, config, shard.and_then(sharding), device)?
+            }
         };
         check_room(wanted_bytes, device)
     }

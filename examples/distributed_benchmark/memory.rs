@@ -4,8 +4,8 @@ use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
 use super::steps::{Job, Way};
 use super::{Flags, common};
-use tallow::dist::{Communicator, ReplicatedConfig};
-use tallow::memory::Meter;
+use tallow::dist::Communicator;
+use tallow::memory::{Kernels, Meter, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
@@ -15,11 +15,13 @@ pub fn columns() -> Vec<Column> {
     vec![
         Column::text("model", "Model"),
         Column::text("strategy", "Strategy"),
-        Column::mib("state_bytes", "Optimizer state"),
+        Column::text("exchange", "Gradients averaged"),
+        Column::mib("state_bytes", "Optimizer state").minor(1),
         Column::mib("init_bytes", "After init"),
-        Column::mib("before_bytes", "Before update"),
-        Column::mib("after_bytes", "After update"),
+        Column::mib("before_bytes", "Before update").minor(2),
+        Column::mib("after_bytes", "After update").minor(3),
         Column::mib("peak_bytes", "Peak"),
+        Column::mib("predicted_bytes", "Predicted"),
     ]
 }
 
@@ -27,12 +29,17 @@ impl Flags {
     pub fn memory(&self, communicator: &Communicator, models: &[Model]) -> Result<Report> {
         let mut rows = Vec::new();
         for model in models {
-            for strategy in &self.ways.strategy {
-                common::progress(format_args!("{}, memory, {}", model.name, strategy.name()));
+            for way in self.ways.all() {
+                let (strategy, exchange) = Way::names(way);
+                common::progress(format_args!(
+                    "{}, memory, {strategy}, {exchange}",
+                    model.name
+                ));
                 let mut row = Fields::new();
                 row.insert("model", model.name.as_str());
-                row.insert("strategy", strategy.name());
-                row.merge(self.memory_of(communicator, &model.config, *strategy)?);
+                row.insert("strategy", strategy);
+                row.insert("exchange", exchange);
+                row.merge(self.memory_of(communicator, &model.config, way)?);
                 rows.push(row);
             }
         }
@@ -41,8 +48,10 @@ impl Flags {
             columns: columns(),
             rows,
             notes: vec![
-                "Of rank 0, in an eager step, the second: what tensors take when model and optimizer are there, when \
-                 all gradients are too, and when weights are updated. The peak is that of the whole step."
+                "Of rank 0, in the second step: what tensors take when model and optimizer are there, when all \
+                 gradients are too (in a planned step they are in its arena), and when weights are updated. The peak \
+                 is that of the whole step, beside what was predicted of it, buckets of gradients left out where the \
+                 step is eager."
                     .into(),
             ],
             ..Default::default()
@@ -53,7 +62,7 @@ impl Flags {
         &self,
         communicator: &Communicator,
         config: &TransformerConfig,
-        strategy: Strategy,
+        way: Option<Way>,
     ) -> Result<Fields> {
         let device = communicator.device();
         let meter = Meter::new(device);
@@ -65,31 +74,55 @@ impl Flags {
                 hint: "measure on the CPU or a CUDA GPU".into(),
             })
         };
+        communicator.barrier()?; // what was exchanged last is freed
         let base = taken()?;
         let of_run = || Ok::<_, Error>(taken()?.saturating_sub(base));
         let config = with_attention(config, self.attention);
-        let exchange = ReplicatedConfig::default();
-        let way = Some(Way { strategy, exchange });
         let job = Job::new(communicator, &config, self.common.seed, way)?;
         let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
-        if strategy == Strategy::ShardedOptimizer {
+        let strategy = way.map(|way| way.strategy);
+        if strategy == Some(Strategy::ShardedOptimizer) {
             optimizer.shard(communicator)?;
         }
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
-        let precision = self.precision.precision()?;
         let init = of_run()?;
         let mut row = Fields::new();
-        for _ in 0..2 {
+        let peak = || meter.peak_bytes().map(|peak| peak.saturating_sub(base));
+        if self.ways.compile {
             meter.reset_peak();
-            let loss = precision.run(|| job.model.loss(&tokens, &targets))?;
-            let gradients = job.backward(loss)?;
-            let before = of_run()?;
-            optimizer.step(&gradients)?;
-            let after = of_run()?;
-            row.insert("before_bytes", before);
-            row.insert("after_bytes", after);
-            let peak = meter.peak_bytes().map(|peak| peak.saturating_sub(base));
-            row.insert("peak_bytes", peak);
+            let mut planned = job.planned(&optimizer, &self.plan_config()?)?;
+            for _ in 0..2 {
+                planned.run(&mut optimizer, &tokens, &targets)?;
+            }
+            row.insert("after_bytes", of_run()?);
+            row.insert("peak_bytes", peak());
+            row.insert("predicted_bytes", planned.plan().total_bytes());
+        } else {
+            let precision = self.precision.precision()?;
+            for _ in 0..2 {
+                meter.reset_peak();
+                let loss = precision.run(|| job.model.loss(&tokens, &targets))?;
+                let gradients = job.backward(loss)?;
+                let before = of_run()?;
+                optimizer.step(&gradients)?;
+                row.insert("before_bytes", before);
+                row.insert("after_bytes", of_run()?);
+                row.insert("peak_bytes", peak());
+            }
+            let workload = Workload {
+                batch_size: self.batch_size,
+                sequence_length: self.context_length,
+                attention: self.attention,
+                precision,
+                kernels: Kernels::of(device),
+                sharding: way.and_then(|way| {
+                    let own = way.strategy.shard(communicator)?;
+                    way.strategy.sharding(own, way.parts().unwrap_or_default())
+                }),
+                ..Default::default()
+            };
+            let predicted = estimate(&config, &workload)?;
+            row.insert("predicted_bytes", predicted.peak_bytes);
         }
         let state = optimizer.state().into_iter();
         let state = state.map(|(_, x)| (x.elem_count() * x.dtype().size_in_bytes()) as u64);

@@ -2,6 +2,7 @@
 
 use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
+use super::steps::Way;
 use super::{Flags, common, values};
 use clap::Args;
 use tallow::compile::{PlanConfig, Rates, TrainStep};
@@ -107,7 +108,8 @@ impl Flags {
                 fully_shard,
                 ..plan.clone()
             };
-            (way.strategy.name(), way.exchange(), plan)
+            let (strategy, exchange) = Way::names(Some(way));
+            (strategy, exchange, plan)
         });
         Ok(plans.collect())
     }

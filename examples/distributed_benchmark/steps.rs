@@ -27,7 +27,7 @@ const TRACED_STEPS: usize = 3;
 pub struct Ways {
     /// Plan the steps beforehand, instead of running them op by op
     #[arg(long)]
-    compile: bool,
+    pub compile: bool,
 
     /// Bytes of a bucket, in MiB: a row each
     #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_name = "MIB")]
@@ -75,9 +75,11 @@ impl Way {
         }
     }
 
-    /// As its row says it.
-    pub fn exchange(&self) -> String {
-        self.exchange.exchange.to_string()
+    /// As its row says it: strategy and exchange; of none, alone.
+    pub fn names(way: Option<Self>) -> (&'static str, String) {
+        way.map_or(("alone", "none".into()), |way| {
+            (way.strategy.name(), way.exchange.exchange.to_string())
+        })
     }
 }
 
@@ -136,8 +138,7 @@ impl Flags {
         for model in models {
             let mut alone_ms = f64::NAN;
             for way in self.ways.all() {
-                let exchange = way.map_or("none".into(), |way| way.exchange());
-                let strategy = way.map_or("alone", |way| way.strategy.name());
+                let (strategy, exchange) = Way::names(way);
                 common::progress(format_args!("{}, {strategy}, {exchange}", model.name));
                 let title = format!("{} {strategy} {exchange}", model.name);
                 let traces = models.len() * self.ways.all().len();

@@ -9,8 +9,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
 use tallow::data::{TokenFormat, Tokens};
-use tallow::dist::Shard;
-use tallow::memory::{self, Kernels, Mode, Workload};
+use tallow::memory::{self, Kernels, Mode, Sharding, Workload};
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, DropoutRates};
 use tallow::optim::{AdamWConfig, Moments, Schedule};
@@ -410,11 +409,11 @@ impl SampleFlags {
     }
 }
 
-/// What an eager step takes, by its account; of a rank, if ranks divide the optimizer's state.
+/// What an eager step takes, by its account; of a rank, if ranks divide something.
 pub fn eager_bytes(
     model: &TransformerConfig,
     config: &TrainConfig,
-    optimizer_shard: Option<Shard>,
+    sharding: Option<Sharding>,
     device: &Device,
 ) -> Result<u64> {
     let workload = Workload {
@@ -426,7 +425,7 @@ pub fn eager_bytes(
         checkpointing: model.checkpointing,
         kernels: Kernels::of(device),
         moments: config.optimizer.moments,
-        optimizer_shard,
+        sharding,
     };
     Ok(memory::estimate(model, &workload)?.peak_bytes)
 }

@@ -102,6 +102,18 @@ pub fn backward_with_hook(
     loss: Tensor,
     mut hook: impl FnMut(&Tensor, &Tensor) -> Result<()>,
 ) -> Result<GradStore> {
+    backward_taking(loss, |variable, gradient| {
+        hook(variable, &gradient)?;
+        Ok(Some(gradient))
+    })
+}
+
+/// As [`backward_with_hook`], of a hook that is given each gradient, which nobody else has, and gives back what stays:
+/// nothing, where it keeps the gradient itself or frees it.
+pub(crate) fn backward_taking(
+    loss: Tensor,
+    mut hook: impl FnMut(&Tensor, Tensor) -> Result<Option<Tensor>>,
+) -> Result<GradStore> {
     let seed = loss.ones_like()?;
     run(loss, seed, Some(&mut hook))
 }
@@ -127,8 +139,8 @@ fn check_gradient(output: &Tensor, gradient: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// What is called with a variable and its gradient.
-type Hook<'a> = &'a mut dyn FnMut(&Tensor, &Tensor) -> Result<()>;
+/// What is called with a variable and its gradient, and returns what stays of it.
+type Hook<'a> = &'a mut dyn FnMut(&Tensor, Tensor) -> Result<Option<Tensor>>;
 
 /// Backward from `seed`, which is the gradient of `root`.
 fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> {
@@ -164,11 +176,11 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
         }
     }
     let variables = sums.variables().to_vec();
-    let store = match graph.is_empty() {
+    let mut store = match graph.is_empty() {
         true => sums.into_store()?,
         false => rest::by_candle(&graph, sums)?,
     };
-    hooks.call_rest(&variables, &store)?;
+    hooks.call_rest(&variables, &mut store)?;
     Ok(store)
 }
 
@@ -219,20 +231,24 @@ impl<'a> Hooks<'a> {
             && let Some(gradient) = sums.complete(&variable)?
         {
             self.uses.remove(&id);
-            hook(&variable, gradient)?;
+            if let Some(gradient) = hook(&variable, gradient)? {
+                sums.add(&variable, gradient, true)?;
+            }
         }
         Ok(())
     }
 
     /// The end: hooks that were not called.
-    fn call_rest(&mut self, variables: &[Tensor], store: &GradStore) -> Result<()> {
+    fn call_rest(&mut self, variables: &[Tensor], store: &mut GradStore) -> Result<()> {
         let Some(hook) = &mut self.hook else {
             return Ok(());
         };
         let rest = variables.iter().filter(|x| self.uses.contains_key(&x.id()));
         for variable in rest {
-            if let Some(gradient) = store.get(variable) {
-                hook(variable, gradient)?;
+            if let Some(gradient) = store.remove(variable)
+                && let Some(gradient) = hook(variable, gradient)?
+            {
+                store.insert(variable, gradient);
             }
         }
         Ok(())

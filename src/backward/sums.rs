@@ -62,15 +62,13 @@ impl Sums {
         self.sums.contains_key(&x.id())
     }
 
-    /// That of a variable which nothing is added to any more: no other tensor has its elements.
-    pub fn complete(&mut self, variable: &Tensor) -> Result<Option<&Tensor>> {
-        let Some(sum) = self.sums.get_mut(&variable.id()) else {
-            return Ok(None);
-        };
-        if !sum.is_own {
-            (sum.gradient, sum.is_own) = (sum.gradient.copy()?, true);
-        }
-        Ok(Some(&sum.gradient))
+    /// Takes that of a variable which nothing is added to any more: no other tensor has its elements.
+    pub fn complete(&mut self, variable: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = self.take(variable).map(|sum| match sum.is_own {
+            true => Ok(sum.gradient),
+            false => sum.gradient.copy(),
+        });
+        Ok(gradient.transpose()?)
     }
 
     pub fn take(&mut self, x: &Tensor) -> Option<Sum> {
@@ -130,7 +128,7 @@ impl Sums {
         let mut store = empty_store()?;
         for variable in std::mem::take(&mut self.variables) {
             if let Some(gradient) = self.complete(&variable)? {
-                store.insert(&variable, gradient.clone());
+                store.insert(&variable, gradient);
             }
         }
         Ok(store)

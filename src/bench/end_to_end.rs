@@ -136,7 +136,7 @@ impl EndToEnd {
             checkpointing: self.config.checkpointing,
             kernels: Kernels::of(device),
             moments: self.optimizer.moments(),
-            optimizer_shard: None,
+            sharding: None,
         };
         memory::estimate(&self.config, &workload)
     }

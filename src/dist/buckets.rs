@@ -12,7 +12,7 @@ pub(super) struct Buckets<'a> {
     /// One for each dtype.
     open: Vec<Bucket>,
     /// In the order in which they were begun, the same on every rank.
-    started: Vec<(Vec<Member>, Pending)>,
+    started: Vec<(Vec<Place>, Pending)>,
 }
 
 struct Bucket {
@@ -26,6 +26,12 @@ struct Member {
     gradient: Tensor,
 }
 
+/// Where an average belongs.
+struct Place {
+    var: Var,
+    dtype: DType,
+}
+
 impl<'a> Buckets<'a> {
     pub(super) fn new(of: &'a Replicated, bucket_bytes: u64) -> Self {
         Self {
@@ -37,7 +43,7 @@ impl<'a> Buckets<'a> {
     }
 
     /// Takes a gradient that is complete; begins to average its bucket if that is full.
-    pub(super) fn add(&mut self, var: &Var, gradient: &Tensor) -> Result<()> {
+    pub(super) fn add(&mut self, var: &Var, gradient: Tensor) -> Result<()> {
         let dtype = self.of.config.dtype.unwrap_or(gradient.dtype());
         let place = self.open.iter().position(|bucket| bucket.dtype == dtype);
         let mut bucket = match place {
@@ -65,7 +71,11 @@ impl<'a> Buckets<'a> {
     fn start(&mut self, bucket: Bucket) -> Result<()> {
         let flat = bucket.flat()?;
         let pending = self.of.communicator.start_all_reduce(&flat, Reduce::Mean)?;
-        self.started.push((bucket.members, pending));
+        let places = bucket.members.into_iter().map(|member| Place {
+            var: member.var,
+            dtype: member.gradient.dtype(),
+        });
+        self.started.push((places.collect(), pending));
         Ok(())
     }
 
@@ -74,14 +84,14 @@ impl<'a> Buckets<'a> {
         for bucket in std::mem::take(&mut self.open) {
             self.start(bucket)?;
         }
-        for (members, pending) in self.started {
+        for (places, pending) in self.started {
             let flat = pending.wait()?;
             let mut first = 0;
-            for Member { var, gradient } in members {
-                let average = flat.narrow(0, first, gradient.elem_count())?;
-                let average = average.reshape(gradient.shape())?;
-                gradients.insert(&var, average.to_dtype(gradient.dtype())?);
-                first += gradient.elem_count();
+            for Place { var, dtype } in places {
+                let average = flat.narrow(0, first, var.elem_count())?;
+                let average = average.reshape(var.shape())?;
+                gradients.insert(&var, average.to_dtype(dtype)?);
+                first += var.elem_count();
             }
         }
         let mut parameters = self.of.parameters.iter();

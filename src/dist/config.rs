@@ -97,8 +97,10 @@ impl ReplicatedConfig {
 
 /// Fully sharded data parallelism: every rank has a part of each weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct FullyShardConfig {
     /// What gradients are rounded to for the exchange, as [`ReplicatedConfig::dtype`] says.
+    #[cfg_attr(feature = "serde", serde(with = "by_name"))]
     pub dtype: Option<DType>,
     /// In a planned step on a GPU weights are gathered together that are read one after the other, block by block,
     /// until they have so many bytes, while the ones before are at work; and so are gradients. The most weights that
@@ -123,6 +125,26 @@ impl FullyShardConfig {
     /// [`Error::Config`], as [`ReplicatedConfig::validate`].
     pub fn validate(&self) -> Result<()> {
         check_dtype("FullyShardConfig", self.dtype)
+    }
+}
+
+/// A dtype as serde has it: by its name.
+#[cfg(feature = "serde")]
+mod by_name {
+    use candle_core::DType;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(dtype: &Option<DType>, to: S) -> Result<S::Ok, S::Error> {
+        dtype.map(|dtype| dtype.as_str()).serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<DType>, D::Error> {
+        let name = Option::<String>::deserialize(from)?;
+        let dtype = name.map(|name| {
+            let unknown = |_| D::Error::custom(format!("{name} is no dtype"));
+            name.parse().map_err(unknown)
+        });
+        dtype.transpose()
     }
 }
 

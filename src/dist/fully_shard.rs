@@ -83,6 +83,16 @@ impl FullyShard {
         })
     }
 
+    /// A rank of a job that there is not, to be traced: of weights that are hollow themselves its parts are hollow too.
+    ///
+    /// # Errors
+    /// [`Error::Config`], as [`new`](Self::new), and for a rank beyond the job.
+    #[cfg(feature = "report")]
+    pub(crate) fn on_paper(own: Shard, config: FullyShardConfig) -> Result<Self> {
+        own.validate()?;
+        Self::new(&Communicator::on_paper(own), config)
+    }
+
     /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file),
     /// and of it this rank's part is kept, on the ranks' device: so one weight is there as a whole at a time, and never
     /// the model.
@@ -245,8 +255,17 @@ impl SimpleBackend for Sharding<'_> {
         }
         drop(known);
         let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
-        let part = self.sharded.own_part(&whole)?.detach();
-        let part = part.to_device(self.sharded.communicator.device())?;
+        let part = match graph::is_hollow(&whole) {
+            true => graph::hollow_weight(
+                name,
+                self.sharded.part_dims(shape.dims()).into(),
+                whole.dtype(),
+            )?,
+            false => {
+                let part = self.sharded.own_part(&whole)?.detach();
+                part.to_device(self.sharded.communicator.device())?
+            }
+        };
         let part = Var::from_tensor(&part)?;
         let hollow = graph::hollow_weight(name, shape, part.dtype())?;
         let part = Part {
@@ -263,6 +282,9 @@ impl SimpleBackend for Sharding<'_> {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        if graph::gives_hollow(&self.vb) {
+            return self.vb.get_unchecked(name); // which says so
+        }
         candle_core::bail!("{name}: a sharded weight was asked for without its shape")
     }
 

@@ -1,10 +1,11 @@
 //! All of a weight that every rank has a part of, as an op of eager steps.
 
 use super::{Collective, Communicator, Shard};
-use crate::graph;
+use crate::graph::{self, MemoryStep, Room, Target};
 use crate::ops::WeightMark;
 use crate::ops::cpu::{self, for_stored};
-use crate::ops::record::{Made, Op, Storages, applied};
+use crate::ops::record::{Made, Op, Spec, Storages, apply};
+use crate::probe::Operand;
 #[cfg(feature = "cuda")]
 use crate::{kernels::cuda::copy, ops::cuda};
 #[cfg(feature = "cuda")]
@@ -53,7 +54,7 @@ impl Part {
             dtype: self.dtype,
             _mark: Arc::clone(&mark),
         };
-        let whole = applied(&[self.var.as_tensor()], op)?;
+        let whole = apply(&[self.var.as_tensor()], op)?;
         mark.set(&whole);
         Ok(whole)
     }
@@ -66,7 +67,7 @@ impl Drop for Part {
 }
 
 /// All of a weight whose [parts](super::FullyShard) the ranks of a job have: what a layer of your own passes on to ops.
-/// Any other tensor itself, and in a [trace](crate::graph::trace()) that of the weight too.
+/// Any other tensor itself, and in a [trace](crate::graph::trace()) of a plan that of the weight too.
 ///
 /// Every rank has to call it, and gets the same. The gradient of what comes is averaged over the ranks, and a rank's
 /// part of it is that of its part of the weight.
@@ -74,15 +75,19 @@ impl Drop for Part {
 /// # Errors
 /// [`Error::Rank`](crate::Error::Rank).
 pub fn gathered(weight: &Tensor) -> crate::Result<Tensor> {
-    if graph::is_tracing() || !graph::is_hollow(weight) {
+    if !graph::is_hollow(weight) {
         return Ok(weight.clone());
     }
     let part = parts().get(&weight.id()).and_then(Weak::upgrade);
     match part {
-        Some(part) => part.gathered(),
-        None => Ok(weight.clone()), // which ops refuse
+        // A plan gathers by itself. On paper, where parts are hollow too, the trace is of an eager step.
+        Some(part) if !graph::is_tracing() || graph::is_hollow(&part.var) => part.gathered(),
+        _ => Ok(weight.clone()), // which ops outside of traces refuse
     }
 }
+
+/// A gather, as nodes name it.
+pub(crate) const ALL_GATHER: &str = "all_gather";
 
 /// A part, to all of it.
 struct Gather {
@@ -100,9 +105,38 @@ impl Gather {
     }
 }
 
+impl Spec for Gather {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (self.shape.clone(), inputs[0].dtype)
+    }
+
+    /// As `bwd` below: a copy of the gradient to exchange, and the own part of it, in another dtype than the weight's
+    /// before it is the part's gradient.
+    fn backward_steps(&self, inputs: &[Operand<'_>], _: &[bool], _: Target) -> Vec<MemoryStep> {
+        let part = inputs[0].dtype;
+        let dtype = self.dtype.unwrap_or(part);
+        let room = |what, formula, elements: usize| {
+            MemoryStep::Take(Room {
+                what,
+                formula,
+                elements: elements as f64,
+                element_bytes: dtype.size_in_bytes(),
+            })
+        };
+        let exchanged = room("exchanged gradient", "of a weight", self.shape.elem_count());
+        let own = room("own part of it", "of a part", self.own().len());
+        let own = (dtype != part).then_some(own);
+        [exchanged]
+            .into_iter()
+            .chain(own)
+            .chain([MemoryStep::Gradient(0)])
+            .collect()
+    }
+}
+
 impl Op for Gather {
     fn name(&self) -> &'static str {
-        "all_gather"
+        ALL_GATHER
     }
 
     fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {

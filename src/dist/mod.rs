@@ -93,6 +93,8 @@ pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;
 pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
 pub use fully_shard::FullyShard;
+#[cfg(feature = "report")]
+pub(crate) use gather::ALL_GATHER;
 pub use gather::gathered;
 pub use init::{init, threads};
 #[cfg(unix)]

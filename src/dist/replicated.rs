@@ -2,8 +2,9 @@
 
 use super::buckets::Buckets;
 use super::{Communicator, Exchange, ReplicatedConfig};
+use crate::Result;
+use crate::backward::backward_taking;
 use crate::optim::{described, distinct};
-use crate::{Result, backward_with_hook};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashMap;
@@ -75,8 +76,8 @@ impl Replicated {
     /// The averaged gradients of the parameters, of this rank's `loss`: [`backward`](crate::backward()), and their
     /// exchange as the configuration says. All ranks get the same bits.
     ///
-    /// A bucket's gradients are copied into one tensor, which takes their bytes once more while it is exchanged, and
-    /// which the averages are views of.
+    /// A bucket's gradients are copied into one tensor, and freed; the averages are views of it. What a step takes
+    /// beyond that of a rank alone is one bucket.
     ///
     /// # Errors
     /// Those of backward; [`Error::MissingGradient`](crate::Error::MissingGradient); a rank that failed.
@@ -89,10 +90,10 @@ impl Replicated {
         let mut buckets = Buckets::new(self, bucket_bytes);
         let ours = self.parameters.iter().map(|(_, var)| (var.id(), var));
         let ours: HashMap<TensorId, &Var> = ours.collect();
-        let mut gradients = backward_with_hook(loss, |variable, gradient| {
+        let mut gradients = backward_taking(loss, |variable, gradient| {
             match ours.get(&variable.id()) {
-                Some(var) => buckets.add(var, gradient),
-                None => Ok(()), // trained elsewhere
+                Some(var) => buckets.add(var, gradient).map(|()| None),
+                None => Ok(Some(gradient)), // trained elsewhere
             }
         })?;
         buckets.finish(&mut gradients)?;
@@ -111,7 +112,7 @@ impl Replicated {
         };
         let mut buckets = Buckets::new(self, bucket_bytes);
         for (_, var) in self.parameters.iter().rev() {
-            if let Some(gradient) = gradients.get(var) {
+            if let Some(gradient) = gradients.remove(var) {
                 buckets.add(var, gradient)?;
             }
         }

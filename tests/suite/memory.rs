@@ -10,6 +10,7 @@ mod packing;
 mod precisions;
 mod recording;
 mod saved;
+mod sharding;
 mod snapshot;
 mod verification;
 

@@ -47,8 +47,8 @@ pub struct Measured {
 /// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses,
 /// what the run meets, and [`Error::Config`] for a rank of several.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
-    if let Some(own) = workload.optimizer_shard {
-        let got = Error::config("Workload", "optimizer_shard", format!("{own:?}"));
+    if let Some(sharding) = workload.sharding {
+        let got = Error::config("Workload", "sharding", format!("{sharding:?}"));
         return Err(got.must_be(
             "None to be measured",
             "a job's ranks are measured in its processes, by memory::Meter",

@@ -3,10 +3,11 @@
 
 use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
-use super::workload::{optimizer_state, place, reaching, state_elements};
+use super::workload::{Sharding, optimizer_state, own_elements, place, reaching, state_elements};
 use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
+use crate::dist::FullyShard;
 use crate::graph::{self, Graph, TraceEvent};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing};
@@ -26,23 +27,23 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
         width,
         count,
     };
-    let parameters = config.num_parameters() as f64;
-    let of_parameters = |kind, what, width| {
-        buffer(
-            kind,
-            what,
-            config.parameters_formula(),
-            parameters,
-            width,
-            1.0,
-        )
+    let all = config.parameters_formula();
+    let (of_weights, of_state) = match workload.sharding {
+        None => (all, all),
+        Some(Sharding::Optimizer(_)) => (all, "own parameters"),
+        Some(Sharding::Full(..)) => ("own parts", "own parts"),
     };
-    let mut residents = vec![of_parameters(MemoryKind::Weights, "weights", width)];
+    let parameters = own_elements(config, workload);
+    let mut residents = vec![buffer(
+        MemoryKind::Weights,
+        "weights",
+        of_weights,
+        parameters,
+        width,
+        1.0,
+    )];
     if workload.mode == Mode::TrainStep {
-        let (formula, elements) = match workload.optimizer_shard {
-            None => (config.parameters_formula(), parameters),
-            Some(_) => ("own parameters", state_elements(config, workload)),
-        };
+        let (formula, elements) = (of_state, state_elements(config, workload));
         let state = optimizer_state(width, workload.moments);
         residents.extend(state.map(|(what, width)| {
             buffer(MemoryKind::Optimizer, what, formula, elements, width, 1.0)
@@ -281,8 +282,16 @@ impl Stack {
         };
         let shape = (workload.batch_size, workload.sequence_length);
         let precision = workload.precision;
+        let sharded = match workload.sharding {
+            Some(Sharding::Full(own, config)) => Some(FullyShard::on_paper(own, config)?),
+            _ => None,
+        };
         let forward = || {
             let weights = graph::weights(precision.parameter_dtype());
+            let weights = match &sharded {
+                Some(sharded) => sharded.builder(weights),
+                None => weights,
+            };
             let model = TransformerLM::of_any_length(&config, weights)?;
             let tokens = graph::input("tokens", shape, DType::U32)?;
             precision.run(|| match workload.mode {

@@ -3,7 +3,7 @@
 pub use crate::graph::Target as Kernels;
 
 use crate::attention::Algorithm;
-use crate::dist::Shard;
+use crate::dist::{FullyShardConfig, Shard};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::optim::Moments;
@@ -69,12 +69,31 @@ pub struct Workload {
     /// What AdamW stores running means in; f32 where a serialized workload says nothing.
     #[serde(default)]
     pub moments: Moments,
-    /// Whose memory it is of the ranks of a job, if they divide the optimizer's state ([`AdamW::shard`]). All of the
-    /// state where a serialized workload says nothing. What buckets of gradients take is left out: one bucket.
-    ///
-    /// [`AdamW::shard`]: crate::optim::AdamW::shard
+    /// What the ranks of a job divide, and whose memory it is. Nothing where a serialized workload does not say.
     #[serde(default)]
-    pub optimizer_shard: Option<Shard>,
+    pub sharding: Option<Sharding>,
+}
+
+/// What the ranks of a job divide among them, in eager steps, and which of them this is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sharding {
+    /// The optimizer's state, which [`AdamW::shard`](crate::optim::AdamW::shard) divides (ZeRO, stage 1). What buckets
+    /// of gradients take is left out: one bucket.
+    Optimizer(Shard),
+    /// Weights, their gradients and the optimizer's state, which [`FullyShard`](crate::dist::FullyShard) divides (ZeRO,
+    /// stage 3): a weight is there as a whole from where it is read first to where backward has read it last. Buckets
+    /// are of planned steps.
+    Full(Shard, FullyShardConfig),
+}
+
+impl Sharding {
+    /// Which rank it is, of how many.
+    pub fn shard(&self) -> Shard {
+        match self {
+            Self::Optimizer(shard) | Self::Full(shard, _) => *shard,
+        }
+    }
 }
 
 /// The model that runs the workload: one of a shorter context is taken for one that reaches as far.
@@ -92,8 +111,9 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
         ..config.clone()
     };
     config.validate()?;
-    match workload.optimizer_shard {
-        Some(own) => own.validate(),
+    match workload.sharding {
+        Some(Sharding::Optimizer(own)) => own.validate(),
+        Some(Sharding::Full(own, config)) => own.validate().and(config.validate()),
         None => Ok(()),
     }
 }
@@ -119,10 +139,20 @@ pub(super) fn optimizer_state(
     moments.into_iter().chain(master)
 }
 
-/// Elements of the parameters that the optimizer keeps state of: all, or those that a rank owns.
-pub(super) fn state_elements(config: &TransformerConfig, workload: &Workload) -> f64 {
-    let Some(own) = workload.optimizer_shard else {
+/// Elements of the parameters that a rank has: all, or of each its part.
+pub(super) fn own_elements(config: &TransformerConfig, workload: &Workload) -> f64 {
+    let Some(Sharding::Full(own, _)) = workload.sharding else {
         return config.num_parameters() as f64;
+    };
+    let shapes = config.parameter_shapes();
+    let parts = shapes.iter().map(|(_, shape)| own.part(shape.elem_count()));
+    parts.map(|part| part.len() as f64).sum()
+}
+
+/// Elements of the parameters that the optimizer keeps state of: a rank's own, or those of which it updates the whole.
+pub(super) fn state_elements(config: &TransformerConfig, workload: &Workload) -> f64 {
+    let Some(Sharding::Optimizer(own)) = workload.sharding else {
+        return own_elements(config, workload);
     };
     let shapes = config.parameter_shapes();
     let sizes = shapes

@@ -18,7 +18,7 @@ mod sum;
 mod tape;
 mod traced;
 
-pub(crate) use apply::{Made, Op, Storages, applied, apply, exactly};
+pub(crate) use apply::{Made, Op, Storages, apply, exactly};
 pub(crate) use composed::composed;
 pub(super) use composed::composed_as;
 pub(crate) use copy::contiguous;

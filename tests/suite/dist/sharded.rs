@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, TrainStep};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig, Shard};
-use tallow::memory::{Workload, estimate, measure};
+use tallow::memory::{Sharding, Workload, estimate, measure};
 use tallow::model::TransformerLM;
 use tallow::optim::{
     AdamW, AdamWConfig, GradScaler, GradScalerConfig, Moments, ParameterGroup, decay_matrices_only,
@@ -376,11 +376,11 @@ fn what_is_refused() {
 fn what_a_rank_keeps_is_predicted(
     #[values(Moments::Wide, Moments::Bf16 { seed: 1 })] moments: Moments,
 ) {
-    let workload = |optimizer_shard| Workload {
+    let workload = |sharding| Workload {
         batch_size: 2,
         sequence_length: 6,
         moments,
-        optimizer_shard,
+        sharding,
         ..Default::default()
     };
     let alone = estimate(&config(), &workload(None)).unwrap();
@@ -401,15 +401,15 @@ fn what_a_rank_keeps_is_predicted(
             rank,
             world_size: 3,
         };
-        let of_rank = estimate(&config(), &workload(Some(own))).unwrap();
+        let of_rank = estimate(&config(), &workload(Some(Sharding::Optimizer(own)))).unwrap();
         assert_eq!(of_rank.optimizer_bytes, state_bytes);
         let saved = alone.optimizer_bytes - of_rank.optimizer_bytes;
         assert_eq!(alone.peak_bytes - of_rank.peak_bytes, saved);
-        assert!(measure(&config(), &workload(Some(own))).is_err());
+        assert!(measure(&config(), &workload(Some(Sharding::Optimizer(own)))).is_err());
     }
     let nobody = Shard {
         rank: 3,
         world_size: 3,
     };
-    assert!(estimate(&config(), &workload(Some(nobody))).is_err());
+    assert!(estimate(&config(), &workload(Some(Sharding::Optimizer(nobody)))).is_err());
 }

@@ -74,7 +74,7 @@ fn every_precision_takes_what_is_predicted() {
 const RECORD_BYTES: usize = 223 + size_of::<Storage>() + size_of::<Device>();
 
 /// Where prediction and measurement disagree, in words.
-pub(super) fn wrong_of(
+pub(crate) fn wrong_of(
     config: &TransformerConfig,
     workload: &Workload,
     measured: &Measured,
@@ -89,11 +89,10 @@ pub(super) fn wrong_of(
     ];
     let line = format!("{pairs:?} {:?}", (config, workload));
     println!("{line}");
-    // Records of tensors and ops; a segment has more, for each of the weights that it reads.
-    let a_layer = match workload.checkpointing {
-        Checkpointing::None => 64,
-        _ => 96,
-    };
+    // Records of tensors and ops; more where each weight has one that a segment reads, or those of its gathering.
+    let of_segments = usize::from(workload.checkpointing != Checkpointing::None) * 32;
+    let of_gathers = usize::from(workload.sharding.is_some()) * 48;
+    let a_layer = 64 + of_segments + of_gathers;
     let records = (config.num_layers.max(4) * a_layer * RECORD_BYTES) as f64;
     // The breakdown has what every thread works in; on a busy machine not all may at the same time.
     let idle = 1048576.0 * rayon::current_num_threads() as f64;

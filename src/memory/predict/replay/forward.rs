@@ -2,6 +2,7 @@
 
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements};
+use crate::dist::ALL_GATHER;
 use crate::graph::{MemoryStep, Node, TraceEvent, ValueId};
 use crate::memory::MemoryKind;
 use crate::ops::WEIGHT_CAST;
@@ -97,12 +98,26 @@ impl Replay<'_> {
         })
     }
 
+    /// The weight itself, of one that was gathered its part.
+    fn weight_behind(&self, value: ValueId) -> ValueId {
+        let maker = self.makers[value.0].and_then(|event| self.node(event));
+        match maker.filter(|node| node.op == ALL_GATHER) {
+            Some(node) => node.inputs[0].value,
+            None => value,
+        }
+    }
+
     fn named(&self, event: usize, id: ValueId) -> (MemoryKind, What) {
         let Some(node) = self.node(event) else {
             return (MemoryKind::Activations, What::Output(event));
         };
-        if node.op == WEIGHT_CAST {
-            return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
+        match node.op {
+            WEIGHT_CAST => {
+                let weight = self.weight_behind(node.inputs[0].value);
+                return (MemoryKind::WeightCasts, What::Weight(weight));
+            }
+            ALL_GATHER => return (MemoryKind::Weights, What::Weight(node.inputs[0].value)),
+            _ => {}
         }
         let is_result = |id| self.graph.outputs.iter().any(|output| output.value == id);
         let kind = match is_result(node.output) {
