@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::compile::{LossStep, PlanConfig, StepConfig, TrainStep};
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
+use tallow::memory::{Kernels, Meter, Mode, Sharding, Workload, estimate};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::optim::AdamW;
@@ -43,6 +44,7 @@ pub fn as_one_process() -> Result<()> {
             (Precision::BF16, Some(DType::BF16), None),
         ] {
             as_replicated(&ranks, precision, exchange, clip_norm)?;
+            takes_what_is_predicted(&ranks, precision, exchange)?;
         }
     }
     ranks.barrier()
@@ -98,15 +100,8 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
     Ok(())
 }
 
-/// Losses and weights of planned steps whose weights are divided, beside those of steps that have all of them.
-fn as_replicated(
-    ranks: &Communicator,
-    precision: Precision,
-    exchange: Option<DType>,
-    clip_norm: Option<f64>,
-) -> Result<()> {
-    let device = ranks.device();
-    let config = TransformerConfig {
+fn model() -> TransformerConfig {
+    TransformerConfig {
         vocab_size: 1000,
         context_length: 128,
         d_model: 256,
@@ -115,7 +110,71 @@ fn as_replicated(
         d_ff: 704,
         attention: Algorithm::Flash,
         ..Default::default()
+    }
+}
+
+/// A rank's ids, (2, 128) u32.
+fn ids(ranks: &Communicator, offset: usize) -> Result<Tensor> {
+    let ids = (0..256).map(|i| ((i + offset + 300 * ranks.rank()) * 7919 % 1000) as u32);
+    Ok(Tensor::from_iter(ids, ranks.device())?.reshape((2, 128))?)
+}
+
+/// The peak of an eager step.
+fn takes_what_is_predicted(
+    ranks: &Communicator,
+    precision: Precision,
+    exchange: Option<DType>,
+) -> Result<()> {
+    let (device, config) = (ranks.device(), model());
+    let meter = Meter::new(device);
+    let now = || {
+        device.synchronize()?;
+        Ok::<_, tallow::Error>(meter.current_bytes().unwrap())
     };
+    let base = now()?;
+    let parts = FullyShardConfig {
+        dtype: exchange,
+        ..Default::default()
+    };
+    let sharded = FullyShard::new(ranks, parts)?;
+    let vb = sharded.builder(nn::seeded(3, DType::F32, device));
+    let model = TransformerLM::from_var_builder(&config, vb)?;
+    let mut optimizer = AdamW::new(sharded.parameters(), CONFIG)?;
+    let (tokens, targets) = (ids(ranks, 0)?, ids(ranks, 1)?);
+    let mut peak = 0;
+    for _ in 0..3 {
+        now()?;
+        meter.reset_peak();
+        let loss = precision.run(|| model.loss(&tokens, &targets))?;
+        optimizer.step(&tallow::backward(loss)?)?;
+        peak = meter.peak_bytes().unwrap() - base;
+    }
+    let workload = Workload {
+        batch_size: 2,
+        sequence_length: 128,
+        mode: Mode::TrainStep,
+        attention: config.attention,
+        precision,
+        kernels: Kernels::of(device),
+        sharding: Some(Sharding::Full(sharded.shard(), parts)),
+        ..Default::default()
+    };
+    let predicted = estimate(&config, &workload)?.peak_bytes;
+    assert!(
+        predicted.abs_diff(peak) < 1 << 18,
+        "{precision}, {exchange:?}: {predicted} {peak}"
+    );
+    Ok(())
+}
+
+/// Losses and weights of planned steps whose weights are divided, beside those of steps that have all of them.
+fn as_replicated(
+    ranks: &Communicator,
+    precision: Precision,
+    exchange: Option<DType>,
+    clip_norm: Option<f64>,
+) -> Result<()> {
+    let (device, config) = (ranks.device(), model());
     let plan = PlanConfig {
         batch_size: 2,
         sequence_length: 128,
@@ -123,11 +182,7 @@ fn as_replicated(
         clip_norm,
         ..Default::default()
     };
-    let ids = |offset: usize| {
-        let ids = (0..256).map(|i| ((i + offset + 300 * ranks.rank()) * 7919 % 1000) as u32);
-        Tensor::from_iter(ids, device)?.reshape((2, 128))
-    };
-    let (tokens, targets) = (ids(0)?, ids(1)?);
+    let (tokens, targets) = (ids(ranks, 0)?, ids(ranks, 1)?);
     let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
         let mut step = |_| step.run(&mut optimizer, &tokens, &targets);
         let mut losses: Vec<f32> = (0..3).map(&mut step).collect::<Result<_>>()?;
