@@ -64,10 +64,11 @@ impl Shard {
         let parameters: Vec<(&str, usize)> = parameters.collect();
         let mut order: Vec<usize> = (0..parameters.len()).collect();
         order.sort_by_key(|number| parameters[*number].0);
-        let mut elements = vec![0; world_size];
+        let ranks = world_size.min(parameters.len()); // those after them own nothing
+        let mut elements = vec![0; ranks];
         let mut owners = vec![0; parameters.len()];
         for number in order {
-            let fewest = (0..world_size).min_by_key(|rank| elements[*rank]);
+            let fewest = (0..ranks).min_by_key(|rank| elements[*rank]);
             owners[number] = fewest.unwrap_or(0);
             elements[owners[number]] += parameters[number].1;
         }
@@ -88,6 +89,10 @@ mod tests {
         let reversed = Shard::owners(2, parameters.into_iter().rev());
         assert!(reversed.iter().rev().eq(&owners));
         assert_eq!(Shard::owners(8, parameters.into_iter()), [1, 2, 0, 4, 3]);
+        assert_eq!(
+            Shard::owners(usize::MAX, parameters.into_iter()),
+            Shard::owners(8, parameters.into_iter())
+        );
         assert!(Shard::owners(3, [].into_iter()).is_empty());
     }
 }

@@ -63,8 +63,8 @@ pub(crate) fn unit_of_tiles<T: 'static>(head_dim: usize) -> Option<Unit> {
     unit.filter(|_| head_dim >= narrowest)
 }
 
-/// The narrowest heads whose attention gained by AMX where it was measured: of 32 it took 1.09 times as long as in f32,
-/// of 64 0.91, of 128 0.79 (Sapphire Rapids).
+/// The narrowest heads whose attention gained by AMX where it was measured: of 32 it took 1.1 times as long as in f32,
+/// of 64 0.86, of 128 0.81 (Sapphire Rapids).
 const WIDE: usize = 64;
 
 /// The unit that [`WANTED`] names if it is there, or the first that is `chosen`.
