@@ -8,7 +8,7 @@ use tallow::dist::{
     Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{self, Checkpointing, Layer, Linear};
+use tallow::nn::{self, Architecture, Checkpointing, Layer, Linear};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, decay_matrices_only};
 use tallow::precision::Precision;
 use tallow::{Error, Result, graph, no_grad, ops};
@@ -55,20 +55,31 @@ fn whole_weights(model: &TransformerLM, sharded: &FullyShard) -> Result<Vec<(Str
 /// Losses, and weights by name.
 type Run = (Vec<f32>, Vec<(String, Tensor)>);
 
+fn of(architecture: Architecture) -> TransformerConfig {
+    TransformerConfig {
+        architecture,
+        ..config()
+    }
+}
+
 /// Three steps of both.
-fn both_ways(ranks: &Communicator, config: &PlanConfig) -> Result<[Run; 2]> {
+fn both_ways(
+    ranks: &Communicator,
+    model: &TransformerConfig,
+    config: &PlanConfig,
+) -> Result<[Run; 2]> {
     let first = ranks.rank() * config.accumulation;
     let [tokens, targets] = batches(first..first + config.accumulation);
     let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
         let losses = (0..3).map(|_| step.run(&mut optimizer, &tokens, &targets));
         losses.collect()
     };
-    let whole = model(1);
+    let whole = TransformerLM::new(model, 1, &Device::Cpu)?;
     let optimizer = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
     let step = TrainStep::replicated(&whole, &optimizer, config, &replicated)?;
     let wanted = run(step, optimizer)?;
-    let (divided, optimizer, sharded) = sharded_model(ranks, &super::config())?;
+    let (divided, optimizer, sharded) = sharded_model(ranks, model)?;
     let step = TrainStep::fully_sharded(&divided, &optimizer, config, &sharded)?;
     let found = run(step, optimizer)?;
     let weights = whole.parameters().into_iter();
@@ -85,13 +96,15 @@ fn steps_without_sums_over_parts(
     #[values(2, 3, 40)] world_size: usize,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
+    #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
 ) {
     let config = PlanConfig {
         precision,
         checkpointing,
         ..plan_config(1, None)
     };
-    for [wanted, found] in on_ranks(world_size, |ranks| both_ways(&ranks, &config)) {
+    let model = of(architecture);
+    for [wanted, found] in on_ranks(world_size, |ranks| both_ways(&ranks, &model, &config)) {
         assert_eq!(found.0, wanted.0);
         assert_eq!(found.1.len(), wanted.1.len());
         for ((name, found), (other, wanted)) in found.1.iter().zip(&wanted.1) {
@@ -111,7 +124,9 @@ fn steps_with_sums_over_parts(
     ),
 ) {
     let config = plan_config(accumulation, clip_norm);
-    let ranks = on_ranks(world_size, |ranks| both_ways(&ranks, &config));
+    let ranks = on_ranks(world_size, |ranks| {
+        both_ways(&ranks, &super::config(), &config)
+    });
     for [wanted, found] in &ranks {
         for (found, wanted) in found.0.iter().zip(&wanted.0) {
             assert!((found - wanted).abs() < 1e-5 * wanted, "{found} {wanted}");
@@ -130,10 +145,11 @@ fn steps_with_sums_over_parts(
 fn eager_steps(
     #[values(2, 3, 40)] world_size: usize,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
+    #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
 ) {
     let config = TransformerConfig {
         checkpointing,
-        ..config()
+        ..of(architecture)
     };
     let found = on_ranks(world_size, |ranks| {
         let [tokens, targets] = batch(ranks.rank());

@@ -91,9 +91,12 @@ pub(crate) fn wrong_of(
     println!("{line}");
     // Records of tensors and ops; more where each weight has one that a segment reads, or those of its gathering.
     let of_segments = usize::from(workload.checkpointing != Checkpointing::None) * 32;
-    let of_gathers = usize::from(workload.sharding.is_some()) * 48;
-    let a_layer = 64 + of_segments + of_gathers;
-    let records = (config.num_layers.max(4) * a_layer * RECORD_BYTES) as f64;
+    let of_gathers = match workload.sharding {
+        Some(_) => 5 * config.parameter_shapes().len(),
+        None => 0,
+    };
+    let records = config.num_layers.max(4) * (64 + of_segments) + of_gathers;
+    let records = (records * RECORD_BYTES) as f64;
     // The breakdown has what every thread works in; on a busy machine not all may at the same time.
     let idle = 1048576.0 * rayon::current_num_threads() as f64;
     let slack = [

@@ -8,7 +8,7 @@ use tallow::attention::Algorithm;
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Shard};
 use tallow::memory::{Measured, Mode, Sharding, Workload, estimate, tracker};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{self, Checkpointing};
+use tallow::nn::{self, Architecture, Checkpointing};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
 use tallow::{Result, backward};
@@ -25,11 +25,23 @@ fn a_fully_sharded_rank_takes_what_is_predicted() {
     if child::ran("memory::sharding::a_fully_sharded_rank_takes_what_is_predicted") {
         return;
     }
+    let gpt2 = TransformerConfig {
+        architecture: Architecture::Gpt2,
+        ..config(128, 512, 4, 2000)
+    };
+    let tied = TransformerConfig {
+        tie_embeddings: true, // gathered twice
+        qkv_bias: true,
+        num_kv_heads: Some(2),
+        ..config(64, 160, 3, 4000)
+    };
     let mut wrong = Vec::new();
     for (model, batch_size) in [
         (config(256, 700, 7, 500), 1), // weights dominate
         (config(64, 160, 5, 300), 8),  // activations do
         (config(64, 160, 2, 8000), 2), // embedding and head do
+        (gpt2, 2),
+        (tied, 2),
     ] {
         for precision in [Precision::F32, Precision::BF16] {
             for exchanged in [None, Some(DType::BF16)] {
