@@ -47,8 +47,8 @@ use std::fmt;
 ///
 /// Nothing is dropped: a step with dropout is [traced](estimate_graph).
 ///
-/// Of a [rank](super::Sharding) of several that divide weights, P are its parts, and a weight that was gathered is there
-/// as a whole, in the weights' dtype, until backward has read it last; its gradient is copied to be exchanged.
+/// Of a [rank](super::Sharding) of several that divide weights, P are its parts. A weight that was gathered is there as
+/// a whole, in the weights' dtype, until backward has read it last; its gradient is copied to be exchanged.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
