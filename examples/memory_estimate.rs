@@ -143,7 +143,7 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
-        if self.ranks > 1 {
+        if self.ranks > 1 || self.strategy != Strategy::Replicated {
             let ranks = format!("{}, {}", self.ranks, self.strategy.name());
             report.configuration.insert("ranks", ranks);
         }
@@ -225,8 +225,7 @@ impl Flags {
             dtype: self.exchange_bf16.then_some(DType::BF16),
             ..Default::default()
         };
-        let sharding = self.strategy.sharding(own, parts);
-        sharding.filter(|_| self.ranks > 1)
+        self.strategy.sharding(own, parts)
     }
 
     fn available_bytes(&self) -> Result<u64> {

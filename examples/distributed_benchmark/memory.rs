@@ -114,6 +114,7 @@ impl Flags {
                 sequence_length: self.context_length,
                 attention: self.attention,
                 precision,
+                checkpointing: config.checkpointing,
                 kernels: Kernels::of(device),
                 sharding: way.and_then(|way| {
                     let own = way.strategy.shard(communicator)?;

@@ -87,15 +87,6 @@ pub enum Sharding {
     Full(Shard, FullyShardConfig),
 }
 
-impl Sharding {
-    /// Which rank it is, of how many.
-    pub fn shard(&self) -> Shard {
-        match self {
-            Self::Optimizer(shard) | Self::Full(shard, _) => *shard,
-        }
-    }
-}
-
 /// The model that runs the workload: one of a shorter context is taken for one that reaches as far.
 pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> TransformerConfig {
     TransformerConfig {

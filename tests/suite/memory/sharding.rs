@@ -109,6 +109,27 @@ fn measured(
     })
 }
 
+/// Workloads are saved and read with the dtype by its name.
+#[test]
+fn a_sharding_is_serialized() {
+    let parts = FullyShardConfig {
+        dtype: Some(DType::BF16),
+        ..Default::default()
+    };
+    let whole = FullyShardConfig::default();
+    for sharding in [
+        Sharding::Optimizer(OWN),
+        Sharding::Full(OWN, parts),
+        Sharding::Full(OWN, whole),
+    ] {
+        let text = serde_json::to_string(&sharding).unwrap();
+        assert_eq!(serde_json::from_str::<Sharding>(&text).unwrap(), sharding);
+        let other = text.replace("bf16", "bf17");
+        let error = serde_json::from_str::<Sharding>(&other);
+        assert_eq!(error.is_err(), text != other, "{other}");
+    }
+}
+
 /// Ranks have the parts that their job gives them.
 #[test]
 fn parts_are_what_is_predicted() {
