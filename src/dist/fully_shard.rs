@@ -2,8 +2,9 @@
 
 use super::gather::Part;
 use super::{Communicator, FullyShardConfig, Shard};
+use crate::ops::Divided;
 use crate::optim::{clip_parts, described};
-use crate::{Error, Result, graph, no_grad};
+use crate::{Error, Result, graph};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
@@ -17,10 +18,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// [gathers](super::gathered) where it reads them. What is trained are the parts, [`parameters`](Self::parameters), by
 /// any optimizer. They and the layers' weights are connected for as long as this lives.
 ///
-/// In a [planned](crate::compile::TrainStep::fully_sharded) step a weight is gathered for forward, freed, and gathered
-/// again for backward; on a GPU the last bucket of forward's is kept, which backward reads first. In an eager step a
-/// weight is kept for backward once it is gathered, unless the block is [checkpointed](crate::nn::Checkpointing), and
-/// gathered again with it; gradients are averaged in [`backward`](crate::backward()).
+/// A weight is gathered for forward in the dtype that a product reads, freed, and gathered again for backward. In a
+/// [planned](crate::compile::TrainStep::fully_sharded) step on a GPU this is done ahead, and the last bucket of
+/// forward's is kept, which backward reads first. In an eager step the product itself gathers and waits; what a
+/// [checkpointed](crate::nn::Checkpointing) block gathers when it is recomputed stays for its backward, and what is read
+/// by no product (an embedding's table, norms' weights, biases) from forward until backward. Gradients are averaged in
+/// [`backward`](crate::backward()).
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -120,7 +123,7 @@ impl FullyShard {
     pub fn whole(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
         match weight {
-            Some(weight) => no_grad(|| weight.part.gathered()),
+            Some(weight) => weight.part.gathered(weight.part.var.dtype()),
             None => Err(self.refuse(format!("there is no weight {name}"))),
         }
     }

@@ -276,7 +276,7 @@ impl TransformerLM {
         ignore: Option<u32>,
     ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
-        let head = &gathered(self.lm_head.weight())?;
+        let head = self.lm_head.weight();
         in_module("lm_head", || match ignore {
             None => ops::linear_cross_entropy(&hidden, head, targets),
             Some(id) => ops::linear_cross_entropy_ignoring(&hidden, head, targets, id),

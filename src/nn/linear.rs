@@ -89,10 +89,9 @@ impl Linear {
     /// # Errors
     /// As [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let weight = gathered(&self.weight)?;
         match &self.bias {
-            Some(bias) => ops::linear_bias(x, &weight, &gathered(bias)?),
-            None => ops::linear(x, &weight),
+            Some(bias) => ops::linear_bias(x, &self.weight, &gathered(bias)?),
+            None => ops::linear(x, &self.weight),
         }
     }
 }

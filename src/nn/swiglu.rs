@@ -1,7 +1,6 @@
 //! The feed-forward network.
 
 use super::{Layer, Linear, join};
-use crate::dist::gathered;
 use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::Tensor;
@@ -33,10 +32,7 @@ impl SwiGlu {
     /// # Errors
     /// As [`ops::swiglu_linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gated = || {
-            let [w1, w3] = [&self.w1, &self.w3].map(|map| gathered(map.weight()));
-            ops::swiglu_linear(x, &w1?, &w3?)
-        };
+        let gated = || ops::swiglu_linear(x, self.w1.weight(), self.w3.weight());
         let hidden = in_module("w1, w3", gated)?; // (..., F)
         in_module("w2", || self.w2.forward(&hidden))
     }

@@ -62,7 +62,7 @@ pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -
 }
 
 /// The elements of an operand of any of the kernels' dtypes, to be read: one after another, or heads by strides.
-pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
+pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
     fn of<'a, T: WithDType>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
         let slice = |elements: &'a [T]| {
             let start = elements.as_ptr().cast_mut().cast();

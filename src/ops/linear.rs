@@ -19,7 +19,8 @@ use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::product::{Factor, product};
 use super::record::{Spec, float_input, run};
-use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
+use super::weight::{self, WeightCopy, read_weight, tell_kept, with_copies};
+use crate::graph::Attribute;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
@@ -148,15 +149,16 @@ impl Spec for Linear {
         (with_last_dim(x.dims, weight.dims[0]).into(), x.dtype)
     }
 
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        weight::attributes(&self.copies)
+    }
+
     fn reads(&self) -> Vec<Tensor> {
-        tensors(&self.copies)
+        weight::tensors(&self.copies)
     }
 
     fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        match inputs[0].track_op() {
-            true => tensors_again(&self.copies, &inputs[1..2]),
-            false => Ok(vec![inputs[1].clone()]), // dx alone reads the weight
-        }
+        weight::tensors_again(&self.copies, &inputs[1..2])
     }
 
     fn drops_read(&self, _: usize) -> bool {

@@ -208,7 +208,9 @@ impl Spec for LinearCrossEntropy {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        self.targets.attributes()
+        let mut attributes = self.targets.attributes();
+        attributes.extend(self.product.attributes());
+        attributes
     }
 
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {

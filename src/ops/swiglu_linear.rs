@@ -21,8 +21,8 @@ use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
 use super::swiglu::{gated, gated_backward, swiglu};
-use super::weight::{WeightCopy, read_weight, tell_kept, tensors, tensors_again, with_copies};
-use crate::graph::Target;
+use super::weight::{self, WeightCopy, read_weight, tell_kept, with_copies};
+use crate::graph::{Attribute, Target};
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
@@ -149,6 +149,10 @@ impl Spec for SwiGluLinear {
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
     }
 
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        weight::attributes(&self.copies)
+    }
+
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (x, width) = (&inputs[0], inputs[1].dims[0]);
         ["gate", "up"]
@@ -157,11 +161,11 @@ impl Spec for SwiGluLinear {
     }
 
     fn reads(&self) -> Vec<Tensor> {
-        tensors(&self.copies)
+        weight::tensors(&self.copies)
     }
 
     fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        tensors_again(&self.copies, &inputs[1..])
+        weight::tensors_again(&self.copies, &inputs[1..])
     }
 
     fn drops_read(&self, index: usize) -> bool {

@@ -1,5 +1,5 @@
-//! A weight as products read it: itself, or in an autocast region its copy in half precision, which is no node of the
-//! graph.
+//! A weight as products read it: itself; in an autocast region its copy in half precision; all of one that ranks have
+//! parts of. Neither copies nor what was gathered are nodes of the graph.
 //!
 //! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight
 //! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
@@ -10,76 +10,126 @@ use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
+use crate::graph::{self, Attribute};
 use crate::{Result, precision, probe};
 use candle_core::{DType, Tensor, TensorId};
-use std::collections::HashSet;
-use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Tensors that are weights without being variables.
-static MARKED: LazyLock<Mutex<HashSet<TensorId>>> = LazyLock::new(Mutex::default);
+/// A weight that ranks have parts of; its layer has a hollow tensor in its place.
+pub(crate) trait Divided: Send + Sync {
+    /// All of it in `dtype`, outside of the graph.
+    fn gathered(&self, dtype: DType) -> Result<Tensor>;
 
-fn marked() -> MutexGuard<'static, HashSet<TensorId>> {
-    MARKED.lock().unwrap_or_else(PoisonError::into_inner)
+    /// All of it as a node of the graph: its gradient goes on to the part.
+    fn node(&self) -> Result<Tensor>;
+
+    /// The same node without its elements, for ops that read [`gathered`](Self::gathered) beside it.
+    fn empty_node(&self) -> Result<Tensor>;
+
+    /// Whether there are no parts, and it is there to be traced.
+    fn is_on_paper(&self) -> bool;
 }
 
-/// Has ops take a tensor for a weight, for as long as this lives: all of one that ranks have parts of.
-#[derive(Default)]
-pub(crate) struct WeightMark(OnceLock<TensorId>);
+/// Divided weights that are there, by their hollow tensors.
+static DIVIDED: LazyLock<Mutex<HashMap<TensorId, Weak<dyn Divided>>>> =
+    LazyLock::new(Mutex::default);
 
-impl WeightMark {
-    /// Says which.
-    pub fn set(&self, weight: &Tensor) {
-        if self.0.set(weight.id()).is_ok() {
-            marked().insert(weight.id());
+fn all_divided() -> MutexGuard<'static, HashMap<TensorId, Weak<dyn Divided>>> {
+    DIVIDED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Says what a hollow tensor stands for, until [`forget`].
+pub(crate) fn stands_for(hollow: &Tensor, weight: Weak<dyn Divided>) {
+    all_divided().insert(hollow.id(), weight);
+}
+
+/// The weight of this hollow tensor goes.
+pub(crate) fn forget(hollow: &Tensor) {
+    all_divided().remove(&hollow.id());
+}
+
+/// What a hollow tensor stands for, if it stands for a weight that ops gather: a plan gathers by itself.
+pub(crate) fn divided(weight: &Tensor) -> Option<Arc<dyn Divided>> {
+    if !graph::is_hollow(weight) {
+        return None;
+    }
+    let divided = all_divided().get(&weight.id()).and_then(Weak::upgrade);
+    divided.filter(|weight| !graph::is_tracing() || weight.is_on_paper())
+}
+
+thread_local! {
+    static KEEPS_GATHERED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f`, in which what forward gathers is kept, where backward comes next, or dropped, where it does not.
+pub(crate) fn with_gathered_kept<R>(keeps: bool, f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            KEEPS_GATHERED.set(self.0);
         }
     }
+    let _restore = Restore(KEEPS_GATHERED.replace(keeps));
+    f()
 }
 
-impl Drop for WeightMark {
-    fn drop(&mut self) {
-        if let Some(id) = self.0.get() {
-            marked().remove(id);
-        }
-    }
-}
+/// What products read beside a weight, for the life of an op; nothing, where they read the weight as it is.
+pub(super) struct WeightCopy(Option<Box<Copied>>);
 
-/// The copy of one weight, for the life of an op.
-pub(super) struct WeightCopy {
-    /// None where the weight is read as it is; and, after forward, where the copy is dropped.
+struct Copied {
+    /// None after forward, where it is dropped then.
     copy: Mutex<Option<Tensor>>,
-    /// The copy's dtype; `None` where there is none.
-    dtype: Option<DType>,
+    source: Source,
+    dtype: DType,
     drops: bool,
+}
+
+/// What a copy is made of.
+enum Source {
+    /// The weight, cast.
+    Cast,
+    /// The parts of all ranks.
+    Gathered(Arc<dyn Divided>),
 }
 
 /// x and the weights as `op` takes them here, and the copies that its products read.
 ///
-/// Copies are for f32 variables, and weights that were gathered, that a kernel multiplies by; others are cast as
-/// `cast_for` casts.
+/// Copies are for f32 variables that a kernel multiplies by in half precision, and for weights that ranks have parts
+/// of; others are cast as `cast_for` casts.
 pub(super) fn with_copies<const N: usize>(
     op: &OpInfo,
     x: &Tensor,
     weights: [&Tensor; N],
 ) -> Result<(Tensor, [Tensor; N], [WeightCopy; N])> {
     let all: Vec<_> = [x].into_iter().chain(weights).map(Into::into).collect();
-    let x = operand(op.op, x)?;
+    let mut x = operand(op.op, x)?;
     let mut inputs = weights.map(Tensor::clone);
     for weight in &mut inputs {
         *weight = operand(op.op, weight)?;
     }
-    let Some(target) = precision::decide(op.op, &all) else {
-        return Ok((x, inputs, weights.map(|_| WeightCopy::none())));
+    let target = precision::decide(op.op, &all);
+    let cast = |x: &Tensor| match target {
+        Some(dtype) => cast_castable(x, dtype),
+        None => Ok(x.clone()),
     };
-    let in_half = matches!(target, DType::F16 | DType::BF16);
-    let x = cast_castable(&x, target)?;
-    let copies_weights =
-        in_half && current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
+    x = cast(&x)?;
+    let has_kernel = current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
+    let in_half = target.filter(|dtype| matches!(dtype, DType::F16 | DType::BF16));
     let mut copies = weights.map(|_| WeightCopy::none());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
-        let is_weight = weight.is_variable() || marked().contains(&weight.id());
-        match copies_weights && is_weight && weight.dtype() == DType::F32 {
-            true => *copy = WeightCopy::new(weight, target)?,
-            false => *weight = cast_castable(weight, target)?,
+        let is_copied = has_kernel && weight.is_variable() && weight.dtype() == DType::F32;
+        match (divided(weight), in_half) {
+            (Some(divided), _) if has_kernel => {
+                let castable = target.filter(|_| precision::is_castable(weight.dtype()));
+                let dtype = castable.unwrap_or(weight.dtype());
+                *weight = divided.empty_node()?;
+                *copy = WeightCopy::gathered(divided, dtype)?;
+            }
+            (Some(divided), _) => *weight = cast(&divided.node()?)?,
+            (None, Some(dtype)) if is_copied => *copy = WeightCopy::cast(weight, dtype)?,
+            (None, _) => *weight = cast(weight)?,
         }
     }
     Ok((x, inputs, copies))
@@ -87,19 +137,17 @@ pub(super) fn with_copies<const N: usize>(
 
 /// The copies, each for as long as there is one.
 pub(super) fn tensors(copies: &[WeightCopy]) -> Vec<Tensor> {
-    copies.iter().filter_map(WeightCopy::tensor).collect()
+    copies.iter().filter_map(WeightCopy::get).collect()
 }
 
-/// The copies for backward: a dropped one is made again of its weight.
+/// The copies for backward: a dropped one is made again.
 pub(super) fn tensors_again(
     copies: &[WeightCopy],
     weights: &[&Tensor],
 ) -> candle_core::Result<Vec<Tensor>> {
     let copied = copies.iter().zip(weights);
-    let copied = copied.filter(|(copy, _)| copy.dtype.is_some());
-    copied
-        .map(|(copy, weight)| copy.for_backward(weight))
-        .collect()
+    let copied = copied.filter_map(|(copy, weight)| copy.for_backward(weight).transpose());
+    Ok(copied.collect::<Result<_>>()?)
 }
 
 /// Says which copies stay for backward, after forward.
@@ -109,10 +157,28 @@ pub(super) fn tell_kept(copies: &[WeightCopy]) {
     }
 }
 
-/// What products read of input `input`, a weight: itself, or its copy in half precision, where its own dtype is another
-/// than x's. Copies stand first in what an op reads, in the order of their weights.
+/// Which inputs are read by copies in their own dtype: a bit each.
+const GATHERED: &str = "gathered";
+
+/// What [`read_weight`] must know of an op whose inputs from 1 on are these weights.
+pub(super) fn attributes(copies: &[WeightCopy]) -> Vec<(&'static str, Attribute)> {
+    let gathered = (1..).zip(copies).filter(|(_, copy)| copy.is_gathered());
+    match gathered.map(|(input, _)| 1 << input).sum() {
+        0 => Vec::new(),
+        bits => vec![(GATHERED, Attribute::Count(bits))],
+    }
+}
+
+/// What products read of input `input`, a weight: itself, or the copy beside it, where it was gathered, or where its
+/// own dtype is another than x's. Copies stand first in what an op reads, in the order of their weights.
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
-    let is_copied = |input: &usize| signature.inputs[*input].dtype != signature.inputs[0].dtype;
+    let gathered = match signature.attribute(GATHERED) {
+        Some(Attribute::Count(bits)) => bits,
+        _ => 0,
+    };
+    let is_copied = |input: &usize| {
+        gathered & (1 << *input) != 0 || signature.inputs[*input].dtype != signature.inputs[0].dtype
+    };
     match is_copied(&input) {
         true => Slot::Read((1..input).filter(is_copied).count()),
         false => Slot::Input(input),
@@ -121,45 +187,51 @@ pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
 
 impl WeightCopy {
     fn none() -> Self {
-        Self {
-            copy: Mutex::new(None),
-            dtype: None,
-            drops: false,
-        }
+        Self(None)
     }
 
-    fn new(weight: &Tensor, dtype: DType) -> Result<Self> {
-        let drops = !precision::caches_weights();
-        let copy = match weight.is_variable() && !drops {
+    fn cast(weight: &Tensor, dtype: DType) -> Result<Self> {
+        let caches = precision::caches_weights();
+        let copy = match caches {
             true => cached_copy(weight, dtype)?,
-            false => cast_weight(&weight.detach(), dtype)?, // nobody else reads what was gathered
+            false => cast_weight(&weight.detach(), dtype)?,
         };
-        Ok(Self {
+        Ok(Self::new(copy, Source::Cast, !caches))
+    }
+
+    fn gathered(weight: Arc<dyn Divided>, dtype: DType) -> Result<Self> {
+        let copy = weight.gathered(dtype)?;
+        let drops = !KEEPS_GATHERED.get();
+        Ok(Self::new(copy, Source::Gathered(weight), drops))
+    }
+
+    fn new(copy: Tensor, source: Source, drops: bool) -> Self {
+        Self(Some(Box::new(Copied {
+            dtype: copy.dtype(),
             copy: Mutex::new(Some(copy)),
-            dtype: Some(dtype),
+            source,
             drops,
-        })
+        })))
     }
 
     fn get(&self) -> Option<Tensor> {
-        let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
-        copy.clone()
+        self.0.as_ref()?.lock().clone()
+    }
+
+    fn is_gathered(&self) -> bool {
+        let copied = self.0.as_ref();
+        copied.is_some_and(|copied| matches!(copied.source, Source::Gathered(_)))
     }
 
     /// Whether it goes when forward's product is done.
     pub(super) fn is_dropped(&self) -> bool {
-        self.drops
-    }
-
-    /// The copy, for as long as there is one.
-    pub(super) fn tensor(&self) -> Option<Tensor> {
-        self.get()
+        self.0.as_ref().is_some_and(|copied| copied.drops)
     }
 
     /// Drops what is dropped when forward is done.
     pub(super) fn forwarded(&self) {
-        if self.drops {
-            *self.copy.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        if let Some(copied) = self.0.as_ref().filter(|copied| copied.drops) {
+            *copied.lock() = None;
         }
     }
 
@@ -168,12 +240,24 @@ impl WeightCopy {
         self.get().unwrap_or_else(|| weight.clone())
     }
 
-    /// What backward's products read: a dropped copy is recomputed.
-    pub(super) fn for_backward(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
-        match (self.get(), self.dtype) {
-            (Some(copy), _) => Ok(copy),
-            (None, Some(dtype)) => Ok(cast_weight(&weight.detach(), dtype)?),
-            (None, None) => Ok(weight.clone()),
+    /// What backward's products read beside the weight: a dropped copy is made again.
+    fn for_backward(&self, weight: &Tensor) -> Result<Option<Tensor>> {
+        let Some(copied) = &self.0 else {
+            return Ok(None);
+        };
+        if let Some(copy) = self.get() {
+            return Ok(Some(copy));
         }
+        let copy = match &copied.source {
+            Source::Cast => cast_weight(&weight.detach(), copied.dtype),
+            Source::Gathered(divided) => divided.gathered(copied.dtype),
+        };
+        copy.map(Some)
+    }
+}
+
+impl Copied {
+    fn lock(&self) -> MutexGuard<'_, Option<Tensor>> {
+        self.copy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

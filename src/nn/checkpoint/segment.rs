@@ -6,6 +6,7 @@ use super::{NAME, refuse};
 use crate::backward::{Attach, Slot, token};
 use crate::hardware::device_name;
 use crate::ops::record::{Entry, Node};
+use crate::ops::with_gathered_kept;
 use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -126,8 +127,8 @@ impl InGraph {
 
 impl Recompute {
     fn run(&self) -> Result<Run> {
-        self.conditions
-            .restored(|| Run::new(&self.f, self.inputs.iter().cloned()))
+        let run = || Run::new(&self.f, self.inputs.iter().cloned());
+        self.conditions.restored(|| with_gathered_kept(true, run)) // backward comes next
     }
 }
 

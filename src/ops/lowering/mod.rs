@@ -242,6 +242,12 @@ impl Calls {
         needed
     }
 
+    /// Whether a call reads this.
+    pub fn reads(&self, slot: Slot) -> bool {
+        let mut read = self.calls.iter().flat_map(|call| call.reads.iter());
+        read.any(|other| *other == slot)
+    }
+
     /// Whether a backward writes over what forward has left.
     pub fn writes_over_kept(&self) -> bool {
         let mut written = self.calls.iter().flat_map(|call| call.writes.iter());

@@ -87,7 +87,7 @@ impl<S: Spec> Lowered<S> {
         &self,
         device: &Device,
         inputs: &[Operand<'_>],
-        lying: impl Iterator<Item = Result<Lying<'a>>>,
+        lying: impl Fn(usize) -> Result<Lying<'a>>,
         reads: Vec<Tensor>,
     ) -> Result<(Storage, Shape, Box<[Tensor]>)> {
         let target = Target::of(device);
@@ -108,8 +108,11 @@ impl<S: Spec> Lowered<S> {
         };
         let calls = (self.lowering.forward)(&signature);
         let mut run = Run::new(device, &signature, &calls, reads);
-        for (i, operand) in lying.enumerate() {
-            run.operands.push((Slot::Input(i), operand?));
+        for input in 0..inputs.len() {
+            // One that is read by a copy may have no elements.
+            if calls.reads(Slot::Input(input)) {
+                run.operands.push((Slot::Input(input), lying(input)?));
+            }
         }
         if shape.elem_count() > 0 {
             run.run(|_| true)?;
@@ -129,8 +132,7 @@ impl<S: Spec> Lowered<S> {
     fn forward_again(&self, inputs: &[&Tensor]) -> Result<Box<[Tensor]>> {
         let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
         let guards: Vec<_> = inputs.iter().map(|x| x.storage_and_layout()).collect();
-        let lying = guards.iter();
-        let lying = lying.map(|(storage, layout)| Lying::of(storage, layout));
+        let lying = |i: usize| Lying::of(&guards[i].0, guards[i].1);
         let reads = self.spec.reads_again(inputs)?;
         let (_, _, kept) = self.forward(inputs[0].device(), &operands, lying, reads)?;
         Ok(kept) // and not to `self`: other threads may be here too
@@ -144,8 +146,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
 
     fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
         let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
-        let lying = inputs.iter();
-        let lying = lying.map(|(x, layout)| Ok(Lying::Cpu(cpu::slice(x, layout)?)));
+        let lying = |i: usize| Ok(Lying::Cpu(cpu::slice(inputs[i].0, inputs[i].1)?));
         let operands: Vec<_> = operands.collect();
         let (output, shape, kept) =
             self.forward(&Device::Cpu, &operands, lying, self.spec.reads())?;
@@ -159,8 +160,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
-        let lying = inputs.iter();
-        let lying = lying.map(|(x, layout)| Ok(Lying::Cuda(cuda::lying(x, layout)?)));
+        let lying = |i: usize| Ok(Lying::Cuda(cuda::lying(inputs[i].0, inputs[i].1)?));
         let device = Device::Cuda(inputs[0].0.device.clone());
         let operands: Vec<_> = operands.collect();
         let (output, shape, kept) = self.forward(&device, &operands, lying, self.spec.reads())?;
@@ -196,9 +196,10 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let calls = (self.lowering.backward)(&signature);
         let given = [(Slot::Output, y), (Slot::OutputGradient, &dy)].into_iter();
         let of_inputs = inputs.iter().enumerate();
+        let of_inputs = of_inputs.map(|(i, x)| (Slot::Input(i), *x));
         let of_kept = kept.iter().enumerate();
         let given = given
-            .chain(of_inputs.map(|(i, x)| (Slot::Input(i), *x)))
+            .chain(of_inputs.filter(|(slot, _)| calls.reads(*slot)))
             .chain(of_kept.map(|(i, x)| (Slot::Kept(i), x)));
         let guards = given.map(|(slot, x)| (slot, x.storage_and_layout()));
         let guards: Vec<_> = guards.collect();

@@ -19,7 +19,7 @@ pub(super) fn steps_of(
     let (forward, backward) = match lowering {
         Some(lowering) => (
             of_forward(op, call, &(lowering.forward)(call)),
-            of_backward(call, &(lowering.backward)(call), tracked),
+            of_backward(op, call, &(lowering.backward)(call), tracked),
         ),
         None => (
             op.forward_steps(inputs, target),
@@ -31,7 +31,7 @@ pub(super) fn steps_of(
 
 fn of_forward(op: &impl Spec, call: &Signature<'_>, calls: &Calls) -> Vec<MemoryStep> {
     let mut steps = Vec::new();
-    for (step, last) in of(call, calls, Vec::new(), |_| true) {
+    for (step, last) in of(call, calls, (Vec::new(), Vec::new()), |_| true) {
         steps.extend(step);
         let reads = last.into_iter().filter_map(|slot| match slot {
             Slot::Read(index) if op.drops_read(index) => Some(MemoryStep::DropRead(index)),
@@ -45,10 +45,30 @@ fn of_forward(op: &impl Spec, call: &Signature<'_>, calls: &Calls) -> Vec<Memory
     steps
 }
 
-fn of_backward(call: &Signature<'_>, calls: &Calls, tracked: &[bool]) -> Vec<MemoryStep> {
+fn of_backward(
+    op: &impl Spec,
+    call: &Signature<'_>,
+    calls: &Calls,
+    tracked: &[bool],
+) -> Vec<MemoryStep> {
     let kept: Vec<Slot> = (0..call.kept.len()).map(Slot::Kept).collect();
-    let steps = of(call, calls, kept, |input| tracked[input]);
-    let steps = steps.into_iter().flat_map(|(steps, _)| steps);
+    let reads = call.reads.iter().enumerate();
+    let made_again = reads.filter(|(index, _)| op.drops_read(*index));
+    let (taken, rooms): (Vec<Slot>, Vec<MemoryStep>) = made_again
+        .map(|(index, read)| {
+            let room = Room {
+                what: "weight, made again",
+                formula: "",
+                elements: elements_of(read.dims),
+                element_bytes: read.dtype.size_in_bytes(),
+            };
+            (Slot::Read(index), MemoryStep::Take(room))
+        })
+        .unzip();
+    let steps = of(call, calls, (kept, taken), |input| tracked[input]);
+    let steps = rooms
+        .into_iter()
+        .chain(steps.into_iter().flat_map(|(steps, _)| steps));
     let dropped = match calls.writes_over_kept() {
         true => 0..call.kept.len(),
         false => 0..0,
@@ -58,14 +78,14 @@ fn of_backward(call: &Signature<'_>, calls: &Calls, tracked: &[bool]) -> Vec<Mem
     steps.chain(same.map(MemoryStep::PassThrough)).collect()
 }
 
-/// The steps of each call, and what it is the last to use. What is `made` is there before them.
+/// The steps of each call, and what it is the last to use. What is `made` is there before them, and what is `taken`,
+/// until it was used last.
 fn of(
     call: &Signature<'_>,
     calls: &Calls,
-    mut made: Vec<Slot>,
+    (mut made, mut taken): (Vec<Slot>, Vec<Slot>),
     wants: impl Fn(usize) -> bool,
 ) -> Vec<(Vec<MemoryStep>, Vec<Slot>)> {
-    let mut taken: Vec<Slot> = Vec::new();
     let needed = calls.needed(wants).into_iter();
     let steps = needed.map(|(kernel, last)| {
         let mut steps = Vec::new();

@@ -139,11 +139,12 @@ fn steps_with_sums_over_parts(
     }
 }
 
-/// Eager steps have the bits of replicated ones, with weights kept for backward or gathered again, and an evaluation
-/// the loss of the whole model.
+/// Eager steps have the bits of replicated ones, whether backward or the recomputed forward gathers weights again, and
+/// an evaluation the loss of the whole model.
 #[rstest]
 fn eager_steps(
     #[values(2, 3, 40)] world_size: usize,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
     #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
 ) {
@@ -157,14 +158,15 @@ fn eager_steps(
         let mut of_whole = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
         let replicated = Replicated::new(&ranks, whole.parameters(), ReplicatedConfig::default())?;
         let (model, mut optimizer, sharded) = sharded_model(&ranks, &config)?;
+        let loss = |model: &TransformerLM| precision.run(|| model.loss(&tokens, &targets));
         for _ in 0..3 {
-            of_whole.step(&replicated.backward(whole.loss(&tokens, &targets)?)?)?;
-            optimizer.step(&tallow::backward(model.loss(&tokens, &targets)?)?)?;
+            of_whole.step(&replicated.backward(loss(&whole)?)?)?;
+            optimizer.step(&tallow::backward(loss(&model)?)?)?;
         }
         for (name, weight) in whole.parameters() {
             assert!(bits(&sharded.whole(&name)?) == bits(&weight), "{name}");
         }
-        let losses = [&whole, &model].map(|model| no_grad(|| model.loss(&tokens, &targets)));
+        let losses = [&whole, &model].map(|model| no_grad(|| loss(model)));
         let [wanted, found] = losses.map(|loss| Ok::<_, Error>(bits(&loss?)));
         Ok(wanted? == found?)
     });

@@ -86,9 +86,8 @@ impl Replay<'_> {
         let Some(node) = self.node(event) else {
             return Vec::new();
         };
-        let is_dropped = |i: usize| node.forward.contains(&MemoryStep::DropRead(i));
         let reads = node.reads.iter().enumerate();
-        let reads = reads.filter(|(i, _)| !is_dropped(*i));
+        let reads = reads.filter(|(i, _)| !self.drops(event, node, *i));
         let operands = self.depends_on(event).iter();
         let operands = operands.chain(reads.map(|(_, read)| read));
         let made = node.kept.iter().map(|kept| kept.value);

@@ -43,7 +43,11 @@ impl Replay<'_> {
                 }
                 MemoryStep::GiveBack(index) => self.ledger.give_back(taken[*index]),
                 MemoryStep::Pass(room) => self.pass(*room),
-                MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
+                MemoryStep::DropRead(i) => {
+                    if self.drops(event, node, *i) {
+                        self.free(node.reads[*i].value);
+                    }
+                }
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
                 MemoryStep::Gradient(_) | MemoryStep::PassThrough(_) => {} // backward's
             }
@@ -98,23 +102,13 @@ impl Replay<'_> {
         })
     }
 
-    /// The weight itself, of one that was gathered its part.
-    fn weight_behind(&self, value: ValueId) -> ValueId {
-        let maker = self.makers[value.0].and_then(|event| self.node(event));
-        match maker.filter(|node| node.op == ALL_GATHER) {
-            Some(node) => node.inputs[0].value,
-            None => value,
-        }
-    }
-
     fn named(&self, event: usize, id: ValueId) -> (MemoryKind, What) {
         let Some(node) = self.node(event) else {
             return (MemoryKind::Activations, What::Output(event));
         };
         match node.op {
             WEIGHT_CAST => {
-                let weight = self.weight_behind(node.inputs[0].value);
-                return (MemoryKind::WeightCasts, What::Weight(weight));
+                return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
             }
             ALL_GATHER => return (MemoryKind::Weights, What::Weight(node.inputs[0].value)),
             _ => {}

@@ -98,6 +98,8 @@ struct Replay<'a> {
     is_read: Vec<bool>,
     /// In the order of their ends.
     segments: Vec<Segment>,
+    /// Backward: the one that is recomputed.
+    recomputed: Option<usize>,
     /// Each value's buffer, while there is one.
     rooms: Vec<Option<Key>>,
     /// What the node that is this event holds beside tensors.
@@ -148,6 +150,7 @@ impl<'a> Replay<'a> {
             gone,
             is_read,
             segments,
+            recomputed: None,
             rooms: vec![None; values],
             held: HashMap::new(),
             waiting: HashSet::new(),
