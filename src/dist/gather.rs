@@ -209,7 +209,7 @@ impl Op for Gather {
         let own = whole.part(own.start, own.len());
         match part.dtype == self.dtype {
             true => cuda::copy(gpu, part, own)?,
-            false => cuda::cast(gpu, part, own)?,
+            false => cuda::cast::cast(gpu, part, own)?,
         }
         if let Some(queue) = self.whole.communicator.gpu_queue() {
             self.whole.communicator.check()?;
