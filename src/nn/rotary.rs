@@ -4,6 +4,8 @@ use super::RopeScaling;
 use crate::ops::RotaryPairs;
 use crate::{Error, Result, graph, hardware, ops};
 use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What rotary position embedding is made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,6 +32,16 @@ pub struct RotaryEmbedding {
     /// (max_length, Dh/2).
     cos: Tensor,
     /// (max_length, Dh/2).
+    sin: Tensor,
+    /// What was read last: of one region of autocast, all layers read the same views, which it casts once.
+    last: Arc<Mutex<Option<Rows>>>,
+}
+
+/// Rows of both tables.
+#[derive(Clone, Debug)]
+struct Rows {
+    positions: Range<usize>,
+    cos: Tensor,
     sin: Tensor,
 }
 
@@ -92,6 +104,7 @@ impl RotaryEmbedding {
                 pairs,
                 cos: table()?,
                 sin: table()?,
+                last: Arc::default(),
             });
         }
         // Cosine and sine, in f64 while they are computed.
@@ -117,6 +130,7 @@ impl RotaryEmbedding {
             pairs,
             cos: table(cos)?,
             sin: table(sin)?,
+            last: Arc::default(),
         })
     }
 
@@ -137,8 +151,23 @@ impl RotaryEmbedding {
                 });
             }
         };
-        let cos = self.cos.narrow(0, start, length)?;
-        let sin = self.sin.narrow(0, start, length)?;
-        ops::rope_with(x, &cos, &sin, self.pairs)
+        let rows = self.rows(start..start + length)?;
+        ops::rope_with(x, &rows.cos, &rows.sin, self.pairs)
+    }
+
+    fn rows(&self, positions: Range<usize>) -> Result<Rows> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(rows) = last.as_ref().filter(|rows| rows.positions == positions) {
+            return Ok(rows.clone());
+        }
+        let [cos, sin] =
+            [&self.cos, &self.sin].map(|table| table.narrow(0, positions.start, positions.len()));
+        let rows = Rows {
+            positions,
+            cos: cos?,
+            sin: sin?,
+        };
+        *last = Some(rows.clone());
+        Ok(rows)
     }
 }

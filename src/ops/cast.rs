@@ -153,26 +153,39 @@ pub(super) fn cast_castable(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// [`cast_for`] for the one operand that decides, and `rest`, which are given its dtype: angles, say.
+/// [`cast_for`] for the one operand that decides, and `tables`, which have no gradient and are given its dtype: angles,
+/// say.
 ///
 /// Only inside of a region: outside, mixed dtypes are for the op to refuse.
 pub(super) fn cast_led_by<const N: usize>(
     op: &'static str,
     x: &Tensor,
-    rest: [&Tensor; N],
+    tables: [&Tensor; N],
 ) -> Result<(Tensor, [Tensor; N])> {
     let [x] = cast_for(op, [x])?;
-    let mut rest = rest.map(Tensor::clone);
-    for y in &mut rest {
-        *y = operand(op, y)?;
-        if precision::is_enabled() {
-            *y = cast_castable(y, x.dtype())?;
+    let mut tables = tables.map(Tensor::clone);
+    for table in &mut tables {
+        *table = operand(op, table)?;
+        if precision::is_enabled() && precision::is_castable(table.dtype()) {
+            *table = cast_table(table, x.dtype())?;
         }
     }
-    Ok((x, rest))
+    Ok((x, tables))
 }
 
-/// In which trace, if in one, which cast of which weight. Ids of tensors are never given twice.
+/// A table, which has no gradient, in `dtype`: cast once a region, as weights are, for all layers that read it. Without
+/// a graph, which would keep it until backward, it goes with its op.
+pub(super) fn cast_table(table: &Tensor, dtype: DType) -> Result<Tensor> {
+    match table.dtype() == dtype {
+        true => Ok(table.detach()),
+        false if precision::caches_weights() && is_grad_enabled() => {
+            kept(table, dtype, false, || cast(&table.detach(), dtype))
+        }
+        false => cast(&table.detach(), dtype),
+    }
+}
+
+/// In which trace, if in one, which cast of which tensor. Ids of tensors are never given twice.
 type Key = (Option<u64>, TensorId, DType, bool);
 
 thread_local! {
@@ -194,15 +207,25 @@ pub(super) fn cached_copy(weight: &Tensor, dtype: DType) -> Result<Tensor> {
 }
 
 fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
+    kept(x, dtype, in_graph, || match in_graph {
+        true => cast(x, dtype),
+        false => cast_weight(&x.detach(), dtype),
+    })
+}
+
+/// What `cast` makes of x, until the outermost region ends.
+fn kept(
+    x: &Tensor,
+    dtype: DType,
+    in_graph: bool,
+    cast: impl FnOnce() -> Result<Tensor>,
+) -> Result<Tensor> {
     // Copies in a trace are hollow, and its own.
     let key = (graph::trace_number(), x.id(), dtype, in_graph);
     if let Some(kept) = WEIGHTS.with_borrow(|weights| weights.get(&key).cloned()) {
         return Ok(kept);
     }
-    let copy = match in_graph {
-        true => cast(x, dtype)?,
-        false => cast_weight(&x.detach(), dtype)?,
-    };
+    let copy = cast()?;
     precision::on_outermost_end(forget_weights);
     WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));
     Ok(copy)

@@ -12,12 +12,13 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cast::cast_led_by;
+use super::cast::{cast_led_by, cast_table};
 use super::cost::cost;
 use super::cpu::for_stored;
 use super::dispatch::{Path, check_same_or_f32, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, on_gpu};
+use super::operand::is_half;
 use super::record::{Spec, by_kernels, composed, contiguous, like_first, wide_input, widen};
 use crate::graph::Attribute;
 use crate::kernels::cpu::rope as kernel;
@@ -80,8 +81,8 @@ pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> 
     match choose(&INFO, x)? {
         Path::Kernel => {
             let op = Rope {
-                cos: contiguous(&widen(&cos.detach())?)?,
-                sin: contiguous(&widen(&sin.detach())?)?,
+                cos: contiguous(&wide_table(cos)?)?,
+                sin: contiguous(&wide_table(sin)?)?,
                 pairs,
             };
             by_kernels(&INFO, op, [x])
@@ -139,6 +140,14 @@ pub fn reference_with(
         RotaryPairs::Halves => Tensor::cat(&rotated, D::Minus1)?,
     };
     Ok(y.reshape(x.shape())?.to_dtype(x.dtype())?)
+}
+
+/// A table as kernels read it.
+fn wide_table(table: &Tensor) -> Result<Tensor> {
+    match is_half(table.dtype()) {
+        true => cast_table(table, DType::F32),
+        false => Ok(table.detach()),
+    }
 }
 
 fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {

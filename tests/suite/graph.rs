@@ -328,6 +328,24 @@ fn one_weight_read_twice_is_one_weight() {
     );
 }
 
+/// In a region all layers read the same angles, cast once, however much of the tables a sequence takes.
+#[test]
+fn layers_share_their_angles() {
+    let model = hollow_model(&config(Algorithm::Flash, Checkpointing::None));
+    for length in [8, 5] {
+        let [tokens, targets] = hollow_ids(2, length);
+        let loss = || in_precision(Some(DType::BF16), || model.loss(&tokens, &targets));
+        let traced = graph::trace(Target::Cpu, loss).unwrap();
+        let ropes: Vec<&Node> = traced.nodes().filter(|node| node.op == "rope").collect();
+        assert_eq!(ropes.len(), 8);
+        for rope in &ropes {
+            for (read, first) in rope.reads.iter().zip(&ropes[0].reads) {
+                assert_eq!(read.value, first.value);
+            }
+        }
+    }
+}
+
 #[test]
 fn lse_is_a_value_of_its_own() {
     let [q, k] = ["q", "k"].map(|name| graph::input(name, (1, 2, 5, 8), DType::F32).unwrap());

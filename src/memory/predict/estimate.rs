@@ -34,8 +34,9 @@ use std::fmt;
 ///   in f32.
 /// - Autocast: the residual stream, the norms' outputs and the sums' second operands are f32,
 ///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
-///   and both branches' outputs. S and tables as above. And the linear weights' casts, 2 bytes a weight: they stay
-///   until the graph goes or, without one, the region ends; if dropped, until their op is done.
+///   and both branches' outputs. S as above, and tables for all layers, `T D / H`. And the linear weights' casts, 2
+///   bytes a weight: they stay until the graph goes or, without one, the region ends; if dropped, until their op is
+///   done, and each layer has tables of its own, as above.
 ///
 /// Of [GPT-2](crate::nn::Architecture::Gpt2) in f32 it is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`.
 ///

@@ -130,7 +130,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardBackward,
-        [9_146_258_436, 31_647_862_784],
+        [9_145_734_148, 31_641_309_184],
     ),
     (
         "small",
@@ -150,7 +150,7 @@ const FIGURES: [Figure; 37] = [
         "bf16",
         "every-3",
         Mode::ForwardKeepingGraph,
-        [107_346_648, 126_024_408],
+        [107_346_520, 126_024_344],
     ),
     (
         "small",
@@ -160,7 +160,7 @@ const FIGURES: [Figure; 37] = [
         "f16-cpu",
         "none",
         Mode::ForwardKeepingGraph,
-        [25_254_235_136, 25_254_235_136],
+        [25_242_176_512, 25_242_438_656],
     ),
     (
         "2.7b",
@@ -180,7 +180,7 @@ const FIGURES: [Figure; 37] = [
         "bf16",
         "none",
         Mode::TrainStep,
-        [710_569_916_420, 711_251_918_848],
+        [710_466_107_396, 711_148_109_824],
     ),
     (
         "2.7b",
@@ -200,7 +200,7 @@ const FIGURES: [Figure; 37] = [
         "bf16",
         "sqrt",
         Mode::TrainStep,
-        [2_385_593_348, 2_698_178_560],
+        [2_383_758_340, 2_696_474_624],
     ),
     (
         "10b",
@@ -240,7 +240,7 @@ const FIGURES: [Figure; 37] = [
         "f16-cpu",
         "none",
         Mode::ForwardBackward,
-        [93_507_639_300, 102_916_050_944],
+        [93_494_663_172, 102_915_919_872],
     ),
     (
         "2.7b",
@@ -300,7 +300,7 @@ const FIGURES: [Figure; 37] = [
         "f16-cpu",
         "none",
         Mode::ForwardKeepingGraph,
-        [2_371_050_637_312, 2_371_050_637_312],
+        [2_371_035_957_248, 2_371_037_005_824],
     ),
     (
         "large",
@@ -330,7 +330,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardKeepingGraph,
-        [986_803_200, 1_118_923_776],
+        [986_213_376, 1_118_366_720],
     ),
     (
         "xl",
@@ -360,7 +360,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::ForwardBackward,
-        [1_822_092_929_028, 11_247_176_302_592],
+        [1_822_084_540_420, 11_247_067_250_688],
     ),
     (
         "large",
@@ -380,7 +380,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu",
         "block",
         Mode::ForwardKeepingGraph,
-        [23_238_205_696, 27_088_445_696],
+        [23_237_681_408, 27_088_183_552],
     ),
     (
         "2.7b",
@@ -430,7 +430,7 @@ const FIGURES: [Figure; 37] = [
         "f16",
         "every-7",
         Mode::TrainStep,
-        [301_333_983_236, 635_397_251_072],
+        [301_313_011_716, 635_342_725_120],
     ),
     (
         "xl",
@@ -450,7 +450,7 @@ const FIGURES: [Figure; 37] = [
         "f16-cpu",
         "every-2",
         Mode::ForwardKeepingGraph,
-        [53_624_907_776, 78_086_088_704],
+        [53_624_514_560, 78_085_761_024],
     ),
     (
         "10b",
@@ -460,7 +460,7 @@ const FIGURES: [Figure; 37] = [
         "bf16-cpu",
         "every-7",
         Mode::ForwardKeepingGraph,
-        [53_126_981_632, 82_161_141_760],
+        [53_126_457_344, 82_154_588_160],
     ),
     (
         "tiny",
