@@ -90,7 +90,7 @@ impl Divided for Part {
 /// part of it is that of its part of the weight.
 ///
 /// # Errors
-/// [`Error::Rank`].
+/// [`Error::Rank`](crate::Error::Rank).
 pub fn gathered(weight: &Tensor) -> crate::Result<Tensor> {
     match divided(weight) {
         Some(weight) => weight.node(),
