@@ -21,9 +21,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A weight is gathered for forward in the dtype that a product reads, freed, and gathered again for backward. In a
 /// [planned](crate::compile::TrainStep::fully_sharded) step on a GPU this is done ahead, and the last bucket of
 /// forward's is kept, which backward reads first. In an eager step the product itself gathers and waits; what a
-/// [checkpointed](crate::nn::Checkpointing) block gathers when it is recomputed stays for its backward, and what is read
-/// by no product (an embedding's table, norms' weights, biases) from forward until backward. Gradients are averaged in
-/// [`backward`](crate::backward()).
+/// [checkpointed](crate::nn::Checkpointing) block gathers when it is recomputed stays for its backward, and what no
+/// product reads (an embedding's table, norms' weights, biases) stays from forward until backward. Gradients are
+/// averaged in [`backward`](crate::backward()).
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
