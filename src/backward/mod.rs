@@ -5,16 +5,19 @@
 //! the graph, which is candle's: ops of this crate are nodes of it, and are found by the tape that `ops` writes.
 
 mod attach;
+mod later;
 mod rest;
 mod sums;
 
 use crate::ops::record::node_of;
 use crate::{Error, Result};
 use candle_core::{Tensor, TensorId, backprop::GradStore};
+use later::Later;
 use std::collections::HashMap;
 use sums::Sums;
 
 pub(crate) use attach::{Attach, Slot, token};
+pub(crate) use later::{Unfinished, finish_later};
 pub(crate) use sums::empty_store;
 
 /// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, in less
@@ -149,7 +152,8 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
     graph.reverse(); // the next is the last
     let mut sums = Sums::new(&graph);
     let mut hooks = Hooks::new(&graph, &sums, hook);
-    sums.add(&root, seed, false)?;
+    let mut later = Later::new();
+    sums.add(&root, seed, false, &mut later)?;
     drop(root);
     while let Some(y) = graph.pop() {
         if y.is_variable() {
@@ -158,23 +162,24 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
         if let Some(node) = node_of(&y) {
             let inputs = node.inputs();
             if let Some(dy) = sums.take(&y) {
-                let gradients = node.backward(&y, &dy.gradient)?;
+                let gradients = later.leaving(|| node.backward(&y, &dy.gradient))?;
                 drop((node, y));
-                sums.add_all(&inputs, gradients, dy)?;
+                sums.add_all(&inputs, gradients, dy, &mut later)?;
             }
             for x in inputs {
-                hooks.used(x.id(), &mut sums)?;
+                hooks.used(x.id(), &mut sums, &mut later)?;
             }
         } else if let Some(whole) = sums.whole_of(&y) {
             if let Some(dy) = sums.take(&y) {
-                sums.add_view(&y, dy)?;
+                sums.add_view(&y, dy, &mut later)?;
             }
-            hooks.used(whole, &mut sums)?;
+            hooks.used(whole, &mut sums, &mut later)?;
         } else if sums.has(&y) {
             graph.push(y);
             break;
         }
     }
+    later.finish()?;
     let variables = sums.variables().to_vec();
     let mut store = match graph.is_empty() {
         true => sums.into_store()?,
@@ -217,7 +222,7 @@ impl<'a> Hooks<'a> {
     }
 
     /// Something that reads this is done.
-    fn used(&mut self, id: TensorId, sums: &mut Sums) -> Result<()> {
+    fn used(&mut self, id: TensorId, sums: &mut Sums, later: &mut Later) -> Result<()> {
         let (Some(hook), Some(uses)) = (&mut self.hook, self.uses.get_mut(&id)) else {
             return Ok(());
         };
@@ -227,12 +232,14 @@ impl<'a> Hooks<'a> {
         }
         let mut variables = sums.variables().iter();
         let variable = variables.find(|variable| variable.id() == id).cloned();
-        if let Some(variable) = variable
-            && let Some(gradient) = sums.complete(&variable)?
-        {
+        let Some(variable) = variable else {
+            return Ok(());
+        };
+        later.finish()?;
+        if let Some(gradient) = sums.complete(&variable)? {
             self.uses.remove(&id);
             if let Some(gradient) = hook(&variable, gradient)? {
-                sums.add(&variable, gradient, true)?;
+                sums.add(&variable, gradient, true, later)?;
             }
         }
         Ok(())

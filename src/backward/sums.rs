@@ -1,5 +1,6 @@
 //! Gradients so far.
 
+use super::later::Later;
 use crate::Result;
 use crate::inplace::storage_address;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
@@ -81,6 +82,7 @@ impl Sums {
         inputs: &[Tensor],
         gradients: Vec<Option<Tensor>>,
         dy: Sum,
+        later: &mut Later,
     ) -> Result<()> {
         let made: Vec<_> = inputs.iter().zip(gradients).collect();
         let addresses = made.iter().filter_map(|(_, dx)| dx.as_ref());
@@ -95,29 +97,34 @@ impl Sums {
             let address = storage_address(&dx);
             let sharing = addresses.iter().filter(|other| **other == address);
             let is_own = sharing.count() == 1 && (address != of_dy || dy_is_own);
-            self.add(x, dx.detach(), is_own)?;
+            self.add(x, dx.detach(), is_own, later)?;
         }
         Ok(())
     }
 
     /// Adds `dx` to the gradient of `x`.
-    pub fn add(&mut self, x: &Tensor, dx: Tensor, is_own: bool) -> Result<()> {
-        self.add_to(x.id(), own_if_copied(dx, is_own)?)
+    pub fn add(&mut self, x: &Tensor, dx: Tensor, is_own: bool, later: &mut Later) -> Result<()> {
+        self.add_to(x.id(), own_if_copied(dx, is_own)?, later)
     }
 
     /// Adds the gradient of a view to that of its whole.
-    pub fn add_view(&mut self, x: &Tensor, dx: Sum) -> Result<()> {
+    pub fn add_view(&mut self, x: &Tensor, dx: Sum, later: &mut Later) -> Result<()> {
         let Some((id, shape)) = self.whole(x) else {
             return Ok(());
         };
         let (id, new) = (*id, of_whole(x, dx, shape)?);
-        self.add_to(id, new)
+        self.add_to(id, new, later)
     }
 
-    fn add_to(&mut self, id: TensorId, new: Sum) -> Result<()> {
+    fn add_to(&mut self, id: TensorId, new: Sum, later: &mut Later) -> Result<()> {
         let sum = match self.sums.remove(&id) {
             None => new,
-            Some(before) => before.plus(new)?,
+            Some(before) => {
+                if self.variables.iter().any(|variable| variable.id() == id) {
+                    later.finish()?;
+                }
+                before.plus(new)?
+            }
         };
         self.sums.insert(id, sum);
         Ok(())

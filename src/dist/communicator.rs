@@ -272,10 +272,25 @@ impl Communicator {
             #[cfg(feature = "cuda")]
             Backend::Gpu(queue) => {
                 let _watch = self.0.membership.enter_for(collective);
-                let done = queue.start_on_tensor(collective, tensor)?;
+                let done = queue.start_on_tensors(&[(collective, tensor.clone())])?;
                 Ok(Pending::on_gpu(tensor, done))
             }
         }
+    }
+
+    /// As [`start`](Self::start), several as one, whose ranks may send and receive at the same time. Wait for all.
+    pub(crate) fn start_all(&self, all: &[(Collective, Tensor)]) -> Result<Vec<Pending>> {
+        #[cfg(feature = "cuda")]
+        if let (Backend::Gpu(queue), Some((first, tensor))) = (&self.0.backend, all.first()) {
+            all.iter().try_for_each(|(_, x)| self.check_tensor(x))?;
+            self.check()?;
+            let _watch = self.0.membership.enter_for(*first);
+            let done = queue.start_on_tensors(all)?;
+            return Ok(vec![Pending::on_gpu(tensor, done)]);
+        }
+        let each = all.iter();
+        each.map(|(collective, tensor)| self.start(*collective, tensor))
+            .collect()
     }
 
     /// Runs a collective on host memory to its end.

@@ -1,6 +1,9 @@
 //! Fully sharded data parallelism: weights divided over the ranks.
 
+#[cfg(feature = "report")]
+use super::ahead::Place;
 use super::gather::Part;
+use super::scattering::Scattering;
 use super::{Communicator, FullyShardConfig, Shard};
 use crate::ops::Divided;
 use crate::optim::{clip_parts, described};
@@ -8,7 +11,7 @@ use crate::{Error, Result, graph};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The same model on every rank, none of which has all of it: of each weight, its gradient and its optimizer state a
 /// rank has its [part](Shard::part), and weights are there as a whole only while they are used (ZeRO, stage 3;
@@ -18,12 +21,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// [gathers](super::gathered) where it reads them. What is trained are the parts, [`parameters`](Self::parameters), by
 /// any optimizer. They and the layers' weights are connected for as long as this lives.
 ///
-/// A weight is gathered for forward in the dtype that a product reads, freed, and gathered again for backward. In a
-/// [planned](crate::compile::TrainStep::fully_sharded) step on a GPU this is done ahead, and the last bucket of
-/// forward's is kept, which backward reads first. In an eager step the product itself gathers and waits; what a
-/// [checkpointed](crate::nn::Checkpointing) block gathers when it is recomputed stays for its backward, and what no
-/// product reads (an embedding's table, norms' weights, biases) stays from forward until backward. Gradients are
-/// averaged in [`backward`](crate::backward()).
+/// A weight is gathered for forward in the dtype that a product reads, and again for backward. In a
+/// [planned](crate::compile::TrainStep::fully_sharded) step on a GPU this is done bucket by bucket, ahead, and the last
+/// bucket of forward's is kept, which backward reads first. In an eager step it is done block by block, a block ahead
+/// ([`gather_ahead`](super::gather_ahead)), with room for two blocks; what is in no block is gathered when it is read
+/// and freed then. What no product reads (an embedding's table, norms' weights, biases) is there as a whole from forward
+/// until backward. Gradients are averaged in [`backward`](crate::backward()), while it goes on: 8 weights' at once.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -61,6 +64,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct FullyShard {
     communicator: Communicator,
     config: FullyShardConfig,
+    scattering: Arc<Scattering>,
     /// In the order in which they were asked for.
     weights: Arc<Mutex<Vec<Weight>>>,
 }
@@ -82,6 +86,7 @@ impl FullyShard {
         Ok(Self {
             communicator: communicator.clone(),
             config,
+            scattering: Arc::new(Scattering::new(config.dtype)),
             weights: Arc::default(),
         })
     }
@@ -208,6 +213,14 @@ impl FullyShard {
         }
     }
 
+    /// What there is room for of weights that are [gathered ahead](super::gather_ahead): elements, and their dtype.
+    #[cfg(feature = "report")]
+    pub(crate) fn rooms(&self) -> Vec<(usize, DType)> {
+        let weights = self.weights();
+        let mut places = weights.iter().filter_map(|weight| weight.part.place.get());
+        places.next().map_or_else(Vec::new, Place::rooms)
+    }
+
     /// The weights by name, hollow.
     pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
@@ -275,7 +288,8 @@ impl SimpleBackend for Sharding<'_> {
             var: part,
             hollow: hollow.clone(),
             communicator: self.sharded.communicator.clone(),
-            dtype: self.sharded.config.dtype,
+            scattering: Arc::clone(&self.sharded.scattering),
+            place: OnceLock::new(),
         };
         self.sharded.weights().push(Weight {
             name: name.into(),

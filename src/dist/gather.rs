@@ -1,21 +1,25 @@
 //! All of a weight that every rank has a part of, as ops of eager steps.
 
+use super::ahead::Place;
+use super::scattering::Scattering;
 use super::{Collective, Communicator, Shard};
 use crate::graph::{self, MemoryStep, Room, Target};
+use crate::inplace::with_mut_memory;
 use crate::no_grad;
 use crate::ops::cpu::{self, for_stored};
 use crate::ops::lowering::{Slice, Slices, StepState, converted};
 use crate::ops::record::{Made, Op, Spec, Storages, apply};
-use crate::ops::{Divided, divided, forget, stands_for};
+use crate::ops::{Divided, Reading, divided, forget, forward_reading, stands_for};
 use crate::probe::Operand;
 #[cfg(feature = "cuda")]
 use crate::{kernels::cuda, ops::cuda as on_gpu};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Tensor, Var, WithDType};
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, Var, WithDType};
+#[cfg(feature = "cuda")]
+use candle_core::{CudaStorage, Device};
+use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// A rank's part of a weight.
 #[derive(Debug)]
@@ -25,11 +29,18 @@ pub(super) struct Part {
     /// Of the weight's shape.
     pub hollow: Tensor,
     pub communicator: Communicator,
-    /// What gradients are rounded to for the exchange.
-    pub dtype: Option<DType>,
+    pub scattering: Arc<Scattering>,
+    /// Among weights that are gathered ahead.
+    pub place: OnceLock<Place>,
 }
 
 impl Part {
+    /// What a hollow tensor stands for.
+    pub fn of(hollow: &Tensor) -> Option<Arc<Self>> {
+        let weight: Arc<dyn Any + Send + Sync> = divided(hollow)?;
+        weight.downcast().ok()
+    }
+
     /// Has ops take the hollow weight for it.
     pub fn shared(self) -> Arc<Self> {
         let part = Arc::new(self);
@@ -42,7 +53,42 @@ impl Part {
         Whole {
             communicator: self.communicator.clone(),
             shape: self.hollow.shape().clone(),
-            exchanged: self.dtype,
+            scattering: Arc::clone(&self.scattering),
+        }
+    }
+
+    /// Whether products read it: of more than one dimension.
+    pub fn is_matrix(&self) -> bool {
+        self.hollow.rank() > 1
+    }
+
+    /// Room for all of it in `dtype`.
+    pub fn room(&self, dtype: DType) -> Result<Tensor> {
+        match self.is_on_paper() {
+            true => graph::constant(self.hollow.shape(), dtype),
+            false => Tensor::zeros(self.hollow.shape(), dtype, self.communicator.device()),
+        }
+    }
+
+    /// Writes the part where it belongs in `all` of the weight; what gathers the others there.
+    pub fn gathering_in(&self, all: &Tensor) -> Result<Vec<(Collective, Tensor)>> {
+        if self.is_on_paper() {
+            return Ok(Vec::new());
+        }
+        let (whole, all) = (self.whole(), all.flatten_all()?);
+        let some = |range: Range<usize>| all.narrow(0, range.start, range.len());
+        write(&self.var, &some(whole.own())?)?;
+        let collectives = whole.gathering().into_iter();
+        collectives
+            .map(|(collective, range)| Ok((collective, some(range)?)))
+            .collect()
+    }
+
+    fn gather(&self, dtype: DType, lent: Option<Tensor>) -> Gather {
+        Gather {
+            whole: self.whole(),
+            dtype,
+            lent,
         }
     }
 }
@@ -55,18 +101,20 @@ impl Drop for Part {
 
 impl Divided for Part {
     fn gathered(&self, dtype: DType) -> crate::Result<Tensor> {
-        let gather = Gather {
-            whole: self.whole(),
-            dtype,
-        };
+        let gather = self.gather(dtype, None);
         Ok(no_grad(|| apply(&[&self.var.detach()], gather))?)
     }
 
+    fn lent(&self, dtype: DType, reading: Reading) -> crate::Result<Option<Tensor>> {
+        match self.place.get() {
+            Some(place) => place.lent(dtype, reading),
+            None => Ok(None),
+        }
+    }
+
     fn node(&self) -> crate::Result<Tensor> {
-        let gather = Gather {
-            whole: self.whole(),
-            dtype: self.var.dtype(),
-        };
+        let dtype = self.var.dtype();
+        let gather = self.gather(dtype, self.lent(dtype, forward_reading())?);
         Ok(apply(&[self.var.as_tensor()], gather)?)
     }
 
@@ -105,8 +153,7 @@ pub(crate) const ALL_GATHER: &str = "all_gather";
 struct Whole {
     communicator: Communicator,
     shape: Shape,
-    /// What gradients are rounded to for the exchange.
-    exchanged: Option<DType>,
+    scattering: Arc<Scattering>,
 }
 
 impl Whole {
@@ -122,40 +169,20 @@ impl Whole {
 
     /// The gradient of the own `part` from that of the whole: this rank's part of the mean over all ranks.
     fn scattered(&self, part: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        // A copy: it is exchanged in place.
-        let whole = match self.exchanged.filter(|dtype| *dtype != dy.dtype()) {
-            Some(dtype) => dy.to_dtype(dtype)?.contiguous()?,
-            None => dy.force_contiguous()?,
-        };
-        let whole = whole.flatten_all()?;
-        let (elements, world_size) = (whole.elem_count(), self.communicator.world_size());
-        for (collective, some) in Collective::scattering(world_size, elements) {
-            let some = whole.narrow(0, some.start, some.len())?;
-            self.communicator.start(collective, &some)?.wait()?;
-        }
-        let own = self.own();
-        let own = whole.narrow(0, own.start, own.len())?.force_contiguous()?; // frees the rest
-        let own = own.to_dtype(part.dtype())?.reshape(part.shape())?;
-        Ok(vec![Some(own)])
+        let communicator = &self.communicator;
+        let gradient = self.scattering.start(communicator, self.own(), part, dy)?;
+        Ok(vec![Some(gradient)])
     }
 
-    /// What [`scattered`](Self::scattered) does to memory: a copy of the gradient to exchange, and the own part of it,
-    /// in another dtype than the weight's before it is the part's gradient.
+    /// What [`scattered`](Self::scattered) does to memory: a copy of the gradient to exchange, and the own part of it.
     fn scattering_steps(&self, part: DType) -> Vec<MemoryStep> {
-        let dtype = self.exchanged.unwrap_or(part);
-        let room = |what, formula, elements: usize| {
-            MemoryStep::Take(Room {
-                what,
-                formula,
-                elements: elements as f64,
-                element_bytes: dtype.size_in_bytes(),
-            })
+        let exchanged = Room {
+            what: "exchanged gradient",
+            formula: "of a weight",
+            elements: self.shape.elem_count() as f64,
+            element_bytes: self.scattering.dtype(part).size_in_bytes(),
         };
-        let exchanged = room("exchanged gradient", "of a weight", self.shape.elem_count());
-        let own = room("own part of it", "of a part", self.own().len());
-        let own = (dtype != part).then_some(own);
-        let taken = [exchanged].into_iter().chain(own);
-        taken.chain([MemoryStep::Gradient(0)]).collect()
+        vec![MemoryStep::Exchange(exchanged), MemoryStep::Gradient(0)]
     }
 }
 
@@ -163,6 +190,8 @@ impl Whole {
 struct Gather {
     whole: Whole,
     dtype: DType,
+    /// The same, if it was gathered: it is copied then.
+    lent: Option<Tensor>,
 }
 
 impl Spec for Gather {
@@ -182,10 +211,20 @@ impl Op for Gather {
 
     fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
         let (part, layout) = inputs[0];
+        if let Some(lent) = &self.lent {
+            let (lent, layout) = lent.storage_and_layout();
+            return match &*lent {
+                Storage::Cpu(lent) => Ok((lent.try_clone(layout)?, self.whole.shape.clone())),
+                _ => candle_core::bail!("{ALL_GATHER}: gathered on another device"),
+            };
+        }
         for_stored!(self.dtype, T => {
             let mut exchanged = Ok(());
             let whole = cpu::output::<T>(self.whole.shape.clone(), |whole| {
-                exchanged = place(part, layout, &mut whole[self.whole.own()]).and_then(|()| {
+                let own = &mut whole[self.whole.own()];
+                // SAFETY: nothing else uses them while this runs.
+                let own = unsafe { Slice::new(own.as_mut_ptr().cast(), own.len(), T::DTYPE) };
+                exchanged = write_on_host(part, layout, own).and_then(|()| {
                     let mut collectives = self.whole.gathering().into_iter();
                     collectives.try_for_each(|(collective, some)| {
                         let communicator = &self.whole.communicator;
@@ -205,12 +244,13 @@ impl Op for Gather {
         let (gpu, elements) = (&part.device, self.whole.shape.elem_count());
         let part = on_gpu::view(part, layout)?;
         let storage = on_gpu::alloc_uninit(gpu, self.dtype, elements)?;
+        if let Some(lent) = &self.lent {
+            cuda::copy(gpu, on_gpu::elements(lent)?, on_gpu::whole(&storage)?)?;
+            return Ok((storage, self.whole.shape.clone()));
+        }
         let (whole, own) = (on_gpu::whole(&storage)?, self.whole.own());
         let own = whole.part(own.start, own.len());
-        match part.dtype == self.dtype {
-            true => cuda::copy(gpu, part, own)?,
-            false => cuda::cast::cast(gpu, part, own)?,
-        }
+        cuda::cast::cast(gpu, part, own)?;
         if let Some(queue) = self.whole.communicator.gpu_queue() {
             self.whole.communicator.check()?;
             let collectives = self.whole.gathering().into_iter();
@@ -230,11 +270,27 @@ impl Op for Gather {
     }
 }
 
-/// Writes a part where it belongs in the whole, in its dtype.
-fn place<T: WithDType>(part: &CpuStorage, layout: &Layout, own: &mut [T]) -> Result<()> {
-    let x = cpu::slice(part, layout)?;
-    // SAFETY: the elements are lent for as long as this runs, and nothing else uses them.
-    let y = unsafe { Slice::new(own.as_mut_ptr().cast(), own.len(), T::DTYPE) };
+/// Writes x where y lies, in y's dtype: contiguous tensors of one size, on storages of their own.
+pub(super) fn write(x: &Tensor, y: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(gpu) = y.device() {
+        return cuda::cast::cast(gpu, on_gpu::elements(x)?, on_gpu::elements(y)?);
+    }
+    let (x, layout) = x.storage_and_layout();
+    let Storage::Cpu(x) = &*x else {
+        candle_core::bail!("{ALL_GATHER}: a part on another device");
+    };
+    let mut written = Ok(());
+    with_mut_memory(y, |start, elements| {
+        // SAFETY: the elements are lent for as long as this runs, and nothing else uses them.
+        let y = unsafe { Slice::new(start, elements, y.dtype()) };
+        written = write_on_host(x, layout, y);
+    })?;
+    written
+}
+
+fn write_on_host(x: &CpuStorage, layout: &Layout, y: Slice<'_>) -> Result<()> {
+    let x = cpu::slice(x, layout)?;
     let step = StepState {
         micro_batch: 0,
         loss_scale: 1.0,

@@ -58,6 +58,7 @@
 //! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
 //! checkpoint.
 
+mod ahead;
 mod buckets;
 mod collective;
 mod communicator;
@@ -83,11 +84,13 @@ mod paper;
 mod pending;
 mod ranks;
 mod replicated;
+mod scattering;
 mod shard;
 #[cfg_attr(not(any(feature = "cuda", feature = "mpi")), allow(dead_code))]
 mod store;
 mod threads;
 
+pub use ahead::gather_ahead;
 pub use collective::Reduce;
 pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;
@@ -105,4 +108,6 @@ pub use paper::{plan_columns, plan_report};
 pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
+#[cfg(feature = "report")]
+pub(crate) use scattering::EXCHANGED_AT_ONCE;
 pub use shard::Shard;

@@ -17,6 +17,9 @@ pub enum MemoryStep {
     GiveBack(usize),
     /// Takes room for this step alone.
     Pass(Room),
+    /// Takes room for what ranks exchange while backward goes on, until [eight](crate::dist::FullyShard) others were
+    /// taken after it, or backward is done.
+    Exchange(Room),
     /// Drops the one of [`Node::reads`](super::Node::reads) with this index.
     DropRead(usize),
     /// Drops the one of [`Node::kept`](super::Node::kept) with this index.

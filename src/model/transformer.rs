@@ -2,7 +2,7 @@
 
 use super::{TransformerConfig, depth};
 use crate::attention::Algorithm;
-use crate::dist::gathered;
+use crate::dist::{gather_ahead, gathered};
 use crate::nn::{
     self, Architecture, Checkpointing, DropoutRates, Embedding, ForwardContext, Layer, Linear,
     Norm, RotaryConfig, RotaryEmbedding, TransformerBlock, join,
@@ -113,7 +113,8 @@ impl TransformerLM {
         let token_embeddings = table(vocab, "token_embeddings")?;
         let positions = || table(config.context_length, "position_embeddings");
         let position_embeddings = config.is_gpt2().then(positions).transpose()?;
-        let layers = layers.collect::<Result<_>>()?;
+        let layers: Vec<TransformerBlock> = layers.collect::<Result<_>>()?;
+        gather_ahead(layers.iter().map(Layer::weights));
         let ln_final = Norm::new(architecture, width, eps, vb.pp("ln_final"))?;
         let lm_head = match config.tie_embeddings {
             true => Linear::from_weights(token_embeddings.weight().clone(), None)?,

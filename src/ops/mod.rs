@@ -109,4 +109,6 @@ pub use softmax::softmax;
 pub use swiglu::swiglu;
 pub use swiglu_linear::swiglu_linear;
 pub use tanh::tanh;
-pub(crate) use weight::{Divided, divided, forget, stands_for, with_gathered_kept};
+pub(crate) use weight::{
+    Divided, Reading, divided, forget, forward_reading, recomputing, stands_for,
+};

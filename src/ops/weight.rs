@@ -13,19 +13,24 @@ use super::lowering::{Signature, Slot};
 use crate::graph::{self, Attribute};
 use crate::{Result, precision, probe};
 use candle_core::{DType, Tensor, TensorId};
+use std::any::Any;
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
 /// A weight that ranks have parts of; its layer has a hollow tensor in its place.
-pub(crate) trait Divided: Send + Sync {
+pub(crate) trait Divided: Any + Send + Sync {
     /// All of it in `dtype`, outside of the graph.
     fn gathered(&self, dtype: DType) -> Result<Tensor>;
+
+    /// The same in room that is there for it and others by turns, if there is: for a product that comes next, and not
+    /// to be kept.
+    fn lent(&self, dtype: DType, reading: Reading) -> Result<Option<Tensor>>;
 
     /// All of it as a node of the graph: its gradient goes on to the part.
     fn node(&self) -> Result<Tensor>;
 
-    /// The same node without its elements, for ops that read [`gathered`](Self::gathered) beside it.
+    /// The same node without its elements, for ops that read its weight beside it.
     fn empty_node(&self) -> Result<Tensor>;
 
     /// Whether there are no parts, and it is there to be traced.
@@ -59,20 +64,37 @@ pub(crate) fn divided(weight: &Tensor) -> Option<Arc<dyn Divided>> {
     divided.filter(|weight| !graph::is_tracing() || weight.is_on_paper())
 }
 
-thread_local! {
-    static KEEPS_GATHERED: Cell<bool> = const { Cell::new(false) };
+/// When a weight is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reading {
+    Forward,
+    /// In a forward that backward has run again.
+    Recompute,
+    Backward,
 }
 
-/// Runs `f`, in which what forward gathers is kept, where backward comes next, or dropped, where it does not.
-pub(crate) fn with_gathered_kept<R>(keeps: bool, f: impl FnOnce() -> R) -> R {
+thread_local! {
+    static RECOMPUTES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f`, a forward, in backward.
+pub(crate) fn recomputing<R>(f: impl FnOnce() -> R) -> R {
     struct Restore(bool);
     impl Drop for Restore {
         fn drop(&mut self) {
-            KEEPS_GATHERED.set(self.0);
+            RECOMPUTES.set(self.0);
         }
     }
-    let _restore = Restore(KEEPS_GATHERED.replace(keeps));
+    let _restore = Restore(RECOMPUTES.replace(true));
     f()
+}
+
+/// When forward reads what it reads here.
+pub(crate) fn forward_reading() -> Reading {
+    match RECOMPUTES.get() {
+        true => Reading::Recompute,
+        false => Reading::Forward,
+    }
 }
 
 /// What products read beside a weight, for the life of an op; nothing, where they read the weight as it is.
@@ -83,6 +105,7 @@ struct Copied {
     copy: Mutex<Option<Tensor>>,
     source: Source,
     dtype: DType,
+    /// Whether it is of its own, and dropped after forward.
     drops: bool,
 }
 
@@ -92,6 +115,8 @@ enum Source {
     Cast,
     /// The parts of all ranks.
     Gathered(Arc<dyn Divided>),
+    /// The same, in room that others get next.
+    Lent(Arc<dyn Divided>),
 }
 
 /// x and the weights as `op` takes them here, and the copies that its products read.
@@ -200,9 +225,10 @@ impl WeightCopy {
     }
 
     fn gathered(weight: Arc<dyn Divided>, dtype: DType) -> Result<Self> {
-        let copy = weight.gathered(dtype)?;
-        let drops = !KEEPS_GATHERED.get();
-        Ok(Self::new(copy, Source::Gathered(weight), drops))
+        Ok(match weight.lent(dtype, forward_reading())? {
+            Some(copy) => Self::new(copy, Source::Lent(weight), false),
+            None => Self::new(weight.gathered(dtype)?, Source::Gathered(weight), true),
+        })
     }
 
     fn new(copy: Tensor, source: Source, drops: bool) -> Self {
@@ -220,17 +246,19 @@ impl WeightCopy {
 
     fn is_gathered(&self) -> bool {
         let copied = self.0.as_ref();
-        copied.is_some_and(|copied| matches!(copied.source, Source::Gathered(_)))
+        copied.is_some_and(|copied| !matches!(copied.source, Source::Cast))
     }
 
-    /// Whether it goes when forward's product is done.
+    /// Whether its memory goes when forward's product is done.
     pub(super) fn is_dropped(&self) -> bool {
         self.0.as_ref().is_some_and(|copied| copied.drops)
     }
 
     /// Drops what is dropped when forward is done.
     pub(super) fn forwarded(&self) {
-        if let Some(copied) = self.0.as_ref().filter(|copied| copied.drops) {
+        if let Some(copied) = &self.0
+            && (copied.drops || matches!(copied.source, Source::Lent(_)))
+        {
             *copied.lock() = None;
         }
     }
@@ -248,9 +276,14 @@ impl WeightCopy {
         if let Some(copy) = self.get() {
             return Ok(Some(copy));
         }
+        let dtype = copied.dtype;
         let copy = match &copied.source {
-            Source::Cast => cast_weight(&weight.detach(), copied.dtype),
-            Source::Gathered(divided) => divided.gathered(copied.dtype),
+            Source::Cast => cast_weight(&weight.detach(), dtype),
+            Source::Gathered(divided) => divided.gathered(dtype),
+            Source::Lent(divided) => match divided.lent(dtype, Reading::Backward)? {
+                Some(copy) => Ok(copy),
+                None => divided.gathered(dtype),
+            },
         };
         copy.map(Some)
     }

@@ -48,8 +48,9 @@ use std::fmt;
 ///
 /// Nothing is dropped: a step with dropout is [traced](estimate_graph).
 ///
-/// Of a [rank](super::Sharding) of several that divide weights, P are its parts. A weight that was gathered is there as
-/// a whole, in the weights' dtype, until backward has read it last; its gradient is copied to be exchanged.
+/// Of a [rank](super::Sharding) of several that divide weights, P are its parts. Two blocks' weights are there as a
+/// whole, in the dtype that products read ([`gather_ahead`](crate::dist::gather_ahead)); what no product reads is so, in
+/// the weights' dtype, until backward has read it last. Gradients are copied to be exchanged, 8 weights' at once.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16

@@ -137,6 +137,8 @@ pub(super) fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Res
 pub(super) struct Stack {
     pub graph: Graph,
     repeats: Vec<Repeat>,
+    /// Room for what is gathered ahead.
+    ahead: Vec<Buffer>,
 }
 
 /// How many blocks each of those that are traced stands for.
@@ -302,14 +304,25 @@ impl Stack {
             })
         };
         let graph = traced(workload.kernels, workload.mode != Mode::Forward, forward)?;
+        let rooms = sharded.as_ref().map_or_else(Vec::new, FullyShard::rooms);
+        let rooms = rooms.into_iter().map(|(elements, dtype)| Buffer {
+            kind: MemoryKind::Weights,
+            what: What::Named("gathered ahead"),
+            formula: Formula::Letters("of a block"),
+            elements: elements as f64,
+            width: dtype.size_in_bytes(),
+            count: 1.0,
+        });
         Ok(Self {
             repeats: depth.repeats(&graph),
             graph,
+            ahead: rooms.collect(),
         })
     }
 
     /// Replays it.
     pub fn replay(&self, mode: Mode, residents: impl IntoIterator<Item = Buffer>) -> Outcome {
+        let residents = residents.into_iter().chain(self.ahead.iter().copied());
         replay(&self.graph, mode, residents, &self.repeats)
     }
 }

@@ -12,7 +12,6 @@ mod run;
 mod segment;
 
 use crate::grad::is_grad_enabled;
-use crate::ops::with_gathered_kept;
 use crate::{Error, Result, graph};
 use candle_core::Tensor;
 use conditions::Conditions;
@@ -63,7 +62,7 @@ pub fn checkpoint<const N: usize>(
     let f = move |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
     let conditions = Conditions::here();
     let kept = inputs.map(Input::new);
-    let run = with_gathered_kept(false, || Run::new(&f, kept.iter().cloned()))?;
+    let run = Run::new(&f, kept.iter().cloned())?;
     let sources = run.sources();
     let output = run.into_output(); // and its graph is gone
     let function = Recompute {

@@ -5,8 +5,8 @@ use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
 use crate::backward::{Attach, Slot, token};
 use crate::hardware::device_name;
+use crate::ops::recomputing;
 use crate::ops::record::{Entry, Node};
-use crate::ops::with_gathered_kept;
 use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -128,7 +128,7 @@ impl InGraph {
 impl Recompute {
     fn run(&self) -> Result<Run> {
         let run = || Run::new(&self.f, self.inputs.iter().cloned());
-        self.conditions.restored(|| with_gathered_kept(true, run)) // backward comes next
+        self.conditions.restored(|| recomputing(run))
     }
 }
 

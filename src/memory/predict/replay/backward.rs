@@ -4,6 +4,7 @@
 use super::gradients::{BETWEEN, Gradient, Gradients};
 use super::ledger::Key;
 use super::{Repeat, Replay, elements};
+use crate::dist::EXCHANGED_AT_ONCE;
 use crate::graph::{MemoryStep, Node, ValueId, ValueRef};
 use crate::memory::MemoryKind;
 use std::collections::HashSet;
@@ -32,6 +33,7 @@ impl Replay<'_> {
                 }
             }
         }
+        self.exchange_all_but(0);
     }
 
     /// The nodes behind `root`, each before all that it depends on, in the order in which candle visits them.
@@ -87,7 +89,7 @@ impl Replay<'_> {
             return Vec::new();
         };
         let reads = node.reads.iter().enumerate();
-        let reads = reads.filter(|(i, _)| !self.drops(event, node, *i));
+        let reads = reads.filter(|(i, _)| !node.forward.contains(&MemoryStep::DropRead(*i)));
         let operands = self.depends_on(event).iter();
         let operands = operands.chain(reads.map(|(_, read)| read));
         let made = node.kept.iter().map(|kept| kept.value);
@@ -156,6 +158,11 @@ impl Replay<'_> {
                 }
                 MemoryStep::GiveBack(index) => self.ledger.give_back(taken[*index]),
                 MemoryStep::Pass(room) => self.pass(*room),
+                MemoryStep::Exchange(room) => {
+                    self.exchange_all_but(EXCHANGED_AT_ONCE - 1);
+                    let key = self.take_room(MemoryKind::Scratch, *room, 1.0);
+                    self.exchanged.push_back(key);
+                }
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
                 MemoryStep::Output
                 | MemoryStep::Keep(_)

@@ -43,13 +43,9 @@ impl Replay<'_> {
                 }
                 MemoryStep::GiveBack(index) => self.ledger.give_back(taken[*index]),
                 MemoryStep::Pass(room) => self.pass(*room),
-                MemoryStep::DropRead(i) => {
-                    if self.drops(event, node, *i) {
-                        self.free(node.reads[*i].value);
-                    }
-                }
+                MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
-                MemoryStep::Gradient(_) | MemoryStep::PassThrough(_) => {} // backward's
+                MemoryStep::Gradient(_) | MemoryStep::PassThrough(_) | MemoryStep::Exchange(_) => {} // backward's
             }
         }
         for key in taken {

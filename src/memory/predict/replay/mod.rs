@@ -24,7 +24,7 @@ use crate::graph::{Graph, Node, Room, Source, TraceEvent, ValueId, ValueRef};
 use gradients::{Gradient, Gradients};
 use ledger::{Key, Ledger};
 use segments::Segment;
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
 
 /// What came of it.
@@ -98,8 +98,6 @@ struct Replay<'a> {
     is_read: Vec<bool>,
     /// In the order of their ends.
     segments: Vec<Segment>,
-    /// Backward: the one that is recomputed.
-    recomputed: Option<usize>,
     /// Each value's buffer, while there is one.
     rooms: Vec<Option<Key>>,
     /// What the node that is this event holds beside tensors.
@@ -110,6 +108,8 @@ struct Replay<'a> {
     holders: Vec<usize>,
     /// Backward: how many tensors more than one there are on a buffer.
     sharing: HashMap<Key, usize>,
+    /// Backward: what ranks exchange, the first to be over first.
+    exchanged: VecDeque<Key>,
 }
 
 impl<'a> Replay<'a> {
@@ -150,12 +150,12 @@ impl<'a> Replay<'a> {
             gone,
             is_read,
             segments,
-            recomputed: None,
             rooms: vec![None; values],
             held: HashMap::new(),
             waiting: HashSet::new(),
             holders: vec![0; values],
             sharing: HashMap::new(),
+            exchanged: VecDeque::new(),
         }
     }
 
@@ -213,6 +213,14 @@ impl<'a> Replay<'a> {
     fn pass(&mut self, room: Room) {
         let key = self.take_room(MemoryKind::Scratch, room, 1.0);
         self.ledger.give_back(key);
+    }
+
+    /// Gives back what ranks have begun to exchange, until so many are left.
+    fn exchange_all_but(&mut self, left: usize) {
+        while self.exchanged.len() > left {
+            let first = self.exchanged.pop_front();
+            first.into_iter().for_each(|key| self.ledger.give_back(key));
+        }
     }
 
     /// Gives back a value's buffer, if there is one.

@@ -3,8 +3,7 @@
 use super::gradients::{Gradient, Gradients};
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements, node};
-use crate::dist::ALL_GATHER;
-use crate::graph::{CHECKPOINT, Graph, MemoryStep, Node, TraceEvent, ValueId, ValueRef};
+use crate::graph::{CHECKPOINT, Graph, MemoryStep, TraceEvent, ValueId, ValueRef};
 use crate::memory::MemoryKind;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -106,9 +105,7 @@ fn retained(
             continue;
         }
         next.extend(node.inputs.iter().map(|input| input.value));
-        let is_kept = |i: usize| {
-            !node.forward.contains(&MemoryStep::DropRead(i)) || is_gathered(graph, makers, node, i)
-        };
+        let is_kept = |i: usize| !node.forward.contains(&MemoryStep::DropRead(i));
         let reads = node.reads.iter().enumerate();
         let reads = reads.filter(|(i, _)| is_kept(*i));
         next.extend(reads.map(|(_, read)| read.value));
@@ -116,31 +113,11 @@ fn retained(
     retained
 }
 
-/// Whether a node reads all of a weight that ranks have parts of.
-fn is_gathered(graph: &Graph, makers: &[Option<usize>], node: &Node, read: usize) -> bool {
-    let maker = makers[node.reads[read].value.0];
-    let maker = maker.and_then(|event| super::node(graph, event));
-    maker.is_some_and(|maker| maker.op == ALL_GATHER)
-}
-
 impl Replay<'_> {
     /// The segment that the node stands for which is this event.
     pub(super) fn segment_ended_by(&self, event: usize) -> Option<usize> {
         let found = self.segments.binary_search_by_key(&event, |s| s.end);
         found.ok()
-    }
-
-    /// Whether forward drops this read of a node: what was gathered is kept where the node is recomputed.
-    pub(super) fn drops(&self, event: usize, node: &Node, read: usize) -> bool {
-        node.forward.contains(&MemoryStep::DropRead(read))
-            && !(self.is_recomputed(event) && is_gathered(self.graph, &self.makers, node, read))
-    }
-
-    /// Whether an event is of the segment that is recomputed, and not of one inside of it.
-    fn is_recomputed(&self, event: usize) -> bool {
-        let mut around = self.segments.iter().enumerate();
-        let innermost = around.find(|(_, segment)| segment.inside.contains(&event)); // ends first
-        self.recomputed.is_some() && innermost.map(|(index, _)| index) == self.recomputed
     }
 
     /// Whether an event makes a variable, a segment's copy of an input.
@@ -165,13 +142,11 @@ impl Replay<'_> {
         let Some(incoming) = gradients.take(node.output) else {
             return;
         };
-        let around = self.recomputed.replace(index);
         let remade = self.run_again(index);
         let mut found = Gradients::default();
         found.insert(output, self.share(incoming.key));
         self.backward(output, &mut found);
         self.free_inside(index);
-        self.recomputed = around;
         for key in remade {
             self.ledger.give_back(key);
         }
