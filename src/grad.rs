@@ -1,5 +1,6 @@
 //! Whether this thread records a graph.
 
+use crate::holding::holding;
 use std::cell::Cell;
 
 thread_local! {
@@ -27,14 +28,7 @@ pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
 
 /// Runs `f` with a graph or without, whatever held before, which holds again afterwards.
 pub(crate) fn with_grad<R>(enabled: bool, f: impl FnOnce() -> R) -> R {
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            ENABLED.set(self.0);
-        }
-    }
-    let _restore = Restore(ENABLED.replace(enabled));
-    f()
+    holding(|enabled| ENABLED.replace(enabled), enabled, f)
 }
 
 /// Whether ops record themselves on this thread.

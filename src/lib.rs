@@ -122,6 +122,7 @@ pub mod graph;
 pub mod hardware;
 #[cfg(feature = "files")]
 pub mod hf;
+mod holding;
 mod init;
 mod inplace;
 #[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`

@@ -1,7 +1,7 @@
 //! Layers that come one after the other: the weights of each are gathered while the one before is at work.
 
 use super::Pending;
-use super::gather::Part;
+use super::part::Part;
 use crate::Result;
 use crate::ops::Reading;
 use candle_core::{DType, Tensor};
@@ -105,12 +105,12 @@ impl Ahead {
 }
 
 impl Place {
-    /// All of the weight in `dtype`, until its room is another's: that of the second layer from here. `None` where it
-    /// was gathered in another dtype, or was not.
-    pub fn lent(&self, dtype: DType, reading: Reading) -> Result<Option<Tensor>> {
+    /// All of the weight that is the `part`'s in `dtype`, until its room is another's: of the second layer from here.
+    /// `None` where it was gathered in another dtype, or was not.
+    pub fn lent(&self, part: &Part, dtype: DType, reading: Reading) -> Result<Option<Tensor>> {
         let mut state = self.ahead.lock();
         state.note(self.layer, self.index, reading);
-        if state.is_matrix(self) {
+        if part.is_matrix() {
             let beside = match reading {
                 Reading::Forward => Some(self.layer + 1),
                 Reading::Recompute | Reading::Backward => self.layer.checked_sub(1),
@@ -120,7 +120,11 @@ impl Place {
                 state.gather(beside, dtype, reading)?;
             }
         }
-        state.arrived(self, dtype)
+        let held = state.arrived(self.layer)?;
+        let is_there = held.is_some_and(|held| part.is_matrix() || held.vectors);
+        let weight = state.slots[self.layer % 2].weights.get(self.index);
+        let weight = weight.filter(|weight| is_there && weight.dtype() == dtype);
+        Ok(weight.cloned())
     }
 }
 
@@ -136,14 +140,6 @@ impl Place {
 }
 
 impl State {
-    fn part(&self, place: &Place) -> Option<Arc<Part>> {
-        self.layers[place.layer][place.index].upgrade()
-    }
-
-    fn is_matrix(&self, place: &Place) -> bool {
-        self.part(place).is_some_and(|part| part.is_matrix())
-    }
-
     /// Notes what is read. What was gathered in an earlier pass is forgotten: an optimizer may have changed the weights
     /// since. The last layers of a forward are the first of its backward.
     fn note(&mut self, layer: usize, index: usize, reading: Reading) {
@@ -156,6 +152,7 @@ impl State {
             (Reading::Forward, Reading::Forward) => layer < last.layer || again,
             (_, Reading::Forward) => true,
             (Reading::Backward, Reading::Backward) => layer > last.layer || again,
+            (Reading::Backward, Reading::Recompute) => layer >= last.layer,
             (_, Reading::Recompute | Reading::Backward) => false,
         };
         if is_another_pass {
@@ -215,24 +212,16 @@ impl State {
         Ok(())
     }
 
-    /// A weight that was gathered, when all of its layer is.
-    fn arrived(&mut self, place: &Place, dtype: DType) -> Result<Option<Tensor>> {
-        let is_matrix = self.is_matrix(place);
-        let slot = &mut self.slots[place.layer % 2];
-        let Some(held) = slot.holds.take_if(|held| held.layer == place.layer) else {
+    /// What is gathered of a layer, when it is there.
+    fn arrived(&mut self, layer: usize) -> Result<Option<&Held>> {
+        let holds = &mut self.slots[layer % 2].holds;
+        let Some(mut held) = holds.take_if(|held| held.layer == layer) else {
             return Ok(None);
         };
-        for pending in held.pending {
+        for pending in held.pending.drain(..) {
             pending.wait()?; // nothing is held after an error
         }
-        let is_there = is_matrix || held.vectors;
-        slot.holds = Some(Held {
-            pending: Vec::new(),
-            ..held
-        });
-        let weight = slot.weights.get(place.index);
-        let weight = weight.filter(|weight| is_there && weight.dtype() == dtype);
-        Ok(weight.cloned())
+        Ok(Some(holds.insert(held)))
     }
 }
 

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "report")]
 use super::ahead::Place;
-use super::gather::Part;
+use super::part::Part;
 use super::scattering::Scattering;
 use super::{Communicator, FullyShardConfig, Shard};
 use crate::ops::Divided;
@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// bucket of forward's is kept, which backward reads first. In an eager step it is done block by block, a block ahead
 /// ([`gather_ahead`](super::gather_ahead)), with room for two blocks; what is in no block is gathered when it is read
 /// and freed then. What no product reads (an embedding's table, norms' weights, biases) is there as a whole from forward
-/// until backward. Gradients are averaged in [`backward`](crate::backward()), while it goes on: 8 weights' at once.
+/// until backward. Gradients are averaged in [`backward`](crate::backward()), while it goes on, 4 weights' at once.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -86,7 +86,7 @@ impl FullyShard {
         Ok(Self {
             communicator: communicator.clone(),
             config,
-            scattering: Arc::new(Scattering::new(config.dtype)),
+            scattering: Arc::new(Scattering::new(communicator, config.dtype)),
             weights: Arc::default(),
         })
     }
@@ -128,7 +128,10 @@ impl FullyShard {
     pub fn whole(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
         match weight {
-            Some(weight) => weight.part.gathered(weight.part.var.dtype()),
+            Some(Weight { part, .. }) => {
+                let dtype = part.var.dtype();
+                part.gathered(dtype)
+            }
             None => Err(self.refuse(format!("there is no weight {name}"))),
         }
     }

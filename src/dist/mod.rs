@@ -81,6 +81,7 @@ mod mpi;
 mod nccl;
 #[cfg(feature = "report")]
 mod paper;
+mod part;
 mod pending;
 mod ranks;
 mod replicated;
@@ -98,16 +99,16 @@ pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
 pub use fully_shard::FullyShard;
 #[cfg(feature = "report")]
 pub(crate) use gather::ALL_GATHER;
-pub use gather::gathered;
 pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
 pub use membership::Watch;
 #[cfg(feature = "report")]
 pub use paper::{plan_columns, plan_report};
+pub use part::gathered;
 pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
 #[cfg(feature = "report")]
-pub(crate) use scattering::EXCHANGED_AT_ONCE;
+pub(crate) use scattering::EXCHANGED_TOGETHER;
 pub use shard::Shard;

@@ -5,24 +5,39 @@ use super::{Collective, Communicator, Pending};
 use crate::Result;
 use crate::backward::{Unfinished, finish_later};
 use candle_core::{DType, Tensor};
-use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// So many are exchanged at once: about the weights of a block.
-pub(crate) const EXCHANGED_AT_ONCE: usize = 8;
+/// So many are exchanged as one: the fewer calls of a host that is the slower one, the better.
+pub(crate) const EXCHANGED_TOGETHER: usize = 4;
 
-/// The exchanges of a rank's gradients, in the order in which they were begun.
+/// The exchanges of a rank's gradients.
 #[derive(Debug)]
 pub(super) struct Scattering {
+    communicator: Communicator,
     /// What gradients are rounded to for it.
     exchanged: Option<DType>,
-    begun: Mutex<VecDeque<Begun>>,
+    state: Mutex<State>,
+}
+
+/// In the order in which gradients came, the same on every rank.
+#[derive(Debug, Default)]
+struct State {
+    /// Under way.
+    begun: Group,
+    /// To be begun together: fewer than [`EXCHANGED_TOGETHER`].
+    waiting: Vec<Exchange>,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    pending: Vec<Pending>,
+    exchanges: Vec<Exchange>,
 }
 
 #[derive(Debug)]
-struct Begun {
-    pending: Vec<Pending>,
+struct Exchange {
+    collectives: Vec<(Collective, Tensor)>,
     /// The own part of what is exchanged, (elements).
     own: Tensor,
     /// Where it goes, a part of a weight in shape and dtype.
@@ -30,9 +45,12 @@ struct Begun {
 }
 
 impl Scattering {
-    pub fn new(exchanged: Option<DType>) -> Self {
-        let begun = Mutex::default();
-        Self { exchanged, begun }
+    pub fn new(communicator: &Communicator, exchanged: Option<DType>) -> Self {
+        Self {
+            communicator: communicator.clone(),
+            exchanged,
+            state: Mutex::default(),
+        }
     }
 
     /// What the gradient of a weight is exchanged in.
@@ -44,12 +62,12 @@ impl Scattering {
     /// In [`backward`](crate::backward()) its elements come later.
     pub fn start(
         self: &Arc<Self>,
-        communicator: &Communicator,
         own: Range<usize>,
         part: &Tensor,
         dy: &Tensor,
     ) -> Result<Tensor> {
-        self.finish_all_but(EXCHANGED_AT_ONCE - 1)?;
+        // SAFETY: all elements are written when the exchange is finished, and nothing reads them before.
+        let gradient = unsafe { Tensor::empty(part.shape(), part.dtype(), part.device())? };
         // A copy: it is exchanged in place.
         let dtype = self.dtype(dy.dtype());
         let whole = match dtype == dy.dtype() {
@@ -57,55 +75,68 @@ impl Scattering {
             false => dy.to_dtype(dtype)?.contiguous()?,
         };
         let whole = whole.flatten_all()?;
-        // SAFETY: all elements are written when the exchange is finished, and nothing reads them before.
-        let gradient = unsafe { Tensor::empty(part.shape(), part.dtype(), part.device())? };
-        let world_size = communicator.world_size();
+        let world_size = self.communicator.world_size();
         let collectives = Collective::scattering(world_size, whole.elem_count()).into_iter();
         let collectives = collectives.map(|(collective, some)| {
             let some = whole.narrow(0, some.start, some.len())?;
             Ok((collective, some))
         });
-        let collectives: Vec<_> = collectives.collect::<Result<_>>()?;
-        let begun = Begun {
-            pending: communicator.start_all(&collectives)?,
+        let exchange = Exchange {
+            collectives: collectives.collect::<Result<_>>()?,
             own: whole.narrow(0, own.start, own.len())?,
             gradient: gradient.clone(),
         };
-        self.queue(|queue| queue.push_back(begun));
+        let mut state = self.lock();
+        state.waiting.push(exchange);
+        if state.waiting.len() == EXCHANGED_TOGETHER {
+            state.begin(&self.communicator)?;
+        }
+        drop(state);
         if !finish_later(self) {
             self.finish()?;
         }
         Ok(gradient)
     }
 
-    /// Finishes the first that were begun, until so many are left.
-    fn finish_all_but(&self, left: usize) -> Result<()> {
-        let next = |queue: &mut VecDeque<Begun>| match queue.len() > left {
-            true => queue.pop_front(),
-            false => None,
-        };
-        while let Some(begun) = self.queue(next) {
-            begun.finish()?;
-        }
-        Ok(())
-    }
-
-    fn queue<R>(&self, f: impl FnOnce(&mut VecDeque<Begun>) -> R) -> R {
-        f(&mut self.begun.lock().unwrap_or_else(PoisonError::into_inner))
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Unfinished for Scattering {
     fn finish(&self) -> Result<()> {
-        self.finish_all_but(0)
+        let mut state = self.lock();
+        if !state.waiting.is_empty() {
+            state.begin(&self.communicator)?;
+        }
+        std::mem::take(&mut state.begun).finish()
     }
 }
 
-impl Begun {
+impl State {
+    /// Begins what waits, and finishes what was begun before.
+    fn begin(&mut self, communicator: &Communicator) -> Result<()> {
+        let mut exchanges = std::mem::take(&mut self.waiting);
+        let collectives = exchanges.iter_mut();
+        let collectives =
+            collectives.flat_map(|exchange| std::mem::take(&mut exchange.collectives));
+        let collectives: Vec<_> = collectives.collect();
+        let group = Group {
+            pending: communicator.start_all(&collectives)?,
+            exchanges,
+        };
+        std::mem::replace(&mut self.begun, group).finish()
+    }
+}
+
+impl Group {
     fn finish(self) -> Result<()> {
         for pending in self.pending {
             pending.wait()?;
         }
-        Ok(write(&self.own, &self.gradient)?)
+        for exchange in self.exchanges {
+            write(&exchange.own, &exchange.gradient)?;
+        }
+        Ok(())
     }
 }

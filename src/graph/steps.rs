@@ -17,8 +17,8 @@ pub enum MemoryStep {
     GiveBack(usize),
     /// Takes room for this step alone.
     Pass(Room),
-    /// Takes room for what ranks exchange while backward goes on, until [eight](crate::dist::FullyShard) others were
-    /// taken after it, or backward is done.
+    /// Takes room for what ranks exchange while backward goes on. Four are begun together
+    /// ([`FullyShard`](crate::dist::FullyShard)): then the four before are over.
     Exchange(Room),
     /// Drops the one of [`Node::reads`](super::Node::reads) with this index.
     DropRead(usize),

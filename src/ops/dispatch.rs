@@ -4,6 +4,7 @@ use super::info::OpInfo;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
 use crate::graph::{self, Target};
 use crate::hardware::device_name;
+use crate::holding::holding;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
@@ -42,14 +43,7 @@ static FALLBACKS: Mutex<BTreeSet<Fallback>> = Mutex::new(BTreeSet::new());
 
 /// Runs `f` under `policy` on this thread, and restores the former policy, on panic too.
 pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
-    struct Restore(KernelPolicy);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            POLICY.set(self.0);
-        }
-    }
-    let _restore = Restore(POLICY.replace(policy));
-    f()
+    holding(|policy| POLICY.replace(policy), policy, f)
 }
 
 /// The policy that holds on this thread.

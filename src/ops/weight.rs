@@ -11,6 +11,7 @@ use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
 use crate::graph::{self, Attribute};
+use crate::holding::holding;
 use crate::{Result, precision, probe};
 use candle_core::{DType, Tensor, TensorId};
 use std::any::Any;
@@ -21,17 +22,17 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 /// A weight that ranks have parts of; its layer has a hollow tensor in its place.
 pub(crate) trait Divided: Any + Send + Sync {
     /// All of it in `dtype`, outside of the graph.
-    fn gathered(&self, dtype: DType) -> Result<Tensor>;
+    fn gathered(self: Arc<Self>, dtype: DType) -> Result<Tensor>;
 
     /// The same in room that is there for it and others by turns, if there is: for a product that comes next, and not
     /// to be kept.
     fn lent(&self, dtype: DType, reading: Reading) -> Result<Option<Tensor>>;
 
     /// All of it as a node of the graph: its gradient goes on to the part.
-    fn node(&self) -> Result<Tensor>;
+    fn node(self: Arc<Self>) -> Result<Tensor>;
 
     /// The same node without its elements, for ops that read its weight beside it.
-    fn empty_node(&self) -> Result<Tensor>;
+    fn empty_node(self: Arc<Self>) -> Result<Tensor>;
 
     /// Whether there are no parts, and it is there to be traced.
     fn is_on_paper(&self) -> bool;
@@ -79,14 +80,7 @@ thread_local! {
 
 /// Runs `f`, a forward, in backward.
 pub(crate) fn recomputing<R>(f: impl FnOnce() -> R) -> R {
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            RECOMPUTES.set(self.0);
-        }
-    }
-    let _restore = Restore(RECOMPUTES.replace(true));
-    f()
+    holding(|recomputes| RECOMPUTES.replace(recomputes), true, f)
 }
 
 /// When forward reads what it reads here.
@@ -149,7 +143,7 @@ pub(super) fn with_copies<const N: usize>(
             (Some(divided), _) if has_kernel => {
                 let castable = target.filter(|_| precision::is_castable(weight.dtype()));
                 let dtype = castable.unwrap_or(weight.dtype());
-                *weight = divided.empty_node()?;
+                *weight = Arc::clone(&divided).empty_node()?;
                 *copy = WeightCopy::gathered(divided, dtype)?;
             }
             (Some(divided), _) => *weight = cast(&divided.node()?)?,
@@ -227,7 +221,10 @@ impl WeightCopy {
     fn gathered(weight: Arc<dyn Divided>, dtype: DType) -> Result<Self> {
         Ok(match weight.lent(dtype, forward_reading())? {
             Some(copy) => Self::new(copy, Source::Lent(weight), false),
-            None => Self::new(weight.gathered(dtype)?, Source::Gathered(weight), true),
+            None => {
+                let copy = Arc::clone(&weight).gathered(dtype)?;
+                Self::new(copy, Source::Gathered(weight), true)
+            }
         })
     }
 
@@ -279,10 +276,10 @@ impl WeightCopy {
         let dtype = copied.dtype;
         let copy = match &copied.source {
             Source::Cast => cast_weight(&weight.detach(), dtype),
-            Source::Gathered(divided) => divided.gathered(dtype),
+            Source::Gathered(divided) => Arc::clone(divided).gathered(dtype),
             Source::Lent(divided) => match divided.lent(dtype, Reading::Backward)? {
                 Some(copy) => Ok(copy),
-                None => divided.gathered(dtype),
+                None => Arc::clone(divided).gathered(dtype),
             },
         };
         copy.map(Some)

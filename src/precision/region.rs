@@ -2,6 +2,7 @@
 
 use super::Autocast;
 use super::promote::Operand;
+use crate::holding::holding;
 use crate::{Result, graph};
 use candle_core::DType;
 use std::borrow::Borrow;
@@ -133,14 +134,7 @@ pub(crate) fn without_autocast<T>(f: impl FnOnce() -> T) -> T {
 
 /// Runs `f` as if no region were open on this thread. They are open again afterwards, on panic too.
 pub(crate) fn outside<T>(f: impl FnOnce() -> T) -> T {
-    struct Restore(Vec<Region>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            REGIONS.set(std::mem::take(&mut self.0));
-        }
-    }
-    let _restore = Restore(REGIONS.take());
-    f()
+    holding(|regions| REGIONS.replace(regions), Vec::new(), f)
 }
 
 /// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not

@@ -13,7 +13,7 @@ use tallow::compile::{LossStep, PlanConfig, StepConfig, TrainStep};
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
 use tallow::memory::{Kernels, Meter, Mode, Sharding, Workload, estimate};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn;
+use tallow::nn::{self, Checkpointing};
 use tallow::optim::AdamW;
 use tallow::precision::Precision;
 use tallow::profile::Profiler;
@@ -44,6 +44,9 @@ pub fn as_one_process() -> Result<()> {
             (Precision::BF16, Some(DType::BF16), None),
         ] {
             as_replicated(&ranks, precision, exchange, clip_norm)?;
+            for checkpointing in [Checkpointing::None, Checkpointing::Block] {
+                as_replicated_eagerly(&ranks, precision, exchange, checkpointing)?;
+            }
             takes_what_is_predicted(&ranks, precision, exchange)?;
         }
     }
@@ -164,6 +167,57 @@ fn takes_what_is_predicted(
         predicted.abs_diff(peak) < 1 << 18,
         "{precision}, {exchange:?}: {predicted} {peak}"
     );
+    Ok(())
+}
+
+/// Losses and weights of eager steps whose weights are divided, gathered a block ahead, beside those of steps that have
+/// all of them.
+fn as_replicated_eagerly(
+    ranks: &Communicator,
+    precision: Precision,
+    exchange: Option<DType>,
+    checkpointing: Checkpointing,
+) -> Result<()> {
+    let device = ranks.device();
+    let config = TransformerConfig {
+        num_layers: 5,
+        checkpointing,
+        ..model()
+    };
+    let adamw = tallow::optim::AdamWConfig::default();
+    let whole = TransformerLM::new(&config, 3, device)?;
+    let mut of_whole = AdamW::new(whole.parameters(), adamw)?;
+    let way = ReplicatedConfig {
+        dtype: exchange,
+        ..Default::default()
+    };
+    let replicated = Replicated::new(ranks, whole.parameters(), way)?;
+    let parts = FullyShardConfig {
+        dtype: exchange,
+        ..Default::default()
+    };
+    let sharded = FullyShard::new(ranks, parts)?;
+    let vb = sharded.builder(nn::seeded(3, DType::F32, device));
+    let divided = TransformerLM::from_var_builder(&config, vb)?;
+    let mut optimizer = AdamW::new(sharded.parameters(), adamw)?;
+    let (tokens, targets) = (ids(ranks, 0)?, ids(ranks, 1)?);
+    let case = format!("eager, {precision}, {exchange:?}, {checkpointing}");
+    for _ in 0..5 {
+        let [wanted, found] = [&whole, &divided].map(|model| {
+            let loss = precision.run(|| model.loss(&tokens, &targets))?;
+            Ok::<_, tallow::Error>((loss.detach(), loss))
+        });
+        let ((wanted, of_wanted), (found, of_found)) = (wanted?, found?);
+        of_whole.step(&replicated.backward(of_wanted)?)?;
+        optimizer.step(&tallow::backward(of_found)?)?;
+        let (a, b) = (found.to_scalar::<f32>()?, wanted.to_scalar::<f32>()?);
+        assert!((a - b).abs() <= 1e-3 * b, "{case}: {a} {b}");
+    }
+    for (name, wanted) in whole.parameters() {
+        let off = (sharded.whole(&name)? - wanted.as_tensor())?.abs()?;
+        let off = off.mean_all()?.to_scalar::<f32>()?;
+        assert!(off < 2e-4, "{case}, {name}: {off}"); // of steps of 1e-3
+    }
     Ok(())
 }
 

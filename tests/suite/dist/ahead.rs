@@ -147,3 +147,60 @@ fn gradients_of_weights_read_twice() {
         of_parts(loss(&maps)?.backward()?)
     });
 }
+
+/// Backward of a graph that was made before weights were changed reads them as they are since.
+#[rstest]
+fn backwards_with_a_change_between(
+    #[values(1, 2, 3)] layers: usize,
+    #[values(false, true)] recomputed: bool,
+) {
+    on_ranks(2, |ranks| {
+        let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
+        let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
+        let maps = (0..layers).map(|i| Linear::new(16, 16, vb.pp(i)));
+        let maps: Vec<Linear> = maps.collect::<Result<_>>()?;
+        dist::gather_ahead(maps.iter().map(Layer::weights));
+        let whole = (0..layers).map(|i| {
+            let weight = Var::from_tensor(&sharded.whole(&format!("{i}.weight"))?)?;
+            Linear::from_weights(weight.into_inner(), None)
+        });
+        let whole: Vec<Linear> = whole.collect::<Result<_>>()?;
+        let loss = |maps: &[Linear], factor: f64| {
+            let x = Tensor::arange(0f32, 32.0, &Device::Cpu)?.reshape((2, 16))?;
+            let x = Var::from_tensor(&(x * (factor + 0.1 * ranks.rank() as f64))?)?.into_inner();
+            let y = maps.iter().try_fold(x, |x, map| {
+                let map = map.clone();
+                match recomputed {
+                    true => nn::checkpoint(move |[x]| map.forward(x), [&x]),
+                    false => map.forward(&x),
+                }
+            })?;
+            ops::mean(&ops::mul(&y, &y)?)
+        };
+        let losses = |maps: &[Linear]| Ok::<_, tallow::Error>([loss(maps, 0.1)?, loss(maps, 0.2)?]);
+        let weights = whole.iter().enumerate().map(|(i, map)| {
+            let (_, var) = map.parameters().swap_remove(0);
+            (format!("{i}.weight"), var)
+        });
+        let weights: Vec<(String, Var)> = weights.collect();
+        let replicated = Replicated::new(&ranks, weights.clone(), ReplicatedConfig::default())?;
+        let halve = |vars: &[(String, Var)]| -> Result<()> {
+            for (_, var) in vars {
+                var.set(&(var.as_tensor() * 0.5)?)?;
+            }
+            Ok(())
+        };
+        for (wanted, found) in losses(&whole)?.into_iter().zip(losses(&maps)?) {
+            let (wanted, found) = (replicated.backward(wanted)?, backward(found)?);
+            for ((name, var), (_, part)) in weights.iter().zip(sharded.parameters()) {
+                let found = found.get(&part).unwrap();
+                let wanted = wanted.get(var).unwrap().flatten_all()?;
+                let wanted = wanted.narrow(0, 128 * ranks.rank(), 128)?; // of 256
+                assert!(bits(found) == bits(&wanted), "{name}");
+            }
+            halve(&weights)?;
+            halve(&sharded.parameters())?;
+        }
+        Ok(())
+    });
+}

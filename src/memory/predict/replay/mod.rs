@@ -20,6 +20,7 @@ mod unscale;
 pub(super) use ledger::{Buffer, Formula, What};
 
 use super::{MemoryKind, Mode};
+use crate::dist::EXCHANGED_TOGETHER;
 use crate::graph::{Graph, Node, Room, Source, TraceEvent, ValueId, ValueRef};
 use gradients::{Gradient, Gradients};
 use ledger::{Key, Ledger};
@@ -215,8 +216,17 @@ impl<'a> Replay<'a> {
         self.ledger.give_back(key);
     }
 
-    /// Gives back what ranks have begun to exchange, until so many are left.
-    fn exchange_all_but(&mut self, left: usize) {
+    /// Takes room for what ranks exchange. Some are begun together, and then those that were begun before are over.
+    fn exchange(&mut self, room: Room) {
+        let key = self.take_room(MemoryKind::Scratch, room, 1.0);
+        self.exchanged.push_back(key);
+        if self.exchanged.len() == 2 * EXCHANGED_TOGETHER {
+            self.exchanged_but(EXCHANGED_TOGETHER);
+        }
+    }
+
+    /// Gives back what ranks have exchanged, until so many are left.
+    fn exchanged_but(&mut self, left: usize) {
         while self.exchanged.len() > left {
             let first = self.exchanged.pop_front();
             first.into_iter().for_each(|key| self.ledger.give_back(key));
