@@ -15,6 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// before is at work, in backward while the layer behind is: matrices in the dtype that the first product reads, vectors
 /// in their own. There is room for two layers' weights from the first step on, which they have by turns.
 ///
+/// Weights may be changed after a backward, and between two forwards that begin with the same layer: the next forward
+/// gathers them anew.
+///
 /// [`TransformerLM`](crate::model::TransformerLM) says so of its blocks. A weight is gathered with the first layer that
 /// it was given for; layers without such weights are not concerned.
 ///
