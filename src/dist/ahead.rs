@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// Says that the forwards of some layers come one after the other. These are the
 /// [weights](crate::nn::Layer::weights) of each.
 ///
-/// Where they are [parts](super::FullyShard) of weights, an eager step gathers all of a layer's at once, while the layer
-/// before is at work, in backward while the layer behind is: matrices in the dtype that the first product reads, vectors
-/// in their own. There is room for two layers' weights from the first step on, which they have by turns.
+/// Where ranks have [parts](super::FullyShard) of them, an eager step gathers all of a layer's weights at once, while
+/// the layer before it is at work, or in backward the layer after it: matrices in the dtype that the first product
+/// reads, vectors in their own. From the first step on there is room for the weights of two layers, which all share.
 ///
 /// Weights may be changed after a backward, and between two forwards that begin with the same layer: the next forward
 /// gathers them anew.
@@ -58,7 +58,7 @@ pub fn gather_ahead(layers: impl IntoIterator<Item = Vec<(String, Tensor)>>) {
     }
 }
 
-/// Where a weight is: of which of the layers, and the how manieth of its.
+/// Where a weight is: its layer, and its index among that layer's weights.
 pub(super) struct Place {
     ahead: Arc<Ahead>,
     layer: usize,

@@ -24,9 +24,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// A weight is gathered for forward in the dtype that a product reads, and again for backward. In a
 /// [planned](crate::compile::TrainStep::fully_sharded) step on a GPU this is done bucket by bucket, ahead, and the last
 /// bucket of forward's is kept, which backward reads first. In an eager step it is done block by block, a block ahead
-/// ([`gather_ahead`](super::gather_ahead)), with room for two blocks; what is in no block is gathered when it is read
-/// and freed then. What no product reads (an embedding's table, norms' weights, biases) is there as a whole from forward
-/// until backward. Gradients are averaged in [`backward`](crate::backward()), while it goes on, 4 weights' at once.
+/// ([`gather_ahead`](super::gather_ahead)), with room for two blocks; what is in no block is gathered when it is read,
+/// and freed then. What no product reads (an embedding's table, norms' weights, biases) is there as a whole from
+/// forward until backward. Gradients are averaged while [`backward`](crate::backward()) goes on, those of four weights
+/// at once.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};

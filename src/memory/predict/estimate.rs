@@ -49,8 +49,8 @@ use std::fmt;
 /// Nothing is dropped: a step with dropout is [traced](estimate_graph).
 ///
 /// Of a [rank](super::Sharding) of several that divide weights, P are its parts. Two blocks' weights are there as a
-/// whole, in the dtype that products read ([`gather_ahead`](crate::dist::gather_ahead)); what no product reads is so, in
-/// the weights' dtype, until backward has read it last. Gradients are copied to be exchanged, of 8 weights at most.
+/// whole, in the dtype that products read ([`gather_ahead`](crate::dist::gather_ahead)); what no product reads is so
+/// in the weights' dtype, until backward has read it last. Gradients are copied to be exchanged, of 8 weights at most.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
