@@ -12,7 +12,6 @@ mod sums;
 use crate::ops::record::node_of;
 use crate::{Error, Result};
 use candle_core::{Tensor, TensorId, backprop::GradStore};
-use later::Later;
 use std::collections::HashMap;
 use sums::Sums;
 
@@ -152,8 +151,7 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
     graph.reverse(); // the next is the last
     let mut sums = Sums::new(&graph);
     let mut hooks = Hooks::new(&graph, &sums, hook);
-    let mut later = Later::new();
-    sums.add(&root, seed, false, &mut later)?;
+    sums.add(&root, seed, false)?;
     drop(root);
     while let Some(y) = graph.pop() {
         if y.is_variable() {
@@ -162,24 +160,24 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
         if let Some(node) = node_of(&y) {
             let inputs = node.inputs();
             if let Some(dy) = sums.take(&y) {
-                let gradients = later.leaving(|| node.backward(&y, &dy.gradient))?;
+                let gradients = sums.later.leaving(|| node.backward(&y, &dy.gradient))?;
                 drop((node, y));
-                sums.add_all(&inputs, gradients, dy, &mut later)?;
+                sums.add_all(&inputs, gradients, dy)?;
             }
             for x in inputs {
-                hooks.used(x.id(), &mut sums, &mut later)?;
+                hooks.used(x.id(), &mut sums)?;
             }
         } else if let Some(whole) = sums.whole_of(&y) {
             if let Some(dy) = sums.take(&y) {
-                sums.add_view(&y, dy, &mut later)?;
+                sums.add_view(&y, dy)?;
             }
-            hooks.used(whole, &mut sums, &mut later)?;
+            hooks.used(whole, &mut sums)?;
         } else if sums.has(&y) {
             graph.push(y);
             break;
         }
     }
-    later.finish()?;
+    sums.later.finish()?;
     let variables = sums.variables().to_vec();
     let mut store = match graph.is_empty() {
         true => sums.into_store()?,
@@ -222,7 +220,7 @@ impl<'a> Hooks<'a> {
     }
 
     /// Something that reads this is done.
-    fn used(&mut self, id: TensorId, sums: &mut Sums, later: &mut Later) -> Result<()> {
+    fn used(&mut self, id: TensorId, sums: &mut Sums) -> Result<()> {
         let (Some(hook), Some(uses)) = (&mut self.hook, self.uses.get_mut(&id)) else {
             return Ok(());
         };
@@ -232,14 +230,12 @@ impl<'a> Hooks<'a> {
         }
         let mut variables = sums.variables().iter();
         let variable = variables.find(|variable| variable.id() == id).cloned();
-        let Some(variable) = variable else {
-            return Ok(());
-        };
-        later.finish()?;
-        if let Some(gradient) = sums.complete(&variable)? {
+        if let Some(variable) = variable
+            && let Some(gradient) = sums.complete(&variable)?
+        {
             self.uses.remove(&id);
             if let Some(gradient) = hook(&variable, gradient)? {
-                sums.add(&variable, gradient, true, later)?;
+                sums.add(&variable, gradient, true)?;
             }
         }
         Ok(())

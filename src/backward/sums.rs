@@ -14,6 +14,8 @@ pub(super) struct Sums {
     /// What nodes and variables are, by their storage: views of one show its elements.
     wholes: HashMap<usize, (TensorId, Vec<usize>)>,
     variables: Vec<Tensor>,
+    /// What is to be finished before a variable's gradient is read.
+    pub later: Later,
 }
 
 /// A gradient, contiguous.
@@ -38,6 +40,7 @@ impl Sums {
             sums: HashMap::new(),
             wholes: wholes.collect(),
             variables: variables.cloned().collect(),
+            later: Later::new(),
         }
     }
 
@@ -65,6 +68,7 @@ impl Sums {
 
     /// Takes that of a variable which nothing is added to any more: no other tensor has its elements.
     pub fn complete(&mut self, variable: &Tensor) -> Result<Option<Tensor>> {
+        self.later.finish()?;
         let gradient = self.take(variable).map(|sum| match sum.is_own {
             true => Ok(sum.gradient),
             false => sum.gradient.copy(),
@@ -82,7 +86,6 @@ impl Sums {
         inputs: &[Tensor],
         gradients: Vec<Option<Tensor>>,
         dy: Sum,
-        later: &mut Later,
     ) -> Result<()> {
         let made: Vec<_> = inputs.iter().zip(gradients).collect();
         let addresses = made.iter().filter_map(|(_, dx)| dx.as_ref());
@@ -97,31 +100,31 @@ impl Sums {
             let address = storage_address(&dx);
             let sharing = addresses.iter().filter(|other| **other == address);
             let is_own = sharing.count() == 1 && (address != of_dy || dy_is_own);
-            self.add(x, dx.detach(), is_own, later)?;
+            self.add(x, dx.detach(), is_own)?;
         }
         Ok(())
     }
 
     /// Adds `dx` to the gradient of `x`.
-    pub fn add(&mut self, x: &Tensor, dx: Tensor, is_own: bool, later: &mut Later) -> Result<()> {
-        self.add_to(x.id(), own_if_copied(dx, is_own)?, later)
+    pub fn add(&mut self, x: &Tensor, dx: Tensor, is_own: bool) -> Result<()> {
+        self.add_to(x.id(), own_if_copied(dx, is_own)?)
     }
 
     /// Adds the gradient of a view to that of its whole.
-    pub fn add_view(&mut self, x: &Tensor, dx: Sum, later: &mut Later) -> Result<()> {
+    pub fn add_view(&mut self, x: &Tensor, dx: Sum) -> Result<()> {
         let Some((id, shape)) = self.whole(x) else {
             return Ok(());
         };
         let (id, new) = (*id, of_whole(x, dx, shape)?);
-        self.add_to(id, new, later)
+        self.add_to(id, new)
     }
 
-    fn add_to(&mut self, id: TensorId, new: Sum, later: &mut Later) -> Result<()> {
+    fn add_to(&mut self, id: TensorId, new: Sum) -> Result<()> {
         let sum = match self.sums.remove(&id) {
             None => new,
             Some(before) => {
                 if self.variables.iter().any(|variable| variable.id() == id) {
-                    later.finish()?;
+                    self.later.finish()?;
                 }
                 before.plus(new)?
             }
