@@ -399,7 +399,11 @@ impl Flags {
             }
             let begun = Instant::now();
             let Some(report) = trainer.step()? else { break };
-            speed.add(report.tokens, begun.elapsed());
+            speed.add(trainer.config().tokens_per_step(), begun.elapsed());
+            if report.tokens == 0 {
+                let line = format!("step {:>6}  skipped: no target counts", report.step);
+                bar.suspend(|| self.say(line))?;
+            }
             bar.inc(1);
             bar.set_message(message(trainer, &report, speed));
             if trainer.evaluation_is_due() {

@@ -14,8 +14,10 @@ pub struct StepConfig {
     /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
     /// [`LossStep::run_scaled`](super::LossStep::run_scaled).
     pub loss_scaling: bool,
-    /// Micro-batches in a step. Each input then has them one after another in its first dimension, and the loss is the
-    /// mean of theirs.
+    /// Micro-batches in a step. Each input then has them one after another in its first dimension. The step's loss is the
+    /// mean of their losses with equal weights, however many targets each of them counts: a loss of masked targets that
+    /// is to weigh every target equally belongs into one micro-batch, or is a
+    /// [`TrainStep`](super::TrainStep)'s ([`PlanConfig::ignore_index`]).
     pub accumulation: usize,
     /// The most bytes that the arena may have. If a plan needs more, as little is recomputed in backward as will do: in
     /// half precision on a GPU sums that norms read, then gate and up of SwiGLU.
@@ -140,7 +142,8 @@ pub struct PlanConfig {
     /// Scale the gradients so that their norm is at most this, as
     /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) does; `None` for no clipping.
     pub clip_norm: Option<f64>,
-    /// Micro-batches in a step: tokens and targets are then (accumulation * B, T), and the loss is the mean over all.
+    /// Micro-batches in a step: tokens and targets are then (accumulation * B, T), and the loss is the mean over all
+    /// targets that count.
     pub accumulation: usize,
     /// Which blocks are recomputed in backward instead of keeping their activations.
     pub checkpointing: Checkpointing,
@@ -157,9 +160,14 @@ pub struct PlanConfig {
     /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: only the update sees them,
     /// and it has 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
-    /// The token that documents end with which are packed into a sequence: a step is then that of
+    /// The token that ends each document of a sequence into which several are packed: a document attends to itself
+    /// alone, and what follows a separator is no target, as in
     /// [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
     pub separator: Option<u32>,
+    /// Targets with this value do not count, as -100 in PyTorch. Targets may be i64 then.
+    ///
+    /// With it, or with a separator, the loss is the mean over all targets that count: of all micro-batches and ranks.
+    pub ignore_index: Option<i64>,
     /// The seed of dropout, of a model whose configuration has any: a step is then that of a
     /// [key](crate::ops::DropoutKey) of this seed and the optimizer's steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
@@ -190,6 +198,7 @@ impl Default for PlanConfig {
             memory_budget_bytes: None,
             optimizer_in_backward: false,
             separator: None,
+            ignore_index: None,
             dropout_seed: None,
             replicated: None,
             shard: None,
@@ -234,6 +243,11 @@ impl PlanConfig {
             shard: self.shard,
             fully_shard: self.fully_shard,
         }
+    }
+
+    /// Whether some targets may not count.
+    pub(super) fn masks_targets(&self) -> bool {
+        self.separator.is_some() || self.ignore_index.is_some()
     }
 
     /// The seed of dropout, if the model drops anything.

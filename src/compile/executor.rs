@@ -50,6 +50,7 @@ impl Executor {
             Self::Cpu(executor) => on_cpu(tensors, |lent| {
                 let controls = Controls {
                     communicator: tensors.communicator,
+                    loss_divisor: tensors.loss_divisor,
                     ..Default::default()
                 };
                 executor.run_micro_batches(plan, lent, &controls)
@@ -88,6 +89,7 @@ impl Executor {
             clip_norm,
             loss_scale,
             communicator: tensors.communicator,
+            loss_divisor: tensors.loss_divisor,
         };
         match self {
             Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),

@@ -175,6 +175,11 @@ impl LossStep {
         self.step.join_job(communicator)
     }
 
+    /// [`Step::divide_by_targets`].
+    pub(super) fn divide_by_targets(&mut self, counted: usize) -> Result<usize> {
+        self.step.divide_by_targets(counted)
+    }
+
     /// This rank's number, 0 in a step of one.
     pub(super) fn rank(&self) -> usize {
         self.step.rank()

@@ -6,8 +6,9 @@ use super::lower::{Lowered, Recompute};
 use super::planned::Planned;
 use super::traced::{Target, TracedFunction};
 use crate::attention::FirstKeys;
-use crate::model::{IGNORED, TransformerConfig, TransformerLM};
+use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing, ForwardContext};
+use crate::ops::cross_entropy::Reduction;
 use crate::ops::{DropoutKey, KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
 use crate::{Result, autocast, graph};
@@ -87,17 +88,25 @@ impl<'a> Planner<'a> {
         checkpointing: Checkpointing,
         recompute: Recompute,
     ) -> Result<Planned> {
-        let function = self.trace(checkpointing, |model, tokens| {
+        let mut function = self.trace(checkpointing, |model, tokens| {
             let targets = graph::input("targets", tokens.shape(), DType::U32)?;
-            let packed = self.config.separator;
-            let first_keys = packed.map(|_| FirstKeys::input("first_keys", tokens.shape()));
+            let first_keys = self
+                .config
+                .separator
+                .map(|_| FirstKeys::input("first_keys", tokens.shape()));
             let seed = self.config.dropout_seed_of(model.config());
             let context = ForwardContext {
                 first_keys: first_keys.transpose()?,
                 dropout: seed.map(|_| DropoutKey::input("dropout")).transpose()?,
             };
-            model.loss_with(tokens, &targets, &context, packed.map(|_| IGNORED))
+            match self.config.masks_targets() {
+                true => model.sum_of_losses(tokens, &targets, &context),
+                false => model.loss_with(tokens, &targets, &context, None),
+            }
         })?;
+        if self.config.masks_targets() {
+            function.reduction = Reduction::Sum;
+        }
         Rc::new(function).step(&self.config.step(), recompute)
     }
 

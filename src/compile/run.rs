@@ -18,8 +18,17 @@ pub(super) struct Controls<'a> {
     /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check
     /// either.
     pub loss_scale: Option<f64>,
+    /// Of a loss that is a sum over targets: what makes it the step's mean.
+    pub loss_divisor: Option<f64>,
     /// Of the ranks that gradients are averaged over.
     pub communicator: Option<&'a Communicator>,
+}
+
+impl Controls<'_> {
+    /// The gradient of the loss.
+    pub fn loss_gradient(&self) -> f64 {
+        self.loss_scale.unwrap_or(1.0) / self.loss_divisor.unwrap_or(1.0)
+    }
 }
 
 /// What lies outside of a plan's arena, lent for one run.
@@ -35,6 +44,8 @@ pub(super) struct Tensors<'a> {
     pub arguments: &'a [&'a Tensor],
     /// Of the ranks that gradients are averaged over, where a plan has it.
     pub communicator: Option<&'a Communicator>,
+    /// [`Controls::loss_divisor`].
+    pub loss_divisor: Option<f64>,
 }
 
 /// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.

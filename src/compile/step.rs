@@ -48,6 +48,8 @@ pub(super) struct Step {
     communicator: Option<Communicator>,
     /// What its users know the configuration as.
     config_name: &'static str,
+    /// Of a loss that is a sum over targets: what makes it the mean of the next run.
+    loss_divisor: Option<f64>,
     has_run: bool,
     last_norm: Option<f64>,
     /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
@@ -97,6 +99,7 @@ impl Step {
             config: config.clone(),
             communicator: None,
             config_name,
+            loss_divisor: None,
             has_run: false,
             last_norm: None,
             steps_seen: None,
@@ -136,6 +139,20 @@ impl Step {
     /// This rank's number, 0 in a step of one.
     pub fn rank(&self) -> usize {
         self.communicator.as_ref().map_or(0, Communicator::rank)
+    }
+
+    /// Of a loss that is a sum over targets: runs are given what makes it the mean over the targets of all micro-batches
+    /// and ranks, from how many of this rank's count. Returns the targets of all ranks.
+    ///
+    /// # Errors
+    /// A rank that failed.
+    pub fn divide_by_targets(&mut self, counted: usize) -> Result<usize> {
+        let (mean, ranks) = match &self.communicator {
+            Some(ranks) => (ranks.mean(&[counted as f64])?[0], ranks.world_size()),
+            None => (counted as f64, 1),
+        };
+        self.loss_divisor = Some(mean); // ranks average what they have divided
+        Ok((mean * ranks as f64).round() as usize)
     }
 
     /// Has the copies of weights that last from run to run renewed in the next.
@@ -209,6 +226,7 @@ impl Step {
             parameters: &self.parameters,
             updates: &planned,
             communicator: self.communicator.as_ref(),
+            loss_divisor: self.loss_divisor,
             ..*tensors
         };
         let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
@@ -264,6 +282,7 @@ impl Step {
         let tensors = Tensors {
             parameters: &self.parameters,
             communicator: self.communicator.as_ref(),
+            loss_divisor: self.loss_divisor,
             ..*tensors
         };
         (self.has_run, self.last_norm) = (false, None); // until it is over
@@ -279,7 +298,8 @@ impl Step {
         if let Some(ranks) = &self.communicator {
             ranks.check()?; // a rank that failed leaves no mean
         }
-        Ok(loss.map_or(f32::NAN, |loss| loss as f32)) // (1)
+        let divisor = self.loss_divisor.unwrap_or(1.0);
+        Ok(loss.map_or(f32::NAN, |loss| (loss / divisor) as f32)) // (1)
     }
 
     /// Times the phases of runs from now on, or no more.

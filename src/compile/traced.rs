@@ -3,6 +3,7 @@
 use crate::graph::{self, Graph, Outputs, Source, Traced, ValueId, ValueRef, View};
 use crate::inplace::storage_address;
 use crate::ops::cpu::{cpu_storage, for_stored};
+use crate::ops::cross_entropy::Reduction;
 use crate::ops::strided;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
@@ -29,6 +30,8 @@ pub(super) struct TracedFunction {
     pub parameters: Vec<Parameter>,
     /// Which parameter a value is.
     pub numbers: HashMap<ValueId, usize>,
+    /// What a loss is over the micro-batch's targets: of a sum a run is given the divisor.
+    pub reduction: Reduction,
 }
 
 /// What runs a plan: kernels differ in what they take at once, and in the room they work in.
@@ -108,6 +111,7 @@ impl TracedFunction {
             graph,
             tensors,
             parameters: all,
+            reduction: Reduction::Mean,
         }
     }
 

@@ -11,9 +11,10 @@ use super::traced::Target;
 use super::{least, parameters};
 use crate::Result;
 use crate::dist::{FullyShard, Replicated};
-use crate::model::{Documents, TransformerConfig, TransformerLM};
+use crate::model::{MaskedTargets, TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::DropoutKey;
+use crate::ops::cross_entropy::nothing_counts;
 use crate::optim::{AdamW, GradScaler};
 use candle_core::{Device, Tensor, Var};
 
@@ -33,6 +34,7 @@ pub struct TrainStep {
     step: LossStep,
     checkpointing: Checkpointing,
     separator: Option<u32>,
+    ignore_index: Option<i64>,
     /// Of a model that drops anything.
     dropout_seed: Option<u64>,
 }
@@ -66,6 +68,7 @@ impl TrainStep {
             step: LossStep::of(planned, parameters, device, &config.step(), "PlanConfig")?,
             checkpointing,
             separator: config.separator,
+            ignore_index: config.ignore_index,
             dropout_seed: config.dropout_seed_of(model.config()),
         })
     }
@@ -205,16 +208,24 @@ impl TrainStep {
         self.step.refresh();
     }
 
-    /// One step: the mean loss of the batch before the update. tokens and targets (accumulation * B, T) u32.
+    /// One step: the mean loss of the batch before the update. tokens and targets (accumulation * B, T) u32 or i64.
+    ///
+    /// Where some targets do not count ([`PlanConfig::separator`], [`PlanConfig::ignore_index`]), loss and gradients are
+    /// means over those that do: of all micro-batches, and of all ranks.
     ///
     /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
     ///
     /// # Errors
-    /// Another shape or dtype than planned, ids outside the vocabulary, an optimizer of other parameters, a learning
-    /// rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever
+    /// Another shape or dtype than planned, ids outside the vocabulary, no target that counts, an optimizer of other
+    /// parameters, a learning rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever
     /// the error, parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
         let given = self.given(tokens, targets, optimizer.steps())?;
+        self.run_given(optimizer, &given.counted()?)
+    }
+
+    /// [`run`](Self::run), of what [`given`](Self::given) has prepared.
+    pub(crate) fn run_given(&mut self, optimizer: &mut AdamW, given: &Given) -> Result<f32> {
         self.step.run(optimizer, &given.inputs())
     }
 
@@ -263,6 +274,16 @@ impl TrainStep {
         targets: &Tensor,
     ) -> Result<ScaledStep> {
         let given = self.given(tokens, targets, optimizer.steps())?;
+        self.run_scaled_given(optimizer, scaler, &given.counted()?)
+    }
+
+    /// [`run_scaled`](Self::run_scaled), of what [`given`](Self::given) has prepared.
+    pub(crate) fn run_scaled_given(
+        &mut self,
+        optimizer: &mut AdamW,
+        scaler: &mut GradScaler,
+        given: &Given,
+    ) -> Result<ScaledStep> {
         self.step.run_scaled(optimizer, scaler, &given.inputs())
     }
 
@@ -272,19 +293,32 @@ impl TrainStep {
     /// # Errors
     /// As [`run`](Self::run); [`Error::Order`](crate::Error::Order) where the optimizer runs in backward.
     pub fn forward_backward(&mut self, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
-        let given = self.given(tokens, targets, 0)?;
+        let given = self.given(tokens, targets, 0)?.counted()?;
         self.step.forward_backward(&given.inputs())
     }
 
-    /// What a run is given, after so many steps of the optimizer.
-    fn given(&self, tokens: &Tensor, targets: &Tensor, steps: usize) -> Result<Given> {
-        let documents = |separator| Documents::of(tokens, targets, separator);
+    /// Prepares the tensors of a run, after `steps` steps of the optimizer. Ranks count their targets together.
+    ///
+    /// # Errors
+    /// Tokens or targets of another dtype; a rank that failed.
+    pub(crate) fn given(
+        &mut self,
+        tokens: &Tensor,
+        targets: &Tensor,
+        steps: usize,
+    ) -> Result<Given> {
+        let masked = MaskedTargets::of(tokens, targets, self.separator, self.ignore_index)?;
+        let counted = match &masked {
+            Some(masked) => Some(self.step.divide_by_targets(masked.counted)?),
+            None => None,
+        };
         let (count, rank) = (self.plan().micro_batches(), self.step.rank());
         let keys = |seed| DropoutKey::of_step(seed, steps, rank * count..(rank + 1) * count);
         Ok(Given {
             tokens: tokens.clone(),
             targets: targets.clone(),
-            documents: self.separator.map(documents).transpose()?,
+            masked,
+            counted,
             keys: self.dropout_seed.map(keys).transpose()?,
         })
     }
@@ -360,20 +394,32 @@ impl TrainStep {
 }
 
 /// The tensors of a run.
-struct Given {
+pub(crate) struct Given {
     tokens: Tensor,
     targets: Tensor,
-    documents: Option<Documents>,
+    masked: Option<MaskedTargets>,
+    /// How many targets of all ranks count; `None` where all do.
+    pub(crate) counted: Option<usize>,
     /// Of dropout, (accumulation, 4).
     keys: Option<Tensor>,
 }
 
 impl Given {
+    /// # Errors
+    /// No target that counts.
+    fn counted(self) -> Result<Self> {
+        match self.counted {
+            Some(0) => Err(nothing_counts(OP, self.targets.elem_count())),
+            _ => Ok(self),
+        }
+    }
+
     /// By the names that the trace has.
     fn inputs(&self) -> Vec<(&'static str, &Tensor)> {
-        let documents = self.documents.as_ref();
-        let targets = documents.map_or(&self.targets, |documents| &documents.targets);
-        let first_keys = documents.map(|documents| ("first_keys", documents.first_keys.tensor()));
+        let masked = self.masked.as_ref();
+        let targets = masked.map_or(&self.targets, |masked| &masked.targets);
+        let first_keys = masked.and_then(|masked| masked.first_keys.as_ref());
+        let first_keys = first_keys.map(|keys| ("first_keys", keys.tensor()));
         let keys = self.keys.as_ref().map(|keys| ("dropout", keys));
         let inputs = [("tokens", &self.tokens), ("targets", targets)];
         inputs.into_iter().chain(first_keys).chain(keys).collect()

@@ -5,12 +5,12 @@ use candle_core::{Device, Tensor};
 use super::tokens::Tokens;
 use crate::{Error, Result, ops};
 
-/// Windows of a token sequence, and for each position the token that follows it.
+/// Sequences of ids, and for each position its target: of windows of a token sequence, the token that follows.
 #[derive(Debug, Clone)]
 pub struct Batch {
-    /// (B, T) u32.
+    /// (B, T) u32 or i64.
     pub inputs: Tensor,
-    /// (B, T) u32: `targets[b][t]` follows `inputs[b][t]` in the data, so it is `inputs[b][t + 1]` where that exists.
+    /// (B, T) u32 or i64: in a window, `targets[b][t]` is `inputs[b][t + 1]` where that exists.
     pub targets: Tensor,
 }
 

@@ -27,6 +27,7 @@
 //! ```
 
 mod batch;
+mod batches;
 mod file;
 mod format;
 mod open;
@@ -38,6 +39,7 @@ mod tokens;
 mod write;
 
 pub use batch::Batch;
+pub use batches::Batches;
 pub use format::TokenFormat;
 pub use random::RandomBatches;
 pub use sequential::SequentialBatches;

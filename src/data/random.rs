@@ -57,6 +57,11 @@ impl RandomBatches {
         })
     }
 
+    /// Windows in a batch.
+    pub(super) fn batch_size(&self) -> usize {
+        self.batch_size
+    }
+
     /// The batch of `step`: inputs and targets (batch_size, sequence_length) on `device`.
     ///
     /// # Errors

@@ -131,7 +131,7 @@ fn write_on_host(x: &CpuStorage, layout: &Layout, y: Slice<'_>) -> Result<()> {
     let x = cpu::slice(x, layout)?;
     let step = StepState {
         micro_batch: 0,
-        loss_scale: 1.0,
+        loss_gradient: 1.0,
     };
     converted().run(&Slices::new(step, [("x", x)].into(), &[("y", y)].into()))
 }

@@ -1,51 +1,79 @@
-//! Sequences into which documents are packed, each of which ends with a separator.
+//! Targets that do not count: those that the caller masks, and the first of each document packed into a sequence.
 
 use super::TransformerLM;
-use crate::Result;
 use crate::attention::FirstKeys;
 use crate::nn::ForwardContext;
-use crate::ops::DropoutKey;
-use crate::ops::inside_storage;
+use crate::ops::cross_entropy::Reduction;
+use crate::ops::{DropoutKey, inside_storage};
+use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// What a target is that does not count: no token of any vocabulary.
-pub(crate) const IGNORED: u32 = u32::MAX;
+/// The id of a target that does not count: no token of any vocabulary.
+const IGNORED: u32 = u32::MAX;
 
-/// Which keys packed documents see, and what they predict.
-pub(crate) struct Documents {
-    /// (B, T) i64: [`IGNORED`] where the token before is a separator.
+/// The targets of a batch of which some do not count.
+pub(crate) struct MaskedTargets {
+    /// (B, T) i64: [`IGNORED`] where one does not count.
     pub targets: Tensor,
-    /// (B, T).
-    pub first_keys: FirstKeys,
+    /// (B, T), where documents are packed.
+    pub first_keys: Option<FirstKeys>,
     /// How many targets count.
     pub counted: usize,
 }
 
-impl Documents {
+impl MaskedTargets {
+    /// Masks the targets that are `ignore_index`, and those that follow a `separator` in the tokens. `None` if there is
+    /// neither.
+    ///
     /// # Errors
     /// Tokens or targets that are not (B, T) u32 or i64.
-    pub fn of(tokens: &Tensor, targets: &Tensor, separator: u32) -> Result<Self> {
-        const OP: &str = "TransformerLM";
-        let first_keys = FirstKeys::of_documents(tokens, separator)?;
-        let ids = |x: &Tensor| -> Result<Vec<i64>> {
-            let flat = inside_storage(OP, x)?.flatten_all()?;
-            Ok(flat.to_dtype(DType::I64)?.to_vec1()?)
-        };
-        let (tokens, mut ids) = (ids(tokens)?, ids(targets)?);
-        let mut counted = ids.len();
-        for (token, target) in tokens.into_iter().zip(&mut ids) {
-            if token == i64::from(separator) {
-                *target = IGNORED.into();
-                counted -= 1;
+    pub fn of(
+        tokens: &Tensor,
+        targets: &Tensor,
+        separator: Option<u32>,
+        ignore_index: Option<i64>,
+    ) -> Result<Option<Self>> {
+        if separator.is_none() && ignore_index.is_none() {
+            return Ok(None);
+        }
+        let first_keys = separator.map(|separator| FirstKeys::of_documents(tokens, separator));
+        let first_keys = first_keys.transpose()?;
+        let mut all = ids("targets", targets)?;
+        if let Some(separator) = separator {
+            for (token, target) in ids("tokens", tokens)?.into_iter().zip(&mut all) {
+                if token == i64::from(separator) {
+                    *target = IGNORED.into();
+                }
             }
         }
-        let targets = Tensor::from_vec(ids, targets.shape(), targets.device())?;
-        Ok(Self {
+        for target in &mut all {
+            if Some(*target) == ignore_index {
+                *target = IGNORED.into();
+            }
+        }
+        let counted = all.iter().filter(|id| **id != i64::from(IGNORED)).count();
+        let targets = Tensor::from_vec(all, targets.shape(), targets.device())?;
+        Ok(Some(Self {
             targets,
             first_keys,
             counted,
-        })
+        }))
     }
+}
+
+/// Ids on the host.
+fn ids(what: &str, x: &Tensor) -> Result<Vec<i64>> {
+    const OP: &str = "TransformerLM";
+    if !matches!(x.dtype(), DType::U32 | DType::I64) {
+        return Err(Error::DType {
+            op: OP,
+            expected: format!("{what} in u32 or i64"),
+            got: x.dtype().as_str().into(),
+            hint: "convert with to_dtype(DType::U32)".into(),
+        });
+    }
+    let flat = inside_storage(OP, x)?.flatten_all()?;
+    Ok(flat.to_dtype(DType::I64)?.to_vec1()?)
 }
 
 impl TransformerLM {
@@ -66,21 +94,26 @@ impl TransformerLM {
         separator: u32,
         dropout: Option<&DropoutKey>,
     ) -> Result<Tensor> {
-        let documents = Documents::of(tokens, targets, separator)?;
-        self.loss_of(tokens, documents, dropout.cloned())
+        let context = |first_keys| ForwardContext {
+            first_keys,
+            dropout: dropout.cloned(),
+        };
+        match MaskedTargets::of(tokens, targets, Some(separator), None)? {
+            Some(masked) => {
+                let context = context(masked.first_keys);
+                self.loss_with(tokens, &masked.targets, &context, Some(IGNORED))
+            }
+            None => self.loss_with(tokens, targets, &context(None), None),
+        }
     }
 
-    /// The same of documents that are known.
-    pub(crate) fn loss_of(
+    /// The sum of the losses of targets that count, those of a [`MaskedTargets`]: 0 where there is none.
+    pub(crate) fn sum_of_losses(
         &self,
         tokens: &Tensor,
-        documents: Documents,
-        dropout: Option<DropoutKey>,
+        targets: &Tensor,
+        context: &ForwardContext,
     ) -> Result<Tensor> {
-        let context = ForwardContext {
-            first_keys: Some(documents.first_keys),
-            dropout,
-        };
-        self.loss_with(tokens, &documents.targets, &context, Some(IGNORED))
+        self.reduced_loss(tokens, targets, context, Some(IGNORED), Reduction::Sum)
     }
 }

@@ -30,7 +30,7 @@ mod transformer;
 mod validate;
 
 pub use config::TransformerConfig;
-pub(crate) use documents::{Documents, IGNORED};
+pub(crate) use documents::MaskedTargets;
 #[cfg(feature = "files")]
 pub use file::LoadOptions;
 #[cfg(feature = "files")]

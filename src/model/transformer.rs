@@ -7,6 +7,7 @@ use crate::nn::{
     self, Architecture, Checkpointing, DropoutRates, Embedding, ForwardContext, Layer, Linear,
     Norm, RotaryConfig, RotaryEmbedding, TransformerBlock, join,
 };
+use crate::ops::cross_entropy::Reduction;
 use crate::probe::{self, in_module};
 use crate::{Error, Result, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var};
@@ -276,11 +277,22 @@ impl TransformerLM {
         context: &ForwardContext,
         ignore: Option<u32>,
     ) -> Result<Tensor> {
+        self.reduced_loss(tokens, targets, context, ignore, Reduction::Mean)
+    }
+
+    /// The mean or the sum of the losses of targets other than `ignore`.
+    pub(super) fn reduced_loss(
+        &self,
+        tokens: &Tensor,
+        targets: &Tensor,
+        context: &ForwardContext,
+        ignore: Option<u32>,
+        reduction: Reduction,
+    ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         let head = self.lm_head.weight();
-        in_module("lm_head", || match ignore {
-            None => ops::linear_cross_entropy(&hidden, head, targets),
-            Some(id) => ops::linear_cross_entropy_ignoring(&hidden, head, targets, id),
+        in_module("lm_head", || {
+            ops::linear_cross_entropy::reduced(&hidden, head, targets, ignore, reduction)
         })
     }
 

@@ -14,7 +14,7 @@
 //! ```
 
 use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
-use super::cross_entropy::{Targets, loss_of, plain};
+use super::cross_entropy::{Reduction, Targets, loss_of, plain};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{Linear, factors};
@@ -41,7 +41,7 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    with_ignored(x, weight, targets, None)
+    reduced(x, weight, targets, None, Reduction::Mean)
 }
 
 /// [`linear_cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others, as
@@ -68,17 +68,22 @@ pub fn linear_cross_entropy_ignoring(
     targets: &Tensor,
     ignore_index: u32,
 ) -> Result<Tensor> {
-    with_ignored(x, weight, targets, Some(ignore_index))
+    reduced(x, weight, targets, Some(ignore_index), Reduction::Mean)
 }
 
-fn with_ignored(
+/// The mean or the sum of the losses of targets other than `ignore`.
+///
+/// # Errors
+/// As [`linear_cross_entropy_ignoring`]; a sum may be one of no targets.
+pub(crate) fn reduced(
     x: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
     ignore: Option<u32>,
+    reduction: Reduction,
 ) -> Result<Tensor> {
     let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
-    let targets = check(&x, &copies[0].of(&weight), targets, ignore)?;
+    let targets = check(&x, &copies[0].of(&weight), targets, ignore, reduction)?;
     match choose(&INFO, &x)? {
         Path::Kernel => {
             let product = Linear { copies };
@@ -107,11 +112,17 @@ fn with_ignored(
 /// # Errors
 /// As [`linear_cross_entropy()`].
 pub fn reference(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    check(x, weight, targets, None)?;
+    check(x, weight, targets, None, Reduction::Mean)?;
     super::cross_entropy(&super::linear(x, weight)?, targets)
 }
 
-fn check(x: &Tensor, weight: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targets> {
+fn check(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    ignore: Option<u32>,
+    reduction: Reduction,
+) -> Result<Targets> {
     check_same(NAME, &[("x", x), ("weight", weight)])?;
     match (x.dims(), weight.dims()) {
         ([leading @ .., last], [classes, depth]) if last == depth => {
@@ -121,7 +132,7 @@ fn check(x: &Tensor, weight: &Tensor, targets: &Tensor, ignore: Option<u32>) -> 
                 x.dtype(),
                 x.device(),
             )?;
-            Targets::check(NAME, leading, *classes, targets, ignore)
+            Targets::check(NAME, leading, *classes, targets, ignore, reduction)
         }
         _ => Err(Error::Shape {
             op: NAME,

@@ -1,8 +1,7 @@
 //! What a run's configuration asks of its model and its data.
 
-use super::TrainConfig;
+use super::{Data, TrainConfig};
 use crate::compile::check_separator;
-use crate::data::Tokens;
 use crate::model::TransformerLM;
 use crate::optim::GradScaler;
 use crate::{Error, Result};
@@ -47,12 +46,8 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
     })
 }
 
-/// Whether the model can run on windows of these tokens.
-pub(super) fn check_fits(
-    model: &TransformerLM,
-    config: &TrainConfig,
-    tokens: &Tokens,
-) -> Result<()> {
+/// Whether the model can run on sequences of this data.
+pub(super) fn check_fits(model: &TransformerLM, config: &TrainConfig, data: &Data) -> Result<()> {
     let context_length = model.config().context_length;
     if config.sequence_length > context_length {
         return Err(
@@ -64,7 +59,9 @@ pub(super) fn check_fits(
     }
     check_separator("TrainConfig", config.separator, model.config())?;
     let vocab_size = model.config().vocab_size;
-    if tokens.vocab_size() > vocab_size {
+    if let Data::Tokens(tokens) = data
+        && tokens.vocab_size() > vocab_size
+    {
         return Err(
             Error::config("TransformerConfig", "vocab_size", vocab_size).must_be(
                 format!("at least {}'s, {}", tokens, tokens.vocab_size()),

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// Batches, steps and hyperparameters of a run.
 ///
-/// A step takes `accumulation` batches of `batch_size` windows of `sequence_length` tokens, and the mean of their
-/// gradients: as one batch of `accumulation * batch_size` windows would give, in less memory.
+/// A step takes `accumulation` batches of `batch_size` windows of `sequence_length` tokens. Its loss is the mean over all
+/// of their targets that count, as one batch of `accumulation * batch_size` windows would give, in less memory.
 ///
 /// The default is nanoGPT's recipe for characters on a CPU: batches of 12 x 64 tokens, 2,000 steps, learning rate 1e-3
 /// after 100 steps of warm-up and down to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.
@@ -58,6 +58,10 @@ pub struct TrainConfig {
     /// text.
     #[serde(default)]
     pub separator: Option<u32>,
+    /// Targets with this value do not count, as -100 in PyTorch: in loss, gradients and evaluation. Batches of masked
+    /// targets come from [`Batches`](crate::data::Batches). `None` where a saved run says nothing.
+    #[serde(default)]
+    pub ignore_index: Option<i64>,
     /// Chooses the batches, and what dropout drops. (The weights' first values have their seed in the model.)
     pub seed: u64,
 }
@@ -90,6 +94,7 @@ impl Default for TrainConfig {
             evaluate_every: 250,
             keep: 1,
             separator: None,
+            ignore_index: None,
             seed: 0,
         }
     }
@@ -169,7 +174,7 @@ impl TrainConfig {
         self.optimizer.validate()
     }
 
-    /// `accumulation * batch_size * sequence_length`: how many predictions a step learns from.
+    /// `accumulation * batch_size * sequence_length`: the targets of a step, those that do not count included.
     pub fn tokens_per_step(&self) -> usize {
         self.accumulation * self.batch_size * self.sequence_length
     }

@@ -1,7 +1,8 @@
 //! Knowing data again.
 
 use crate::Result;
-use crate::data::Tokens;
+use crate::data::{Batches, Tokens};
+use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -9,6 +10,8 @@ use std::fmt;
 const SAMPLE_TOKENS: usize = 1 << 20;
 /// Tokens in one piece of the sample.
 const PIECE_TOKENS: usize = 1 << 12;
+/// Batches that are read for a fingerprint, at most.
+const SAMPLE_BATCHES: u64 = 256;
 
 /// What a checkpoint knows of its data: enough to notice that a run goes on with other data.
 ///
@@ -16,9 +19,9 @@ const PIECE_TOKENS: usize = 1 << 12;
 /// evenly spread from the first token to the last: other data is noticed, a changed word in a large file may not be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataFingerprint {
-    /// How many tokens.
+    /// How many tokens; of batches, how many ids its hash covers.
     pub tokens: usize,
-    /// Their vocabulary.
+    /// Their vocabulary; of batches, the model's.
     pub vocab_size: usize,
     /// A hash of their ids, 16 hexadecimal digits.
     pub hash: String,
@@ -30,20 +33,59 @@ impl DataFingerprint {
     /// # Errors
     /// [`Error::Format`](crate::Error::Format) if an id that it looks at is outside the vocabulary.
     pub fn new(tokens: &Tokens) -> Result<Self> {
-        let mut hash = 0xcbf2_9ce4_8422_2325u64; // FNV-1a, whose values are the same everywhere and always
+        let mut hash = Hash::default();
         let mut ids = Vec::with_capacity(PIECE_TOKENS);
         for start in piece_starts(tokens.len()) {
             ids.resize(PIECE_TOKENS.min(tokens.len() - start), 0);
             tokens.copy_to(start, &mut ids)?;
-            for byte in ids.iter().flat_map(|id| id.to_le_bytes()) {
-                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-            }
+            hash.add(ids.iter().flat_map(|id| id.to_le_bytes()));
         }
         Ok(Self {
             tokens: tokens.len(),
             vocab_size: tokens.vocab_size(),
-            hash: format!("{hash:016x}"),
+            hash: hash.digits(),
         })
+    }
+
+    /// The fingerprint of batches: of ids and targets in up to [`SAMPLE_BATCHES`] of a pass, evenly spread.
+    pub(super) fn of_batches(batches: &dyn Batches, vocab_size: usize) -> Result<Self> {
+        let (mut hash, mut tokens, len) = (Hash::default(), 0, batches.len() as u64);
+        hash.add(len.to_le_bytes());
+        let sample = len.min(SAMPLE_BATCHES);
+        for i in 0..sample {
+            let batch = batches.batch(i * len / sample, &Device::Cpu)?;
+            tokens += batch.inputs.elem_count();
+            for ids in [batch.inputs, batch.targets] {
+                let ids = ids.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+                hash.add(ids.iter().flat_map(|id| id.to_le_bytes()));
+            }
+        }
+        Ok(Self {
+            tokens,
+            vocab_size,
+            hash: hash.digits(),
+        })
+    }
+}
+
+/// FNV-1a, which gives the same values on every machine.
+struct Hash(u64);
+
+impl Default for Hash {
+    fn default() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Hash {
+    fn add(&mut self, bytes: impl IntoIterator<Item = u8>) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+
+    fn digits(&self) -> String {
+        format!("{:016x}", self.0)
     }
 }
 

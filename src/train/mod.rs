@@ -37,6 +37,7 @@ mod checks;
 mod config;
 #[cfg(feature = "report")]
 mod curve;
+mod data;
 mod fingerprint;
 mod history;
 mod parts;
@@ -48,6 +49,7 @@ mod update;
 
 pub use checkpoint::Checkpoint;
 pub use config::TrainConfig;
+pub use data::Data;
 pub use fingerprint::DataFingerprint;
 pub use history::{Evaluation, History};
 pub use trainer::{StepReport, Trainer};

@@ -2,10 +2,10 @@
 
 use super::Trainer;
 use super::ranks::Job;
-use super::update::{Update, refuse_if_hopeless};
-use crate::Result;
+use super::update::{Done, Update, refuse_if_hopeless};
 use crate::compile::{Plan, PlanConfig, TrainStep};
 use crate::optim::guard::finite_loss;
+use crate::{Error, Result};
 use candle_core::Tensor;
 
 impl Trainer {
@@ -88,27 +88,30 @@ impl Trainer {
         self.planned.as_ref().map(TrainStep::plan)
     }
 
-    /// Loss and update of a planned step; `None` where steps are eager.
-    pub(super) fn planned_update(&mut self, learning_rate: f64) -> Result<Option<(f64, Update)>> {
-        if self.planned.is_none() {
-            return Ok(None);
-        }
-        let first = self.step * self.config.accumulation;
-        let device = self.model.device();
-        let batches = self.batches();
-        let batches = batches.map(|i| self.training.batch((first + i) as u64, device));
+    /// A planned step.
+    pub(super) fn planned_update(&mut self, learning_rate: f64) -> Result<Done> {
+        let batches = self.batches().map(|i| self.training_batch(i));
         let batches = batches.collect::<Result<Vec<_>>>()?;
         // (accumulation * B, T)
         let inputs: Vec<&Tensor> = batches.iter().map(|batch| &batch.inputs).collect();
         let targets: Vec<&Tensor> = batches.iter().map(|batch| &batch.targets).collect();
         let (inputs, targets) = (Tensor::cat(&inputs, 0)?, Tensor::cat(&targets, 0)?);
         let Some(planned) = &mut self.planned else {
-            return Ok(None);
+            return Err(Error::Order {
+                op: "Trainer::step",
+                problem: "the step is not planned".into(),
+                hint: "call Trainer::compile first".into(),
+            });
         };
         let (optimizer, step) = (&mut self.optimizer, self.step + 1);
+        let given = planned.given(&inputs, &targets, optimizer.steps())?;
+        if given.counted == Some(0) {
+            return Ok(Done::without_targets(self.loss_scale()));
+        }
+        let tokens = given.counted.unwrap_or(self.config.tokens_per_step());
         optimizer.set_learning_rate(learning_rate);
         let Some(mut scaler) = self.scaler.clone() else {
-            let loss = f64::from(planned.run(optimizer, &inputs, &targets)?);
+            let loss = f64::from(planned.run_given(optimizer, &given)?);
             // Where the norm is taken, gradients that are not finite have been an error, and a loss that is not gives
             // such.
             finite_loss(loss, || format!("the loss of step {step}"))?;
@@ -117,10 +120,14 @@ impl Trainer {
                 skipped: false,
                 loss_scale: None,
             };
-            return Ok(Some((loss, update)));
+            return Ok(Done {
+                loss,
+                tokens,
+                update,
+            });
         };
         let loss_scale = scaler.loss_scale();
-        let done = planned.run_scaled(optimizer, &mut scaler, &inputs, &targets)?;
+        let done = planned.run_scaled_given(optimizer, &mut scaler, &given)?;
         if let Some(parameter) = &done.non_finite {
             refuse_if_hopeless(loss_scale, parameter, step)?;
         }
@@ -130,7 +137,11 @@ impl Trainer {
             skipped: !done.stepped(),
             loss_scale: Some(loss_scale),
         };
-        Ok(Some((f64::from(done.loss), update)))
+        Ok(Done {
+            loss: f64::from(done.loss),
+            tokens,
+            update,
+        })
     }
 
     /// The run's step, as plans are told of it, but for clipping.
@@ -144,6 +155,7 @@ impl Trainer {
             accumulation: self.batches().len(),
             checkpointing: self.model.config().checkpointing,
             separator: config.separator,
+            ignore_index: config.ignore_index,
             dropout_seed: Some(config.seed),
             ..Default::default()
         }

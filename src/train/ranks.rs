@@ -1,8 +1,6 @@
 //! A run on several ranks, each of which takes a part of every step's batches.
 
-use super::TrainConfig;
-use super::Trainer;
-use crate::data::Tokens;
+use super::{Data, TrainConfig, Trainer};
 use crate::dist::{Communicator, FullyShard, Replicated, ReplicatedConfig};
 use crate::model::TransformerLM;
 use crate::{Error, Result};
@@ -43,8 +41,8 @@ impl Trainer {
         model: TransformerLM,
         sharded: &FullyShard,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        train: impl Into<Data>,
+        validation: impl Into<Data>,
     ) -> Result<Self> {
         let trainer = Self::of_parts(model, sharded, config, train, validation)?;
         trainer.check_ranks("Trainer::fully_sharded", sharded.communicator())?;
@@ -56,8 +54,8 @@ impl Trainer {
         model: TransformerLM,
         sharded: &FullyShard,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        train: impl Into<Data>,
+        validation: impl Into<Data>,
     ) -> Result<Self> {
         let parts = sharded.parts_of(&model.parameters())?;
         let mut trainer = Self::of(model, parts, config, train, validation)?;
@@ -199,12 +197,14 @@ impl Trainer {
 
     /// Which of a step's batches are this rank's.
     pub(super) fn batches(&self) -> Range<usize> {
-        let (rank, world_size) = match self.communicator() {
-            Some(ranks) => (ranks.rank(), ranks.world_size()),
-            None => (0, 1),
-        };
-        let count = self.config.accumulation / world_size;
+        let rank = self.communicator().map_or(0, Communicator::rank);
+        let count = self.config.accumulation / self.num_ranks();
         rank * count..(rank + 1) * count
+    }
+
+    /// How many ranks train together.
+    pub(super) fn num_ranks(&self) -> usize {
+        self.communicator().map_or(1, Communicator::world_size)
     }
 
     /// Numbers that each rank has of its own, averaged.

@@ -1,7 +1,6 @@
 //! A run out of its file again.
 
-use super::{Checkpoint, TrainConfig, Trainer};
-use crate::data::Tokens;
+use super::{Checkpoint, Data, TrainConfig, Trainer};
 use crate::dist::FullyShard;
 use crate::files::{self, Difference, TensorFile, first_difference};
 use crate::model::{LoadOptions, STATE_PREFIX, TransformerConfig, TransformerLM};
@@ -34,15 +33,15 @@ impl Trainer {
         path: impl AsRef<Path>,
         model: &TransformerConfig,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        train: impl Into<Data>,
+        validation: impl Into<Data>,
         device: &Device,
     ) -> Result<Self> {
         Self::resume_as(
             path.as_ref(),
             model,
             config,
-            [train, validation],
+            [train.into(), validation.into()],
             device,
             None,
         )
@@ -60,12 +59,12 @@ impl Trainer {
         model: &TransformerConfig,
         sharded: &FullyShard,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        train: impl Into<Data>,
+        validation: impl Into<Data>,
     ) -> Result<Self> {
         // A file has all of a weight, of which the rank's device then gets a part.
         let device = &Device::Cpu;
-        let data = [train, validation];
+        let data = [train.into(), validation.into()];
         Self::resume_as(path.as_ref(), model, config, data, device, Some(sharded))
     }
 
@@ -73,7 +72,7 @@ impl Trainer {
         path: &Path,
         model: &TransformerConfig,
         config: TrainConfig,
-        [train, validation]: [Tokens; 2],
+        [train, validation]: [Data; 2],
         device: &Device,
         sharded: Option<&FullyShard>,
     ) -> Result<Self> {

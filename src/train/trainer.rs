@@ -1,14 +1,17 @@
 //! The loop: one step, one evaluation.
 
 use super::checks::{check_dtype, check_fits, scaler};
+use super::data::check_shape;
 use super::ranks::Job;
-use super::{DataFingerprint, History, TrainConfig};
+use super::update::Done;
+use super::{Data, DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
-use crate::data::{Batch, RandomBatches, SequentialBatches, Tokens};
+use crate::data::{Batch, Batches};
 use crate::files::PathLock;
-use crate::model::{Documents, TransformerLM};
+use crate::model::{MaskedTargets, TransformerLM};
 use crate::nn::ForwardContext;
 use crate::ops::DropoutKey;
+use crate::ops::cross_entropy::nothing_counts;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
 use crate::{Result, backward, no_grad, probe};
@@ -21,7 +24,8 @@ use std::sync::Mutex;
 pub struct StepReport {
     /// Steps taken, this one included.
     pub step: usize,
-    /// Mean loss of the step's batches before its update, nats a token. With a loss scale it may be no number.
+    /// Mean loss over the step's targets before its update, in nats a token: over all that count, of all batches and
+    /// ranks. NaN where none counts; with a loss scale it may be infinite or NaN.
     pub loss: f64,
     /// The learning rate of its update.
     pub learning_rate: f64,
@@ -30,9 +34,11 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// What the loss was multiplied by, in f16 ([`TrainConfig::loss_scaling`]).
     pub loss_scale: Option<f64>,
-    /// Whether gradients overflowed at that scale: weights and optimizer are then as they were, the scale is smaller.
+    /// Whether there was no update: gradients overflowed at that scale, which is smaller then, or no target counts
+    /// (`tokens` is 0).
     pub skipped: bool,
-    /// Predictions that it learned from: [`TrainConfig::tokens_per_step`].
+    /// The targets that count, of all batches and ranks: [`TrainConfig::tokens_per_step`] where none is
+    /// [masked](TrainConfig::ignore_index).
     pub tokens: usize,
 }
 
@@ -72,8 +78,8 @@ pub struct Trainer {
     pub(super) job: Option<Job>,
     /// Where steps are planned.
     pub(super) planned: Option<TrainStep>,
-    pub(super) training: RandomBatches,
-    validation: SequentialBatches,
+    pub(super) training: Box<dyn Batches>,
+    validation: Box<dyn Batches>,
     pub(super) training_data: DataFingerprint,
     pub(super) validation_data: DataFingerprint,
     pub(super) step: usize,
@@ -85,18 +91,19 @@ pub struct Trainer {
 impl Trainer {
     /// A run at its beginning.
     ///
-    /// The weights are trained where they are: a clone of `model` kept outside shares them.
+    /// The weights are trained where they are: a clone of `model` kept outside shares them. The data are
+    /// [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for a configuration that cannot work, windows longer than the model's
-    /// context, or data of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model
+    /// context, or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model
     /// whose parameters are not of [`Precision::parameter_dtype`](crate::precision::Precision::parameter_dtype) (f64
     /// may train where that is f32); [`Error::Data`](crate::Error::Data) for data shorter than a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        train: impl Into<Data>,
+        validation: impl Into<Data>,
     ) -> Result<Self> {
         let parameters = model.parameters();
         Self::of(model, parameters, config, train, validation)
@@ -107,26 +114,27 @@ impl Trainer {
         model: TransformerLM,
         parameters: Vec<(String, Var)>,
         config: TrainConfig,
-        train: Tokens,
-        validation: Tokens,
+        train: impl Into<Data>,
+        validation: impl Into<Data>,
     ) -> Result<Self> {
+        let (train, validation) = (train.into(), validation.into());
         config.validate()?;
         check_dtype(&model, &config)?;
         check_fits(&model, &config, &train)?;
         check_fits(&model, &config, &validation)?;
-        let (batch_size, sequence_length) = (config.batch_size, config.sequence_length);
-        let training = RandomBatches::new(&train, batch_size, sequence_length, config.seed)?;
-        let held_out = SequentialBatches::new(&validation, batch_size, sequence_length)?;
+        let vocab_size = model.config().vocab_size;
+        let training_data = train.fingerprint(vocab_size)?;
+        let validation_data = validation.fingerprint(vocab_size)?;
         let groups = decay_matrices_only(parameters.clone(), config.optimizer);
         Ok(Self {
             optimizer: AdamW::with_groups(groups)?,
             scaler: scaler(&config)?,
-            training_data: DataFingerprint::new(&train)?,
-            validation_data: DataFingerprint::new(&validation)?,
+            training_data,
+            validation_data,
             job: None,
             planned: None,
-            training,
-            validation: held_out,
+            training: train.training(&config)?,
+            validation: validation.validation(&config)?,
             model,
             parameters,
             config,
@@ -152,13 +160,15 @@ impl Trainer {
             .as_ref()
             .map(|ranks| ranks.watch("a step of training"));
         let learning_rate = self.config.schedule.learning_rate(self.step);
-        let (loss, update) = match self.planned_update(learning_rate)? {
-            Some(planned) => planned,
-            None => {
-                let (loss, gradients) = self.loss_and_gradients()?;
-                (loss, self.update(gradients, learning_rate)?)
-            }
+        let done = match self.planned.is_some() {
+            true => self.planned_update(learning_rate)?,
+            false => self.eager_update(learning_rate)?,
         };
+        let Done {
+            loss,
+            tokens,
+            update,
+        } = done;
         self.step += 1;
         self.history.stepped(loss, update.skipped);
         if self.is_done() {
@@ -171,7 +181,7 @@ impl Trainer {
             grad_norm: update.grad_norm,
             loss_scale: update.loss_scale,
             skipped: update.skipped,
-            tokens: self.config.tokens_per_step(),
+            tokens,
         }))
     }
 
@@ -184,7 +194,7 @@ impl Trainer {
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
         self.gather_weights()?;
-        let (mut sum, mut predicted) = (0.0, 0);
+        let (mut sum, mut predicted, mut all) = (0.0, 0, 0);
         let (rank, world_size) = match self.communicator() {
             Some(ranks) => (ranks.rank(), ranks.world_size()),
             None => (0, 1),
@@ -199,22 +209,25 @@ impl Trainer {
         for index in (rank..end).step_by(world_size) {
             let batch = self
                 .validation
-                .batch(index.min(count - 1), self.model.device())?;
-            let documents = self.documents(&batch)?;
-            let counted = documents
-                .as_ref()
-                .map_or(batch.num_targets(), |all| all.counted);
-            let counted = if index < count { counted } else { 0 };
+                .batch(index.min(count - 1) as u64, self.model.device())?;
+            all += batch.num_targets();
+            let masked = self.masked(&batch)?;
+            let counted = masked.as_ref().map_or(batch.num_targets(), |m| m.counted);
             if counted == 0 && !gathers {
                 continue;
             }
-            let loss = no_grad(|| self.loss(&batch, documents, None))?;
-            if counted > 0 {
-                sum += value_of(&loss)? * counted as f64;
+            let is_sum = masked.is_some();
+            let loss = no_grad(|| self.loss(&batch, masked, None))?;
+            if index < count {
+                let targets = if is_sum { 1 } else { counted };
+                sum += value_of(&loss)? * targets as f64;
                 predicted += counted;
             }
         }
         let [sum, predicted] = self.mean_over_ranks([sum, predicted as f64])?;
+        if predicted == 0.0 {
+            return Err(nothing_counts("Trainer::evaluate", all));
+        }
         let loss = sum / predicted;
         finite_loss(loss, || {
             format!("the validation loss after {} steps", self.step)
@@ -270,18 +283,51 @@ impl Trainer {
         self.model
     }
 
-    /// Means over the step's batches; the gradients are those of the scaled loss where there is a scale.
-    fn loss_and_gradients(&self) -> Result<(f64, GradStore)> {
+    /// A step op by op.
+    fn eager_update(&mut self, learning_rate: f64) -> Result<Done> {
+        let batches = self.batches().map(|i| {
+            let batch = self.training_batch(i)?;
+            let masked = self.masked(&batch)?;
+            Ok((batch, masked))
+        });
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        let counts = batches
+            .iter()
+            .map(|(_, masked)| Some(masked.as_ref()?.counted));
+        let divisor = match counts.sum::<Option<usize>>() {
+            Some(counted) => Some(self.mean_over_ranks([counted as f64])?[0]),
+            None => None,
+        };
+        let tokens = divisor.map(|mean| (mean * self.num_ranks() as f64).round() as usize);
+        if tokens == Some(0) {
+            return Ok(Done::without_targets(self.loss_scale()));
+        }
+        let (loss, gradients) = self.loss_and_gradients(batches, divisor)?;
+        Ok(Done {
+            loss,
+            tokens: tokens.unwrap_or(self.config.tokens_per_step()),
+            update: self.update(gradients, learning_rate)?,
+        })
+    }
+
+    /// Loss and gradients of this rank's batches, averaged over the ranks; the gradients are those of the scaled loss
+    /// where there is a scale. Losses are means over equally many targets, or sums, over `divisor`.
+    fn loss_and_gradients(
+        &self,
+        batches: Vec<(Batch, Option<MaskedTargets>)>,
+        divisor: Option<f64>,
+    ) -> Result<(f64, GradStore)> {
         let mut accumulator = GradientAccumulator::new(self.parameters.iter().cloned());
         let mut sum = 0.0;
-        let batches = self.batches();
-        for i in batches.clone() {
-            let index = self.step * self.config.accumulation + i;
-            let batch = self.training.batch(index as u64, self.model.device())?;
+        let count = batches.len();
+        for (i, (batch, masked)) in self.batches().zip(batches) {
             let loss = {
                 let _range = probe::phase("forward");
-                let key = self.dropout_key(i)?;
-                self.loss(&batch, self.documents(&batch)?, key)?
+                let loss = self.loss(&batch, masked, self.dropout_key(i)?)?;
+                match divisor {
+                    Some(divisor) => (loss / divisor)?,
+                    None => loss,
+                }
             };
             // Whether a scaled one is a number the gradients tell.
             let [value] = self.mean_over_ranks([value_of(&loss)?])?;
@@ -295,18 +341,28 @@ impl Trainer {
             sum += value;
             let _range = probe::phase("backward");
             let gradients = match &self.job {
-                Some(Job::Replicated(replicated)) if batches.len() == 1 => {
+                Some(Job::Replicated(replicated)) if count == 1 => {
                     return Ok((sum, replicated.backward(loss)?));
                 }
                 _ => backward(loss)?,
             };
             accumulator.add(gradients)?;
         }
-        let mut gradients = accumulator.mean()?;
+        let (loss, mut gradients) = match divisor {
+            Some(_) => (sum, accumulator.sum()?),
+            None => (sum / count as f64, accumulator.mean()?),
+        };
         if let Some(Job::Replicated(replicated)) = &self.job {
             replicated.average(&mut gradients)?;
         }
-        Ok((sum / batches.len() as f64, gradients))
+        Ok((loss, gradients))
+    }
+
+    /// Batch `i` of this step.
+    pub(super) fn training_batch(&self, i: usize) -> Result<Batch> {
+        let index = self.step * self.config.accumulation + i;
+        let batch = self.training.batch(index as u64, self.model.device())?;
+        check_shape(batch, &self.config)
     }
 
     /// What a step's micro-batch drops, if the model drops anything.
@@ -319,28 +375,32 @@ impl Trainer {
         Ok(Some(key.to_device(self.model.device())?))
     }
 
-    /// The documents that are packed into a batch, if any are.
-    fn documents(&self, batch: &Batch) -> Result<Option<Documents>> {
-        let of = |separator| Documents::of(&batch.inputs, &batch.targets, separator);
-        self.config.separator.map(of).transpose()
+    /// A batch's targets where some may not count.
+    fn masked(&self, batch: &Batch) -> Result<Option<MaskedTargets>> {
+        let (separator, ignore_index) = (self.config.separator, self.config.ignore_index);
+        MaskedTargets::of(&batch.inputs, &batch.targets, separator, ignore_index)
     }
 
+    /// The mean loss of a batch, or the sum over its targets that count.
     fn loss(
         &self,
         batch: &Batch,
-        documents: Option<Documents>,
+        masked: Option<MaskedTargets>,
         dropout: Option<DropoutKey>,
     ) -> Result<Tensor> {
         let model = &self.model;
-        let forward = || match documents {
-            None => {
-                let context = ForwardContext {
-                    dropout,
-                    ..Default::default()
-                };
-                model.loss_with(&batch.inputs, &batch.targets, &context, None)
+        let forward = || {
+            let mut context = ForwardContext {
+                dropout,
+                ..Default::default()
+            };
+            match masked {
+                None => model.loss_with(&batch.inputs, &batch.targets, &context, None),
+                Some(masked) => {
+                    context.first_keys = masked.first_keys;
+                    model.sum_of_losses(&batch.inputs, &masked.targets, &context)
+                }
             }
-            Some(documents) => model.loss_of(&batch.inputs, documents, dropout),
         };
         self.config.precision.run(forward)
     }

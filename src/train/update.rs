@@ -11,6 +11,30 @@ use candle_core::backprop::GradStore;
 /// even here has diverged. (Not 1: a sum over many tokens may want less.)
 const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
+/// What a step has done.
+pub(super) struct Done {
+    /// The mean over the targets that count.
+    pub(super) loss: f64,
+    /// How many targets count, of all ranks.
+    pub(super) tokens: usize,
+    pub(super) update: Update,
+}
+
+impl Done {
+    /// A step without a target that counts: nothing is updated.
+    pub(super) fn without_targets(loss_scale: Option<f64>) -> Self {
+        Self {
+            loss: f64::NAN,
+            tokens: 0,
+            update: Update {
+                grad_norm: f64::NAN,
+                skipped: true,
+                loss_scale,
+            },
+        }
+    }
+}
+
 /// What became of a step's gradients.
 pub(super) struct Update {
     pub(super) grad_norm: f64,

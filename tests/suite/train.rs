@@ -3,6 +3,7 @@
 mod damaged;
 mod learning;
 mod loss_scaling;
+pub mod masked;
 mod planned;
 mod precision_equality;
 mod refusals;

@@ -166,8 +166,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The operands of a call that is run alone, where the gradient of the loss is multiplied by `loss_scale`.
-    pub fn slices(&self, call: &Call, loss_scale: f64) -> Slices<'a> {
+    /// The operands of a call that is run alone, where the gradient of the loss is multiplied by `loss_gradient`.
+    pub fn slices(&self, call: &Call, loss_gradient: f64) -> Slices<'a> {
         let slice = |operand: &BufferRange| {
             let buffer = self.plan.buffer(operand.buffer);
             assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
@@ -181,7 +181,7 @@ impl<'a> View<'a> {
         };
         let step = StepState {
             micro_batch: self.micro_batch,
-            loss_scale,
+            loss_gradient,
         };
         Slices::new(step, call.reads.map(slice), &call.writes.map(slice))
     }

@@ -140,7 +140,7 @@ fn run_piece(
     controls: &Controls<'_>,
 ) -> Result<ControlFlow<()>> {
     calls::run(plan, calls, view.micro_batch(), |_, call| {
-        let slices = view.slices(call, controls.loss_scale.unwrap_or(1.0));
+        let slices = view.slices(call, controls.loss_gradient());
         call::run(plan, &call.op, &slices, controls)
     })
 }

@@ -33,7 +33,7 @@ impl<'a> Launcher<'a> {
                     reads,
                     writes,
                     micro_batch: self.micro_batch,
-                    loss_scale: self.inputs.loss_scale(),
+                    loss_gradient: self.inputs.loss_gradient(),
                 })?;
             }
             Op::AllReduce { .. }

@@ -11,7 +11,7 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 
-/// The largest norm f64, the inverse of the loss scale f64, the loss scale f32; then updates of eight f32 each.
+/// The largest norm f64, the inverse of the loss scale f64, the loss's gradient f32; then updates of eight f32 each.
 const UPDATES: usize = 64;
 const UPDATE_BYTES: usize = 32;
 
@@ -43,7 +43,7 @@ impl Inputs {
         let loss_scale = controls.loss_scale.unwrap_or(1.0);
         self.put(0, &controls.clip_norm.to_le_bytes());
         self.put(8, &(1.0 / loss_scale).to_le_bytes());
-        self.put(16, &(loss_scale as f32).to_le_bytes());
+        self.put(16, &(controls.loss_gradient() as f32).to_le_bytes());
         for (number, update) in distinct(controls.updates).into_iter().enumerate() {
             let words = adamw::words(update).map(f32::to_bits);
             self.put_words(UPDATES + number * UPDATE_BYTES, &words);
@@ -74,7 +74,7 @@ impl Inputs {
         self.view(8, DType::F64, 1)
     }
 
-    pub(super) fn loss_scale(&self) -> View<'_> {
+    pub(super) fn loss_gradient(&self) -> View<'_> {
         self.view(16, DType::F32, 1)
     }
 

@@ -144,7 +144,10 @@ impl Executor {
 
     /// Runs the calls of every micro-batch.
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
-        let controls = Controls::default();
+        let controls = Controls {
+            loss_divisor: tensors.loss_divisor,
+            ..Default::default()
+        };
         let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::MicroBatches)?;
         if let (Some(output), Some(buffer)) = (tensors.output, &self.output) {
             let to = crate::ops::cuda::elements(output)?.pointer;

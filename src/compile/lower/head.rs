@@ -8,6 +8,7 @@ use super::program::Program;
 use super::{Job, Lower, attribute, part as part_of, place_of};
 use crate::Result;
 use crate::graph::{self, Attribute, ValueId};
+use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_counted, in_place};
 use crate::ops::linear_cross_entropy;
 use crate::ops::lowering::{Accumulate, Check, Named};
@@ -37,6 +38,7 @@ struct Head {
     targets: graph::ValueRef,
     /// The target that does not count.
     ignore: Option<u32>,
+    reduction: Reduction,
     loss: ValueId,
     /// Whether gradients of x and of the weight are needed.
     gradients: [bool; 2],
@@ -117,10 +119,11 @@ impl Form for Head {
         let (x, targets) = (lower.read(&self.x), lower.read(&self.targets));
         let wide = lower.program.graph.value(self.loss).dtype;
         let losses = lower.temporary("losses", &[all_rows], wide);
-        // Of ids that are ignored nobody knows beforehand how many there are.
-        let (counted, dloss) = match self.ignore {
-            None => (all_rows * micro_batches, None),
-            Some(ignore) => {
+        // How many ids are ignored is known in a run alone.
+        let (divisor, dloss) = match (self.reduction, self.ignore) {
+            (Reduction::Sum, _) => (1, None), // the run's loss gradient has the divisor
+            (Reduction::Mean, None) => (all_rows * micro_batches, None),
+            (Reduction::Mean, Some(ignore)) => {
                 let dloss = lower.temporary("dloss", &[1], wide);
                 let (reads, writes) = ([("targets", targets.clone())], [("dloss", dloss.clone())]);
                 lower.plan.call(gradient_of_counted(ignore), reads, writes);
@@ -159,7 +162,7 @@ impl Form for Head {
             let reads = Named::from([("targets", some(&targets, 1))]);
             let reads = reads.with_some("dloss", dloss.clone());
             let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
-            let kernel = in_place([rows, classes, row_stride], counted, self.ignore);
+            let kernel = in_place([rows, classes, row_stride], divisor, self.ignore);
             lower.plan.call(kernel, reads, writes);
             if let Some(dx) = &dx {
                 let mut accumulate = Accumulate::Never;
@@ -187,7 +190,8 @@ impl Form for Head {
             }
         }
         let ignored = self.ignore.map(|id| (targets, id));
-        lower.mean_loss = Some(lower.mean_of(losses, counted, ignored));
+        let ignored = ignored.filter(|_| self.reduction == Reduction::Mean);
+        lower.mean_loss = Some(lower.mean_of(losses, divisor, ignored));
         if dw.is_some() {
             lower.gradient_done(&[self.weight]);
         }
@@ -237,6 +241,10 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
         Some(Attribute::Count(id)) => Some(id as u32),
         _ => None,
     };
+    let reduction = match attribute(node, "divisor") {
+        Some(_) => Reduction::Sum,
+        None => Reduction::Mean,
+    };
     let [classes, width] = [0, 1].map(|dim| graph.shape_of(weight)[dim]);
     let form = Head {
         path: place_of(node),
@@ -245,6 +253,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
         weight: weight.value,
         targets,
         ignore,
+        reduction,
         loss,
         gradients: [0, 1].map(|input| program.passes_through(node, input)),
         dtype: graph.value(x.value).dtype,

@@ -2,6 +2,7 @@
 
 use super::super::plan::{BufferRange, Phase};
 use super::Lower;
+use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
 use crate::ops::lowering::{Accumulate, Named};
 use crate::{Error, Result};
@@ -46,28 +47,30 @@ impl Lower<'_> {
         self.plan.path = "loss".into();
         let output = self.program.outputs[0].clone();
         let loss = self.read(&output);
-        let counted = self.job.config.accumulation;
-        let mean = self.mean_of(loss, counted, None);
+        let divisor = match self.job.function.reduction {
+            Reduction::Mean => self.job.config.accumulation,
+            Reduction::Sum => 1, // the run's loss gradient has the divisor
+        };
+        let mean = self.mean_of(loss, divisor, None);
         let dtype = self.program.graph.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
         let writes = [("dloss", gradient.clone())];
-        self.plan.call(gradient_of_mean(counted), [], writes);
+        self.plan.call(gradient_of_mean(divisor), [], writes);
         self.contribute(&output, gradient);
         Ok(mean)
     }
 
-    /// Adds losses over how many there are in a step; with targets of which an id is ignored, over `counted` times how
-    /// many count.
+    /// Adds losses over `divisor`; with targets of which an id is ignored, over `divisor` times how many count.
     pub(super) fn mean_of(
         &mut self,
         losses: BufferRange,
-        counted: usize,
+        divisor: usize,
         ignored: Option<(BufferRange, u32)>,
     ) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);
         let ignore = ignored.as_ref().map(|(_, id)| *id);
-        let kernel = mean_of(counted, ignore, Accumulate::AfterFirst);
+        let kernel = mean_of(divisor, ignore, Accumulate::AfterFirst);
         let targets = ignored.map(|(targets, _)| targets);
         let reads = Named::from([("losses", losses)]).with_some("targets", targets);
         self.plan.call(kernel, reads, [("loss", mean.clone())]);

@@ -18,8 +18,8 @@ pub(crate) struct Targets<'a> {
     pub ids: View<'a>,
     /// The id that does not count.
     pub ignore: Option<u32>,
-    /// How many count.
-    pub counted: usize,
+    /// What the sum of the losses is divided by: how many count, for a mean.
+    pub divisor: usize,
 }
 
 impl Targets<'_> {
@@ -39,7 +39,7 @@ pub(crate) fn forward(
     mean: View,
 ) -> Result<()> {
     rows(gpu, logits, targets, losses, statistics)?;
-    mean_of(gpu, losses, None, targets.counted, (mean.pointer, 0), false)
+    mean_of(gpu, losses, None, targets.divisor, (mean.pointer, 0), false)
 }
 
 /// As [`forward`], the losses (rows) f32 themselves: 0 where a target does not count.
@@ -94,12 +94,12 @@ pub(crate) fn backward(
     let parts = packs(classes, logits).div_ceil(4 * x);
     let config = launch_config((rows.div_ceil(y), parts), (x, y));
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
-    let counted = targets.counted as i64;
+    let divisor = targets.divisor as i64;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
     launch.arg(&statistics.pointer).arg(&dloss.pointer);
-    launch.arg(&counted);
+    launch.arg(&divisor);
     launch.arg(&dlogits.pointer).arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;
@@ -124,11 +124,11 @@ pub(crate) fn in_place(
     let (x, y) = block(classes, logits, most);
     let (count, ignore) = (rows as i64, targets.ignored());
     let [width, row_stride] = [classes, row_stride].map(|elements| elements as i32);
-    let counted = targets.counted as i64;
+    let divisor = targets.divisor as i64;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
-    launch.arg(&dloss.pointer).arg(&counted);
+    launch.arg(&dloss.pointer).arg(&divisor);
     launch.arg(&losses.pointer).arg(&count);
     launch.arg(&width).arg(&row_stride);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
@@ -136,17 +136,17 @@ pub(crate) fn in_place(
     Ok(())
 }
 
-/// The mean over `counted` rows of losses (rows) f32, some of them or all: loss (1) f64, which is added to or
-/// overwritten. With `targets` over so many times as many rows as count.
+/// The sum of losses (rows) f32 over `divisor`: loss (1) f64, which is added to or overwritten. With `targets` the
+/// divisor is multiplied by how many of them count.
 pub(crate) fn mean(
     gpu: &CudaDevice,
     losses: View,
     targets: Option<Targets>,
-    counted: usize,
+    divisor: usize,
     loss: View,
     accumulate: bool,
 ) -> Result<()> {
-    mean_of(gpu, losses, targets, counted, (0, loss.pointer), accumulate)
+    mean_of(gpu, losses, targets, divisor, (0, loss.pointer), accumulate)
 }
 
 /// Threads of a row, at most so many, and rows of a block.
@@ -160,18 +160,18 @@ fn mean_of(
     gpu: &CudaDevice,
     losses: View,
     targets: Option<Targets>,
-    counted: usize,
+    divisor: usize,
     (mean, mean64): (u64, u64),
     accumulate: bool,
 ) -> Result<()> {
     let kernel = SOURCE.kernel(gpu, "cross_entropy_mean", "")?;
-    let (rows, counted) = (losses.len as i64, counted as i64);
+    let (rows, divisor) = (losses.len as i64, divisor as i64);
     let accumulate = i32::from(accumulate);
     let ids = targets.map_or(0, |targets| targets.ids.pointer);
     let ignore = targets.map_or(-1, |targets| targets.ignored());
     let mut launch = kernel.builder();
     launch.arg(&losses.pointer).arg(&ids).arg(&ignore);
-    launch.arg(&rows).arg(&counted);
+    launch.arg(&rows).arg(&divisor);
     launch.arg(&mean).arg(&mean64).arg(&accumulate);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(launch_config((1, 1), (1024, 1))) }.w()?;

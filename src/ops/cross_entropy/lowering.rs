@@ -90,10 +90,10 @@ pub(in crate::ops) fn planned_loss(
     calls.checked(read, ids).call(kernel, reads, writes)
 }
 
-/// Whether a GPU has to count the targets of a run: those of an eager call are counted on the host.
+/// Whether a GPU counts the targets of a run: those of an eager call are counted on the host, and a sum needs no count.
 fn counts_on_gpu(signature: &Signature<'_>) -> bool {
-    let is_counted = signature.attribute("counted").is_some();
-    signature.target == Target::Cuda && planned_ignore(signature).is_some() && !is_counted
+    let has_divisor = signature.attribute("divisor").is_some();
+    signature.target == Target::Cuda && planned_ignore(signature).is_some() && !has_divisor
 }
 
 /// Reads logits, targets, statistics and dloss; writes dlogits, on a GPU in the logits' place if that is where they go.
@@ -118,7 +118,7 @@ pub(in crate::ops) fn planned_gradient(
         let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
         if let Some(share) = l.some_y("share") {
             cuda_kernel::share(l.gpu, targets, dloss, share)?;
-            (dloss, targets.counted) = (share, 1);
+            (dloss, targets.divisor) = (share, 1);
         }
         cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
     });
@@ -134,13 +134,13 @@ pub(in crate::ops) fn planned_gradient(
     }
 }
 
-/// The targets of a run: as if all of them counted, unless they were.
+/// The targets of a run. Without a divisor among the call's attributes it is their number.
 #[cfg(feature = "cuda")]
 fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
         ids,
         ignore: k.some_count("ignore").map(|id| id as u32),
-        counted: k.some_count("counted").unwrap_or(ids.len),
+        divisor: k.some_count("divisor").unwrap_or(ids.len),
     }
 }
 
@@ -166,28 +166,40 @@ fn planned_ignore(signature: &Signature<'_>) -> Option<u32> {
     }
 }
 
-/// The targets of a run, of which some count.
+/// The targets of a run, of which some count, and what the sum of their losses is divided by.
 pub(in crate::ops) struct CheckedIds<'a> {
     ids: &'a [u32],
     ignore: Option<u32>,
-    pub(in crate::ops) counted: usize,
+    pub(in crate::ops) divisor: usize,
 }
 
 impl<'a> CheckedIds<'a> {
-    pub(in crate::ops) fn new(ids: &'a [u32], ignore: Option<u32>) -> crate::Result<Self> {
-        let counted = ids.iter().filter(|id| Some(**id) != ignore).count();
-        match counted {
+    /// Without a divisor it is the number of targets that count.
+    ///
+    /// # Errors
+    /// A mean of no targets.
+    pub(in crate::ops) fn new(
+        ids: &'a [u32],
+        ignore: Option<u32>,
+        divisor: Option<usize>,
+    ) -> crate::Result<Self> {
+        let divisor = match divisor {
+            Some(divisor) => divisor,
+            None => ids.iter().filter(|id| Some(**id) != ignore).count(),
+        };
+        match divisor {
             0 => Err(nothing_counts("cross_entropy", ids.len())),
             _ => Ok(Self {
                 ids,
                 ignore,
-                counted,
+                divisor,
             }),
         }
     }
 
     fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
-        Ok(Self::new(ids, k.some_count("ignore").map(|id| id as u32))?)
+        let ignore = k.some_count("ignore").map(|id| id as u32);
+        Ok(Self::new(ids, ignore, k.some_count("divisor"))?)
     }
 
     /// The class of row `row`, unless it is ignored.
@@ -197,50 +209,49 @@ impl<'a> CheckedIds<'a> {
         (Some(id) != self.ignore).then_some(id as usize)
     }
 
-    /// The mean of the rows' losses, those of ignored rows being 0.
+    /// The sum of the rows' losses over the divisor, those of ignored rows being 0.
     pub(in crate::ops) fn mean<T: Real>(&self, losses: &[T]) -> T {
         // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
         let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
-        T::real(total / self.counted as f64)
+        T::real(total / self.divisor as f64)
     }
 
-    /// What a row's gradient is multiplied by, for the gradient `dloss` of the mean.
+    /// The factor of a row's gradient, for the gradient `dloss` of the loss.
     pub(in crate::ops) fn share<T: Real>(&self, dloss: T) -> T {
-        T::real(WithDType::to_f64(dloss) / self.counted as f64)
+        T::real(WithDType::to_f64(dloss) / self.divisor as f64)
     }
 }
 
 /// The gradient of a sum of losses whose mean is taken over those that count, but for a factor. Reads `targets` (all
-/// rows); writes `dloss` (1): the loss scale over how many count.
+/// rows); writes `dloss` (1): the step's loss gradient over how many count.
 pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
     let kernel = kernel!("loss_share", of "dloss", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
-        let share = s.step.loss_scale / targets.counted as f64;
+        let share = s.step.loss_gradient / targets.divisor as f64;
         s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let targets = targets_on_gpu(k, l.x("targets")?);
-        cuda_kernel::share(l.gpu, targets, l.loss_scale, l.y("dloss")?)
+        cuda_kernel::share(l.gpu, targets, l.loss_gradient, l.y("dloss")?)
     });
     kernel.sized([("ignore", ignore as usize)])
 }
 
-/// Loss and gradient of some rows, where the loss is the mean of `counted` rows in all and nothing but the loss scale
-/// comes before it. Reads `targets` (rows) and, where some are ignored, `dloss` (1), the gradient of their losses' sum
-/// times `counted`; writes `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient,
-/// and `losses` (rows).
+/// Losses and gradients of some rows, where the step's loss is the sum of all losses over `divisor`. Reads `targets`
+/// (rows) and optionally `dloss` (1), the gradient of that loss, which is the step's loss gradient otherwise; writes
+/// `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient, and `losses` (rows).
 pub(crate) fn in_place(
     [rows, classes, row_stride]: [usize; 3],
-    counted: usize,
+    divisor: usize,
     ignore: Option<u32>,
 ) -> Kernel {
     let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
         let targets = s.x::<u32>("targets")?;
         let dloss = match s.has_x("dloss") {
             true => WithDType::to_f64(s.x::<<T as Stored>::Wide>("dloss")?[0]),
-            false => s.step.loss_scale, // what an eager step's backward begins with
+            false => s.step.loss_gradient,
         };
-        let weight = dloss / k.count("counted")? as f64;
+        let weight = dloss / k.count("divisor")? as f64;
         let ignore = k.some_count("ignore");
         let target = |row: usize| Some(targets[row] as usize).filter(|id| Some(*id) != ignore);
         let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
@@ -250,10 +261,10 @@ pub(crate) fn in_place(
     let kernel = on_gpu!(kernel, |k, l| {
         let (logits, dims) = (l.y("logits")?, dims_in_place(k)?);
         let targets = targets_on_gpu(k, l.x("targets")?);
-        let dloss = l.some_x("dloss").unwrap_or(l.loss_scale);
+        let dloss = l.some_x("dloss").unwrap_or(l.loss_gradient);
         cuda_kernel::in_place(l.gpu, logits, dims, targets, dloss, l.y("losses")?)
     });
-    let kernel = kernel.sized([("rows", rows), ("classes", classes), ("counted", counted)]);
+    let kernel = kernel.sized([("rows", rows), ("classes", classes), ("divisor", divisor)]);
     let kernel = match row_stride == classes {
         true => kernel,
         false => kernel.sized([("row_stride", row_stride)]),
@@ -274,41 +285,44 @@ fn with_ignored(kernel: Kernel, ignore: Option<u32>) -> Kernel {
     }
 }
 
-/// The rows' share of the mean loss of `counted`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it. With
-/// an id that is ignored it reads `targets` (rows) too, and the mean is over `counted` times as many as count.
-pub(crate) fn mean_of(counted: usize, ignore: Option<u32>, accumulate: Accumulate) -> Kernel {
+/// The sum of the rows' losses over `divisor`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it. With an
+/// id that is ignored it reads `targets` (rows) too, and the divisor is multiplied by how many of them count.
+pub(crate) fn mean_of(divisor: usize, ignore: Option<u32>, accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("mean_loss", |T, k, s| {
         let losses = s
             .x::<T>("losses")?
             .iter()
             .map(|loss| WithDType::to_f64(*loss));
         let counting = match s.has_x("targets") {
-            true => CheckedIds::of(k, s.x("targets")?)?.counted,
+            true => {
+                let ignore = k.some_count("ignore").map(|id| id as u32);
+                CheckedIds::new(s.x("targets")?, ignore, None)?.divisor
+            }
             false => 1,
         };
-        let share = losses.sum::<f64>() / (k.count("counted")? * counting) as f64;
+        let share = losses.sum::<f64>() / (k.count("divisor")? * counting) as f64;
         let loss = &mut s.y::<f64>("loss")?[0];
         *loss = share + if s.adds(k) { *loss } else { 0.0 };
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (losses, loss, counted) = (l.x("losses")?, l.y("loss")?, k.count("counted")?);
+        let (losses, loss, divisor) = (l.x("losses")?, l.y("loss")?, k.count("divisor")?);
         let targets = l.some_x("targets").map(|ids| targets_on_gpu(k, ids));
-        cuda_kernel::mean(l.gpu, losses, targets, counted, loss, l.adds(k))
+        cuda_kernel::mean(l.gpu, losses, targets, divisor, loss, l.adds(k))
     });
-    let kernel = kernel.sized([("counted", counted)]);
+    let kernel = kernel.sized([("divisor", divisor)]);
     with_ignored(kernel, ignore).accumulating(accumulate)
 }
 
-/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the loss scale over how many losses a
-/// step is the mean of.
-pub(crate) fn gradient_of_mean(counted: usize) -> Kernel {
+/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the step's loss gradient over `divisor`,
+/// the number of losses that the step's loss is the mean of.
+pub(crate) fn gradient_of_mean(divisor: usize) -> Kernel {
     let kernel = kernel!("loss_gradient", of "dloss", |T, k, s| {
-        let share = s.step.loss_scale / k.count("counted")? as f64;
+        let share = s.step.loss_gradient / k.count("divisor")? as f64;
         s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let share = 1.0 / k.count("counted")? as f64;
-        elementwise::map(l.gpu, "scale", share, &[l.loss_scale], l.y("dloss")?)
+        let share = 1.0 / k.count("divisor")? as f64;
+        elementwise::map(l.gpu, "scale", share, &[l.loss_gradient], l.y("dloss")?)
     });
-    kernel.sized([("counted", counted)])
+    kernel.sized([("divisor", divisor)])
 }

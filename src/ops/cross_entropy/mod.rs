@@ -94,7 +94,8 @@ fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
 fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targets> {
     let classes = last_dim("cross_entropy", logits)?;
     let leading = &logits.dims()[..logits.rank() - 1];
-    Targets::check("cross_entropy", leading, classes, targets, ignore)
+    let mean = Reduction::Mean;
+    Targets::check("cross_entropy", leading, classes, targets, ignore, mean)
 }
 
 /// Shape and dtype of the loss.
@@ -106,13 +107,14 @@ pub(super) fn loss_of(logits: &Tensor) -> (Shape, DType) {
 pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
     let ids = targets.ids.to_vec1::<u32>()?;
-    let checked = CheckedIds::new(&ids, targets.ignore)?;
+    let checked = CheckedIds::new(&ids, targets.ignore, targets.divisor)?;
     // The rows that count, and their classes; the others are left out, so that not even a NaN in them counts.
     let (rows, classes): (Vec<u32>, Vec<u32>) = (0..ids.len())
         .filter_map(|row| Some((row as u32, checked.get(row)? as u32)))
         .unzip();
-    let classes = Tensor::from_vec(classes, (checked.counted, 1), device)?; // (n, 1)
-    let rows = Tensor::from_vec(rows, checked.counted, device)?; // (n)
+    let counted = rows.len();
+    let classes = Tensor::from_vec(classes, (counted, 1), device)?; // (n, 1)
+    let rows = Tensor::from_vec(rows, counted, device)?; // (n)
     let logits = wide_input("cross_entropy", logits)?
         .reshape((ids.len(), ()))?
         .index_select(&rows, 0)?; // (n, V)
@@ -120,17 +122,28 @@ pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let below = logits.broadcast_sub(&top)?; // (n, V)
     let total = below.exp()?.sum_keepdim(D::Minus1)?; // (n, 1)
     let losses = (total.log()? - below.gather(&classes, D::Minus1)?)?;
-    Ok((losses.sum_all()? / checked.counted as f64)?)
+    Ok((losses.sum_all()? / checked.divisor as f64)?)
 }
 
-/// Class ids, and how many of them count.
+/// How the losses of the targets that count become one loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Reduction {
+    /// Their mean: an error where no target counts.
+    #[default]
+    Mean,
+    /// Their sum: 0, with gradients of 0, where no target counts.
+    Sum,
+}
+
+/// Class ids, and what the sum of their losses is divided by.
 #[derive(Clone)]
 pub(super) struct Targets {
     /// Checked, on the host; in a trace as they came, which is what it knows them by.
     pub(super) ids: Tensor,
     ignore: Option<u32>,
-    /// `None` in a trace, which does not read them.
-    counted: Option<usize>,
+    /// 1 for a sum; for a mean the number of targets that count, `None` in a trace, which does not read them.
+    divisor: Option<usize>,
+    reduction: Reduction,
 }
 
 impl Targets {
@@ -139,13 +152,14 @@ impl Targets {
         ids_room(elements_of(self.ids.dims()))
     }
 
-    /// What a call is told of them: what is ignored, and then how many count.
+    /// The attributes of a call: the id that is ignored, and the divisor where it is not the number of rows.
     pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let ignore = self.ignore.iter();
         let ignore = ignore.map(|id| ("ignore", Attribute::Count(*id as usize)));
-        let counted = self.counted.filter(|_| self.ignore.is_some());
-        let counted = counted.map(|count| ("counted", Attribute::Count(count)));
-        ignore.chain(counted).collect()
+        let is_mean_of_all = self.ignore.is_none() && self.reduction == Reduction::Mean;
+        let divisor = self.divisor.filter(|_| !is_mean_of_all);
+        let divisor = divisor.map(|divisor| ("divisor", Attribute::Count(divisor)));
+        ignore.chain(divisor).collect()
     }
 
     /// For rows of logits of shape (`leading`, `classes`).
@@ -155,6 +169,7 @@ impl Targets {
         classes: usize,
         targets: &Tensor,
         ignore: Option<u32>,
+        reduction: Reduction,
     ) -> Result<Self> {
         if leading != targets.dims() {
             return Err(Error::Shape {
@@ -168,18 +183,19 @@ impl Targets {
             });
         }
         let ids = ids(op, targets, classes, ignore)?;
-        let counted = match (graph::is_tracing(), ignore) {
-            (true, _) => None,
-            (false, None) => Some(ids.elem_count()),
-            (false, ignore) => Some(CheckedIds::new(&ids.to_vec1()?, ignore)?.counted),
-        };
-        if counted.unwrap_or(ids.elem_count()) == 0 {
+        if ids.elem_count() == 0 {
             return Err(nothing_counts(op, 0));
         }
+        let divisor = match reduction {
+            Reduction::Sum => Some(1),
+            Reduction::Mean if graph::is_tracing() => None,
+            Reduction::Mean => Some(CheckedIds::new(&ids.to_vec1()?, ignore, None)?.divisor),
+        };
         Ok(Self {
             ids,
             ignore,
-            counted,
+            divisor,
+            reduction,
         })
     }
 }
@@ -197,7 +213,7 @@ pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
         }),
     );
 
-fn nothing_counts(op: &'static str, targets: usize) -> Error {
+pub(crate) fn nothing_counts(op: &'static str, targets: usize) -> Error {
     Error::Data {
         what: op.into(),
         expected: "at least one target that counts".into(),

@@ -67,8 +67,8 @@ impl<'a> Slice<'a> {
 pub(crate) struct StepState {
     /// Of its micro-batches, the one whose calls these are.
     pub micro_batch: usize,
-    /// What the gradient of the loss is multiplied by.
-    pub loss_scale: f64,
+    /// What the gradient of a step's loss begins with: the loss scale, over the targets of a loss that is a sum.
+    pub loss_gradient: f64,
 }
 
 /// The operands of one call.

@@ -147,7 +147,7 @@ impl<'a> Run<'a> {
                 reads,
                 writes,
                 micro_batch: 0,
-                loss_scale: View::new(0, DType::F32, 0), // no op lowers to what reads it
+                loss_gradient: View::new(0, DType::F32, 0), // no op lowers to what reads it
             });
         }
         let slice = |slot: &Slot| match lying(slot) {
@@ -159,7 +159,7 @@ impl<'a> Run<'a> {
         };
         let step = StepState {
             micro_batch: 0,
-            loss_scale: 1.0,
+            loss_gradient: 1.0,
         };
         call.kernel.run(&Slices::new(step, reads, &writes))
     }

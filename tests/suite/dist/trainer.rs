@@ -1,6 +1,7 @@
 //! Runs of several ranks are runs of one with all their batches.
 
 use super::{bits, config, on_ranks};
+use crate::train::masked::{COUNTED, MaskedRows, settings};
 use candle_core::{DType, Device};
 use rstest::rstest;
 use tallow::data::Tokens;
@@ -355,6 +356,72 @@ fn loss_scaling_of_parts(#[values(false, true)] planned: bool) {
         assert_eq!((of_skipped, of_scale), (skipped, scale));
         for (loss, wanted) in of_rank.iter().zip(losses) {
             assert!((loss - wanted).abs() < 2e-3, "{of_rank:?} {losses:?}");
+        }
+    }
+}
+
+/// Ranks weigh targets as one rank does, one without targets in a step too; a step without any is skipped by all.
+#[rstest]
+fn masked_targets(
+    #[values(false, true)] planned: bool,
+    #[values("replicated", "sharded optimizer", "fully sharded")] strategy: &str,
+    #[values(Precision::F32, Precision::F16)] precision: Precision,
+) {
+    let sizes = TransformerConfig {
+        context_length: 16,
+        dropout: DropoutRates::default(),
+        ..model_config()
+    };
+    let rows = || MaskedRows::new(&COUNTED, 1);
+    let whole = {
+        let model = TransformerLM::new(&sizes, 3, &Device::Cpu).unwrap();
+        let rows = MaskedRows::new(&COUNTED, 4);
+        let mut trainer = Trainer::new(model, settings(4, precision), rows.clone(), rows).unwrap();
+        let reports = std::iter::from_fn(|| trainer.step().unwrap());
+        reports.collect::<Vec<_>>()
+    };
+    for world_size in [2, 4] {
+        let together = on_ranks(world_size, |ranks| {
+            let config = settings(1, precision);
+            let mut trainer = if strategy == "fully sharded" {
+                let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
+                let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
+                let model = TransformerLM::from_var_builder(&sizes, vb)?;
+                Trainer::fully_sharded(model, &sharded, config, rows(), rows())?
+            } else {
+                let model = TransformerLM::new(&sizes, 3, &Device::Cpu)?;
+                let mut trainer = Trainer::new(model, config, rows(), rows())?;
+                trainer.replicate(&ranks, ReplicatedConfig::default())?;
+                if strategy == "sharded optimizer" {
+                    trainer.shard_optimizer()?;
+                }
+                trainer
+            };
+            if planned {
+                trainer.compile()?;
+            }
+            let mut reports = Vec::new();
+            while let Some(report) = trainer.step()? {
+                reports.push(report);
+            }
+            Ok((reports, trainer.evaluate()?))
+        });
+        let tolerance = if precision == Precision::F32 {
+            1e-5
+        } else {
+            2e-2
+        };
+        for (reports, evaluation) in &together {
+            assert_eq!(*evaluation, together[0].1);
+            for ((got, wanted), counted) in reports.iter().zip(&whole).zip(COUNTED) {
+                assert_eq!(
+                    (got.tokens, got.skipped),
+                    (counted.iter().sum(), wanted.skipped)
+                );
+                if got.tokens > 0 {
+                    approx::assert_relative_eq!(got.loss, wanted.loss, max_relative = tolerance);
+                }
+            }
         }
     }
 }

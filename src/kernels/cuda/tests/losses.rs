@@ -52,7 +52,7 @@ fn loss<T: Element>(
     let of = |ids, counted| cross_entropy::Targets {
         ids,
         ignore,
-        counted,
+        divisor: counted,
     };
     let dloss = Buffer::new(gpu, &[dloss], 0);
     let losses = Buffer::<f32>::room(gpu, rows, 0);
@@ -115,7 +115,7 @@ fn targets_are_counted() {
         let all = |ignore| cross_entropy::Targets {
             ids: ids.view(&gpu),
             ignore,
-            counted: 0,
+            divisor: 0,
         };
         let (wide, narrow) = (Buffer::new(&gpu, &[5f64], 0), Buffer::new(&gpu, &[5f32], 0));
         for x in [wide.view(&gpu), narrow.view(&gpu)] {
