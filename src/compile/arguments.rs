@@ -5,7 +5,7 @@ use super::traced::{TracedFunction, check_device};
 use crate::attention::first_keys;
 use crate::graph::{self, Graph, Source, ValueId};
 use crate::ops::check_size;
-use crate::ops::cpu::ids;
+use crate::ops::cpu::{ids, narrow_id};
 use crate::ops::lowering::Check;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -60,8 +60,15 @@ impl Arguments {
                 },
             ))
         });
-        let all = all.collect::<Result<Vec<_>>>()?;
+        let mut all = all.collect::<Result<Vec<_>>>()?;
         let checks = checks(function, lowered, &all)?;
+        for ((id, _), argument) in lowered.arguments.iter().zip(&mut all) {
+            if let Argument::Held(held) = argument
+                && function.graph.value(*id).dtype == DType::U32
+            {
+                *held = narrowed(held)?;
+            }
+        }
         Ok(Self {
             op: function.op,
             all,
@@ -105,8 +112,11 @@ impl Arguments {
         for (copy, tensor) in given {
             if copy.elem_count() > 0 {
                 let flat = tensor.detach().contiguous()?.flatten_all()?;
-                // Ids in i64 are in bounds of u32 by now.
-                let flat = flat.to_dtype(copy.dtype())?.to_device(copy.device())?;
+                let flat = match copy.dtype() {
+                    DType::U32 => narrowed(&flat)?,
+                    _ => flat,
+                };
+                let flat = flat.to_device(copy.device())?;
                 copy.flatten_all()?.slice_set(&flat, 0, 0)?;
             }
         }
@@ -116,6 +126,16 @@ impl Arguments {
         });
         Ok(all.collect())
     }
+}
+
+/// Checked ids as kernels read them, in u32.
+fn narrowed(ids: &Tensor) -> Result<Tensor> {
+    if ids.dtype() != DType::I64 {
+        return Ok(ids.clone());
+    }
+    let wide = ids.flatten_all()?.to_vec1::<i64>()?;
+    let narrow: Vec<u32> = wide.into_iter().map(narrow_id).collect();
+    Ok(Tensor::from_vec(narrow, ids.shape(), ids.device())?)
 }
 
 /// The shape of an input of so many micro-batches, one after another in its first dimension.

@@ -23,6 +23,7 @@ pub(super) struct TracedFunction {
     /// Whom errors name.
     pub op: &'static str,
     pub target: Target,
+    /// Token ids are u32 in it: those in i64 are converted before they are passed to a plan.
     pub graph: Graph,
     /// By value: of an input a hollow one, of a weight itself.
     pub tensors: Vec<Tensor>,
@@ -65,7 +66,7 @@ impl TracedFunction {
         function: impl FnOnce() -> Result<T>,
     ) -> Result<Self> {
         let traced = graph::trace_with_tensors(target.of_trace(), function)?;
-        Ok(Self::of(op, target, parameters, traced))
+        Self::of(op, target, parameters, traced)
     }
 
     /// As [`new`](Self::new), where every hollow weight that the function reads is a parameter.
@@ -83,15 +84,16 @@ impl TracedFunction {
         let hollow = weights.filter(|(_, weight)| graph::is_hollow(weight));
         let hollow: Vec<(String, Tensor)> = hollow.collect();
         let parameters = hollow.iter().map(|(name, weight)| (name.as_str(), weight));
-        Ok(Self::of(op, target, parameters, traced))
+        Self::of(op, target, parameters, traced)
     }
 
     fn of<'p>(
         op: &'static str,
         target: Target,
         parameters: impl Iterator<Item = (&'p str, &'p Tensor)>,
-        Traced { graph, tensors }: Traced,
-    ) -> Self {
+        Traced { mut graph, tensors }: Traced,
+    ) -> Result<Self> {
+        narrow_ids(op, &mut graph)?;
         let (mut all, mut places) = (Vec::new(), HashMap::new());
         for (name, tensor) in parameters {
             places.insert(storage_address(tensor), all.len());
@@ -104,7 +106,7 @@ impl TracedFunction {
         let numbers = numbers.filter_map(|(value, tensor)| {
             Some((ValueId(value), *places.get(&storage_address(tensor))?))
         });
-        Self {
+        Ok(Self {
             op,
             target,
             numbers: numbers.collect(),
@@ -112,7 +114,7 @@ impl TracedFunction {
             tensors,
             parameters: all,
             reduction: Reduction::Mean,
-        }
+        })
     }
 
     /// The elements of an operand that is a constant, rounded to `dtype`.
@@ -202,6 +204,38 @@ impl TracedFunction {
         let (storage, _) = tensor.storage_and_layout();
         Ok(gathered(cpu_storage(&storage)?, view)?)
     }
+}
+
+/// Turns token ids in i64 into u32, which kernels read. Ids are what ops read in i64 without taking it as an input, and
+/// copies of it in order.
+///
+/// # Errors
+/// Ids that an op takes as numbers too: an ignored id is another number in u32.
+fn narrow_ids(op: &'static str, graph: &mut Graph) -> Result<()> {
+    let is_wide = |graph: &Graph, id: ValueId| graph.value(id).dtype == DType::I64;
+    let reads = graph.nodes().flat_map(|node| &node.reads);
+    if !reads.map(|x| x.value).any(|id| is_wide(graph, id)) {
+        return Ok(());
+    }
+    let numbers = graph.nodes().find(|node| {
+        let takes_wide = node.inputs.iter().any(|x| is_wide(graph, x.value));
+        takes_wide && !graph.value(node.output).dtype.is_int()
+    });
+    if let Some(node) = numbers {
+        return Err(Error::Order {
+            op,
+            problem: format!(
+                "{} takes integers in i64 as numbers, in a step of ids in i64",
+                node.path
+            ),
+            hint: "pass the ids in u32, or those numbers in a float dtype".into(),
+        });
+    }
+    let wide = graph.values.iter_mut();
+    for value in wide.filter(|value| value.dtype == DType::I64) {
+        value.dtype = DType::U32;
+    }
+    Ok(())
 }
 
 /// An error unless a tensor is where the plan is run.

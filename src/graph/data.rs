@@ -144,6 +144,8 @@ pub struct View {
 pub enum Attribute {
     /// A number of things.
     Count(usize),
+    /// An integer that may be negative: a target that is ignored.
+    Integer(i64),
     /// A real number.
     Number(f64),
     /// Which keys a query sees.
@@ -222,6 +224,7 @@ impl fmt::Display for Attribute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Count(count) => write!(f, "{count}"),
+            Self::Integer(number) => write!(f, "{number}"),
             Self::Number(number) => write!(f, "{number}"),
             Self::Mask(mask) => write!(f, "{mask}"),
             Self::DType(dtype) => write!(f, "{}", dtype.as_str()),

@@ -8,8 +8,8 @@ use crate::ops::{DropoutKey, inside_storage};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// The id of a target that does not count: no token of any vocabulary.
-const IGNORED: u32 = u32::MAX;
+/// The target that does not count, as PyTorch's default `ignore_index`.
+const IGNORED: i64 = -100;
 
 /// The targets of a batch of which some do not count.
 pub(crate) struct MaskedTargets {
@@ -42,16 +42,16 @@ impl MaskedTargets {
         if let Some(separator) = separator {
             for (token, target) in ids("tokens", tokens)?.into_iter().zip(&mut all) {
                 if token == i64::from(separator) {
-                    *target = IGNORED.into();
+                    *target = IGNORED;
                 }
             }
         }
         for target in &mut all {
             if Some(*target) == ignore_index {
-                *target = IGNORED.into();
+                *target = IGNORED;
             }
         }
-        let counted = all.iter().filter(|id| **id != i64::from(IGNORED)).count();
+        let counted = all.iter().filter(|id| **id != IGNORED).count();
         let targets = Tensor::from_vec(all, targets.shape(), targets.device())?;
         Ok(Some(Self {
             targets,

@@ -220,8 +220,8 @@ impl TransformerLM {
     }
 
     /// As [`loss`](Self::loss), of documents packed into the sequences or of a training step with dropout
-    /// ([`forward_with`](Self::forward_with)); targets that are `ignore` do not count, as the first token of a document
-    /// should not after the last of the one before.
+    /// ([`forward_with`](Self::forward_with)); targets that are `ignore` do not count (-100, say, in i64), as the first
+    /// token of a document should not after the last of the one before.
     ///
     /// In a plan, of documents and a key that each run has others of:
     ///
@@ -275,7 +275,7 @@ impl TransformerLM {
         tokens: &Tensor,
         targets: &Tensor,
         context: &ForwardContext,
-        ignore: Option<u32>,
+        ignore: Option<i64>,
     ) -> Result<Tensor> {
         self.reduced_loss(tokens, targets, context, ignore, Reduction::Mean)
     }
@@ -286,7 +286,7 @@ impl TransformerLM {
         tokens: &Tensor,
         targets: &Tensor,
         context: &ForwardContext,
-        ignore: Option<u32>,
+        ignore: Option<i64>,
         reduction: Reduction,
     ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)

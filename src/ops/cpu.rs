@@ -145,15 +145,15 @@ pub(crate) fn output<T: WithDType>(
     Ok((T::to_cpu_storage_owned(data), shape))
 }
 
-/// Token ids in u32 or i64, each checked against the vocabulary before any kernel sees it: in u32 on the host,
-/// flattened. In a trace, which knows the tensor and not what is in it, as they came.
+/// Checks token ids in u32 or i64 against the vocabulary before any kernel sees them. Returns them in u32 on the host,
+/// flattened ([`narrow_id`]); in a trace, which does not know the elements, the tensor as it came.
 ///
-/// `ignore` is let through.
+/// `ignore` passes too, also where it is negative.
 pub(crate) fn ids(
     op: &'static str,
     ids: &Tensor,
     vocab_size: usize,
-    ignore: Option<u32>,
+    ignore: Option<i64>,
 ) -> crate::Result<Tensor> {
     let is_traced = graph::is_tracing();
     let outside = |position: usize, id: i64| crate::Error::TokenId {
@@ -162,36 +162,40 @@ pub(crate) fn ids(
         position,
         vocab_size,
     };
-    let is_in = |id: u32| (id as usize) < vocab_size || Some(id) == ignore;
+    // u32::MAX is what `narrow_id` makes of an ignored id, so it is no token.
+    let vocab = 0..vocab_size.min(u32::MAX as usize) as i64;
+    let is_in = |id: i64| vocab.contains(&id) || Some(id) == ignore;
     let checked: Vec<u32> = match ids.dtype() {
-        DType::U32 if is_traced => return Ok(ids.clone()),
+        DType::U32 | DType::I64 if is_traced => return Ok(ids.clone()),
         DType::U32 => {
             let ids = inside_storage(op, ids)?.flatten_all()?.to_vec1::<u32>()?;
-            match ids.iter().position(|id| !is_in(*id)) {
+            match ids.iter().position(|id| !is_in((*id).into())) {
                 Some(position) => return Err(outside(position, ids[position].into())),
                 None => ids,
             }
         }
-        DType::I64 if !is_traced => {
+        DType::I64 => {
             let ids = inside_storage(op, ids)?.flatten_all()?.to_vec1::<i64>()?;
             let ids = ids.into_iter().enumerate();
-            let ids = ids.map(|(position, id)| match u32::try_from(id) {
-                Ok(id) if is_in(id) => Ok(id),
-                _ => Err(outside(position, id)),
+            let ids = ids.map(|(position, id)| match is_in(id) {
+                true => Ok(narrow_id(id)),
+                false => Err(outside(position, id)),
             });
             ids.collect::<crate::Result<_>>()?
         }
         dtype => {
             return Err(crate::Error::DType {
                 op,
-                expected: match is_traced {
-                    true => "ids in u32, where they are traced".into(),
-                    false => "ids in u32 or i64".into(),
-                },
+                expected: "ids in u32 or i64".into(),
                 got: dtype.as_str().into(),
                 hint: "convert with to_dtype(DType::U32)".into(),
             });
         }
     };
     Ok(Tensor::from_vec(checked, ids.elem_count(), &Device::Cpu)?)
+}
+
+/// A checked id as kernels read it. One outside u32 is an ignored one, since nothing else passes [`ids`].
+pub(crate) fn narrow_id(id: i64) -> u32 {
+    u32::try_from(id).unwrap_or(u32::MAX)
 }

@@ -53,8 +53,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
 ///
 /// let x = Tensor::randn(0f32, 1.0, (3, 4), &Device::Cpu)?; // (..., D)
 /// let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
-/// let targets = Tensor::new(&[1u32, 99, 99], &Device::Cpu)?;
-/// let loss = ops::linear_cross_entropy_ignoring(&x, &weight, &targets, 99)?;
+/// let targets = Tensor::new(&[1i64, -100, -100], &Device::Cpu)?;
+/// let loss = ops::linear_cross_entropy_ignoring(&x, &weight, &targets, -100)?;
 /// let of_first = ops::linear_cross_entropy(&x.narrow(0, 0, 1)?, &weight, &targets.narrow(0, 0, 1)?)?;
 /// assert!((loss.to_scalar::<f32>()? - of_first.to_scalar::<f32>()?).abs() < 1e-6);
 /// # Ok::<(), tallow::Error>(())
@@ -66,7 +66,7 @@ pub fn linear_cross_entropy_ignoring(
     x: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    ignore_index: u32,
+    ignore_index: i64,
 ) -> Result<Tensor> {
     reduced(x, weight, targets, Some(ignore_index), Reduction::Mean)
 }
@@ -79,7 +79,7 @@ pub(crate) fn reduced(
     x: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    ignore: Option<u32>,
+    ignore: Option<i64>,
     reduction: Reduction,
 ) -> Result<Tensor> {
     let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
@@ -107,20 +107,26 @@ pub(crate) fn reduced(
     }
 }
 
-/// [`linear_cross_entropy()`] as the two ops it is made of.
+/// [`linear_cross_entropy_ignoring`] (or, with `None`, [`linear_cross_entropy()`]) as the two ops it is made of.
 ///
 /// # Errors
-/// As [`linear_cross_entropy()`].
-pub fn reference(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    check(x, weight, targets, None, Reduction::Mean)?;
-    super::cross_entropy(&super::linear(x, weight)?, targets)
+/// As those.
+pub fn reference(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    ignore_index: Option<i64>,
+) -> Result<Tensor> {
+    check(x, weight, targets, ignore_index, Reduction::Mean)?;
+    let logits = super::linear(x, weight)?;
+    super::cross_entropy::with_ignored(&logits, targets, ignore_index)
 }
 
 fn check(
     x: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    ignore: Option<u32>,
+    ignore: Option<i64>,
     reduction: Reduction,
 ) -> Result<Targets> {
     check_same(NAME, &[("x", x), ("weight", weight)])?;

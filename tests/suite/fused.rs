@@ -92,7 +92,7 @@ fn linear_cross_entropy_is_its_parts(
         ops::linear_cross_entropy(&vars[0], &vars[1], &targets)
     });
     let parts = run(&vars, || {
-        ops::reference::linear_cross_entropy(&vars[0], &vars[1], &targets)
+        ops::reference::linear_cross_entropy(&vars[0], &vars[1], &targets, None)
     });
     let plain = with_kernel_policy(KernelPolicy::Reference, || {
         run(&vars, || {
@@ -118,7 +118,7 @@ fn linear_cross_entropy_ignoring_is_its_parts(
     let shape = [leading, &[d]].concat();
     let vars = [var(1, &shape, dtype), var(2, &[v, d], dtype)];
     let targets = ids(leading, v as u32);
-    let ignored = 5 % v as u32; // the first, and others
+    let ignored = 5 % v as i64; // the first, and others
     let joined = || ops::linear_cross_entropy_ignoring(&vars[0], &vars[1], &targets, ignored);
     let fused = run(&vars, joined);
     let parts = run(&vars, || {

@@ -37,7 +37,7 @@ struct Head {
     /// (N).
     targets: graph::ValueRef,
     /// The target that does not count.
-    ignore: Option<u32>,
+    ignore: Option<i64>,
     reduction: Reduction,
     loss: ValueId,
     /// Whether gradients of x and of the weight are needed.
@@ -238,7 +238,7 @@ pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
         return;
     }
     let ignore = match attribute(node, "ignore") {
-        Some(Attribute::Count(id)) => Some(id as u32),
+        Some(Attribute::Integer(id)) => Some(id),
         _ => None,
     };
     let reduction = match attribute(node, "divisor") {

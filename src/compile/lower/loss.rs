@@ -65,7 +65,7 @@ impl Lower<'_> {
         &mut self,
         losses: BufferRange,
         divisor: usize,
-        ignored: Option<(BufferRange, u32)>,
+        ignored: Option<(BufferRange, i64)>,
     ) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);

@@ -7,6 +7,7 @@ use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{View, elementwise};
+use crate::ops::cpu::narrow_id;
 use crate::ops::lowering::{
     Accumulate, Calls, Check, Kernel, Lowering, Signature, Slot, kernel, on_gpu,
 };
@@ -139,7 +140,7 @@ pub(in crate::ops) fn planned_gradient(
 fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
         ids,
-        ignore: k.some_count("ignore").map(|id| id as u32),
+        ignore: k.some_integer("ignore").map(narrow_id),
         divisor: k.some_count("divisor").unwrap_or(ids.len),
     }
 }
@@ -159,9 +160,9 @@ fn planned_classes(signature: &Signature<'_>) -> usize {
     dims.copied().unwrap_or(1)
 }
 
-fn planned_ignore(signature: &Signature<'_>) -> Option<u32> {
+fn planned_ignore(signature: &Signature<'_>) -> Option<i64> {
     match signature.attribute("ignore") {
-        Some(Attribute::Count(id)) => Some(id as u32),
+        Some(Attribute::Integer(id)) => Some(id),
         _ => None,
     }
 }
@@ -180,9 +181,10 @@ impl<'a> CheckedIds<'a> {
     /// A mean of no targets.
     pub(in crate::ops) fn new(
         ids: &'a [u32],
-        ignore: Option<u32>,
+        ignore: Option<i64>,
         divisor: Option<usize>,
     ) -> crate::Result<Self> {
+        let ignore = ignore.map(narrow_id);
         let divisor = match divisor {
             Some(divisor) => divisor,
             None => ids.iter().filter(|id| Some(**id) != ignore).count(),
@@ -198,8 +200,11 @@ impl<'a> CheckedIds<'a> {
     }
 
     fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
-        let ignore = k.some_count("ignore").map(|id| id as u32);
-        Ok(Self::new(ids, ignore, k.some_count("divisor"))?)
+        Ok(Self::new(
+            ids,
+            k.some_integer("ignore"),
+            k.some_count("divisor"),
+        )?)
     }
 
     /// The class of row `row`, unless it is ignored.
@@ -224,7 +229,7 @@ impl<'a> CheckedIds<'a> {
 
 /// The gradient of a sum of losses whose mean is taken over those that count, but for a factor. Reads `targets` (all
 /// rows); writes `dloss` (1): the step's loss gradient over how many count.
-pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
+pub(crate) fn gradient_of_counted(ignore: i64) -> Kernel {
     let kernel = kernel!("loss_share", of "dloss", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
         let share = s.step.loss_gradient / targets.divisor as f64;
@@ -234,7 +239,7 @@ pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
         let targets = targets_on_gpu(k, l.x("targets")?);
         cuda_kernel::share(l.gpu, targets, l.loss_gradient, l.y("dloss")?)
     });
-    kernel.sized([("ignore", ignore as usize)])
+    with_ignored(kernel, Some(ignore))
 }
 
 /// Losses and gradients of some rows, where the step's loss is the sum of all losses over `divisor`. Reads `targets`
@@ -243,7 +248,7 @@ pub(crate) fn gradient_of_counted(ignore: u32) -> Kernel {
 pub(crate) fn in_place(
     [rows, classes, row_stride]: [usize; 3],
     divisor: usize,
-    ignore: Option<u32>,
+    ignore: Option<i64>,
 ) -> Kernel {
     let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
         let targets = s.x::<u32>("targets")?;
@@ -252,8 +257,11 @@ pub(crate) fn in_place(
             false => s.step.loss_gradient,
         };
         let weight = dloss / k.count("divisor")? as f64;
-        let ignore = k.some_count("ignore");
-        let target = |row: usize| Some(targets[row] as usize).filter(|id| Some(*id) != ignore);
+        let ignore = k.some_integer("ignore").map(narrow_id);
+        let target = |row: usize| {
+            let id = targets[row];
+            (Some(id) != ignore).then_some(id as usize)
+        };
         let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
         let (dims, weight) = (dims_in_place(k)?, Real::real(weight));
         kernel::forward_backward_in_place(logits, dims, target, weight, losses);
@@ -278,26 +286,23 @@ fn dims_in_place(k: &Kernel) -> candle_core::Result<[usize; 2]> {
     Ok([classes, k.some_count("row_stride").unwrap_or(classes)])
 }
 
-fn with_ignored(kernel: Kernel, ignore: Option<u32>) -> Kernel {
+fn with_ignored(kernel: Kernel, ignore: Option<i64>) -> Kernel {
     match ignore {
-        Some(id) => kernel.sized([("ignore", id as usize)]),
+        Some(id) => kernel.with_all(&[("ignore", Attribute::Integer(id))]),
         None => kernel,
     }
 }
 
 /// The sum of the rows' losses over `divisor`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it. With an
 /// id that is ignored it reads `targets` (rows) too, and the divisor is multiplied by how many of them count.
-pub(crate) fn mean_of(divisor: usize, ignore: Option<u32>, accumulate: Accumulate) -> Kernel {
+pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("mean_loss", |T, k, s| {
         let losses = s
             .x::<T>("losses")?
             .iter()
             .map(|loss| WithDType::to_f64(*loss));
         let counting = match s.has_x("targets") {
-            true => {
-                let ignore = k.some_count("ignore").map(|id| id as u32);
-                CheckedIds::new(s.x("targets")?, ignore, None)?.divisor
-            }
+            true => CheckedIds::new(s.x("targets")?, k.some_integer("ignore"), None)?.divisor,
             false => 1,
         };
         let share = losses.sum::<f64>() / (k.count("divisor")? * counting) as f64;

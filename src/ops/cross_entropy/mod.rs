@@ -5,8 +5,8 @@
 //! use tallow::ops;
 //!
 //! let logits = Tensor::zeros((1, 2, 10), DType::F32, &Device::Cpu)?; // (..., V)
-//! let targets = Tensor::new(&[[3u32, 99]], &Device::Cpu)?;
-//! let loss = ops::cross_entropy_ignoring(&logits, &targets, 99)?; // the mean over targets that are not 99
+//! let targets = Tensor::new(&[[3i64, -100]], &Device::Cpu)?;
+//! let loss = ops::cross_entropy_ignoring(&logits, &targets, -100)?; // the mean over targets that are not -100
 //! assert!((loss.to_scalar::<f32>()? - 10f32.ln()).abs() < 1e-6);
 //! # Ok::<(), tallow::Error>(())
 //! ```
@@ -57,17 +57,23 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 
 /// [`cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others.
 ///
+/// `ignore_index` may be a class, or an id that is none. Negative ones (PyTorch's default is -100) need targets in i64.
+///
 /// # Errors
 /// As [`cross_entropy()`]; also where every target is ignored, since a mean of nothing is no number.
 pub fn cross_entropy_ignoring(
     logits: &Tensor,
     targets: &Tensor,
-    ignore_index: u32,
+    ignore_index: i64,
 ) -> Result<Tensor> {
     with_ignored(logits, targets, Some(ignore_index))
 }
 
-fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Tensor> {
+pub(super) fn with_ignored(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore: Option<i64>,
+) -> Result<Tensor> {
     let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore)?;
     let op = CrossEntropy(targets.clone());
@@ -78,7 +84,7 @@ fn with_ignored(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Resul
 ///
 /// # Errors
 /// As those.
-pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<u32>) -> Result<Tensor> {
+pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
     plain(logits, &check(logits, targets, ignore_index)?)
 }
 
@@ -91,7 +97,7 @@ fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn check(logits: &Tensor, targets: &Tensor, ignore: Option<u32>) -> Result<Targets> {
+fn check(logits: &Tensor, targets: &Tensor, ignore: Option<i64>) -> Result<Targets> {
     let classes = last_dim("cross_entropy", logits)?;
     let leading = &logits.dims()[..logits.rank() - 1];
     let mean = Reduction::Mean;
@@ -140,7 +146,7 @@ pub(crate) enum Reduction {
 pub(super) struct Targets {
     /// Checked, on the host; in a trace as they came, which is what it knows them by.
     pub(super) ids: Tensor,
-    ignore: Option<u32>,
+    ignore: Option<i64>,
     /// 1 for a sum; for a mean the number of targets that count, `None` in a trace, which does not read them.
     divisor: Option<usize>,
     reduction: Reduction,
@@ -155,7 +161,7 @@ impl Targets {
     /// The attributes of a call: the id that is ignored, and the divisor where it is not the number of rows.
     pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let ignore = self.ignore.iter();
-        let ignore = ignore.map(|id| ("ignore", Attribute::Count(*id as usize)));
+        let ignore = ignore.map(|id| ("ignore", Attribute::Integer(*id)));
         let is_mean_of_all = self.ignore.is_none() && self.reduction == Reduction::Mean;
         let divisor = self.divisor.filter(|_| !is_mean_of_all);
         let divisor = divisor.map(|divisor| ("divisor", Attribute::Count(divisor)));
@@ -168,7 +174,7 @@ impl Targets {
         leading: &[usize],
         classes: usize,
         targets: &Tensor,
-        ignore: Option<u32>,
+        ignore: Option<i64>,
         reduction: Reduction,
     ) -> Result<Self> {
         if leading != targets.dims() {

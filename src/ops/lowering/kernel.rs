@@ -263,6 +263,13 @@ impl Kernel {
         }
     }
 
+    pub(crate) fn some_integer(&self, name: &str) -> Option<i64> {
+        match find(&self.attributes, name)? {
+            Attribute::Integer(number) => Some(number),
+            _ => None,
+        }
+    }
+
     pub(crate) fn number(&self, name: &str) -> Result<f64> {
         match find(&self.attributes, name) {
             Some(Attribute::Number(number)) => Ok(number),

@@ -103,7 +103,7 @@ pub(crate) enum Slot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Check {
     /// All are under the bound, but those that are to be ignored.
-    Ids { bound: usize, ignore: Option<u32> },
+    Ids { bound: usize, ignore: Option<i64> },
     /// They never fall along a sequence.
     FirstKeys,
 }

@@ -311,7 +311,7 @@ pub fn ignoring_head() -> Case {
         bound: 2e-6,
         loss: |weights, x| {
             let inner = ops::linear(&x[0], &weights[1])?;
-            ops::linear_cross_entropy_ignoring(&inner, &weights[0], &x[1], u32::MAX)
+            ops::linear_cross_entropy_ignoring(&inner, &weights[0], &x[1], u32::MAX.into())
         },
     }
 }
@@ -344,7 +344,7 @@ fn micro_batches_that_ignore_differently() {
     let targets = Tensor::new(&[3u32, 5, 10, 5, 5, 0], DEVICE).unwrap();
     let loss = |x: &Tensor, targets: &Tensor| {
         let h = ops::add(x, &ops::linear(x, &weights[1].1)?)?;
-        ops::linear_cross_entropy_ignoring(&h, &weights[0].1, targets, IGNORED)
+        ops::linear_cross_entropy_ignoring(&h, &weights[0].1, targets, IGNORED.into())
     };
     let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
     let config = StepConfig {
@@ -377,6 +377,81 @@ fn micro_batches_that_ignore_differently() {
     let error = step.forward_backward(&[("x", &finite), ("targets", &nothing)]);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("all ignored"), "{error}");
+}
+
+/// Ids in i64, of which -100 is no class, planned in i64 or in u32: the same numbers as an eager step's.
+#[rstest]
+fn targets_in_i64(
+    #[values(DType::I64, DType::U32)] planned: DType,
+    #[values(false, true)] fused: bool,
+) {
+    const IGNORED: i64 = -100;
+    let weights = [weight("head", &[11, 4], 1), weight("table", &[5, 4], 2)];
+    let wide = |ids: &[i64]| Tensor::new(ids, DEVICE).unwrap();
+    let tokens = wide(&[4, 0, 2, 2, 1, 3]).reshape((2, 3)).unwrap();
+    let targets = wide(&[3, IGNORED, 10, IGNORED, IGNORED, 0])
+        .reshape((2, 3))
+        .unwrap();
+    let fixed = wide(&[1, 2, IGNORED, 4, IGNORED, 6])
+        .reshape((2, 3))
+        .unwrap();
+    let loss = |tokens: &Tensor, targets: &Tensor| {
+        let h = ops::gelu(&ops::embedding(tokens, &weights[1].1)?, Gelu::Tanh)?;
+        if fused {
+            return ops::linear_cross_entropy_ignoring(&h, &weights[0].1, targets, IGNORED);
+        }
+        let logits = ops::linear(&h, &weights[0].1)?;
+        let of_targets = ops::cross_entropy_ignoring(&logits, &targets.t()?.t()?, IGNORED)?;
+        ops::add(
+            &of_targets,
+            &ops::cross_entropy_ignoring(&logits, &fixed, IGNORED)?,
+        )
+    };
+    let hollow = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
+    let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
+    let traced = || loss(&hollow[0], &hollow[1]);
+    let mut step = LossStep::new(&optimizer, &StepConfig::default(), traced).unwrap();
+    let run = |step: &mut LossStep, targets: &Tensor| {
+        step.forward_backward(&[("tokens", &tokens), ("targets", targets)])
+    };
+    let found = run(&mut step, &targets).unwrap();
+    let eager = loss(&tokens, &targets).unwrap();
+    let gradients = eager.backward().unwrap();
+    let eager: f32 = eager.to_scalar().unwrap();
+    assert!((found - eager).abs() <= 1e-6 * eager, "{found} {eager}");
+    for (name, gradient) in step.gradients().unwrap() {
+        let (_, var) = weights.iter().find(|(other, _)| *other == name).unwrap();
+        let off = difference(&gradient, gradients.get(var).unwrap());
+        assert!(off <= 1e-6, "{name}: {off:e}");
+    }
+    let error = run(
+        &mut step,
+        &wide(&[3, IGNORED, 10, -1, IGNORED, 0])
+            .reshape((2, 3))
+            .unwrap(),
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("id -1 at position 3"), "{error}");
+    let narrow = Tensor::new(&[3u32, 5, 10, 5, 5, 0], DEVICE)
+        .unwrap()
+        .reshape((2, 3))
+        .unwrap();
+    assert!(run(&mut step, &narrow).is_ok());
+}
+
+/// Ids in i64 become u32, in which an ignored one is another number.
+#[test]
+fn ids_in_i64_that_are_numbers_too() {
+    let head = weight("head", &[11, 4], 1);
+    let targets = graph::input("targets", 3, DType::I64).unwrap();
+    let x = graph::input("x", (3, 4), DType::F32).unwrap();
+    let optimizer = AdamW::new([head.clone()], AdamWConfig::default()).unwrap();
+    let refused = LossStep::new(&optimizer, &StepConfig::default(), || {
+        let loss = ops::linear_cross_entropy_ignoring(&x, &head.1, &targets, -100)?;
+        ops::add(&loss, &ops::mean(&ops::cast(&targets, DType::F32)?)?)
+    });
+    let error = refused.err().unwrap().to_string();
+    assert!(error.contains("pass the ids in u32"), "{error}");
 }
 
 /// Nothing flows through what is detached, nor through what is computed without a graph.

@@ -59,7 +59,7 @@ impl Case {
             .unwrap_or_else(tallow::precision::Autocast::disabled);
         autocast(policy, || {
             let context = ForwardContext::packed(first_keys.clone());
-            model.loss_with(tokens, targets, &context, Some(IGNORE))
+            model.loss_with(tokens, targets, &context, Some(IGNORE.into()))
         })
     }
 

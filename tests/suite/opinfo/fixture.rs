@@ -86,7 +86,7 @@ pub struct Settings {
     pub dims: Option<usize>,
     pub eps: Option<f64>,
     pub parameters: Vec<String>,
-    pub ignore_index: Option<u32>,
+    pub ignore_index: Option<i64>,
     pub is_causal: bool,
     pub scale: Option<f64>,
 }

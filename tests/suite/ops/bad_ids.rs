@@ -91,6 +91,52 @@ fn ids_in_i64() {
     }
 }
 
+/// Any i64 can be the ignored target: PyTorch's -100, a class, ids outside u32.
+#[test]
+fn ignored_targets_in_i64() {
+    let values = |x: Result<Tensor>| x.unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let (logits, weight, h) = (x(&[3, 5]), x(&[5, 4]), x(&[3, 4]));
+    let rows = |x: &Tensor| {
+        Tensor::cat(&[x.narrow(0, 0, 1).unwrap(), x.narrow(0, 2, 1).unwrap()], 0).unwrap()
+    };
+    let two = ids(&[4, 2]); // of rows 0 and 2
+    for ignored in [
+        -100,
+        -1,
+        3,
+        i64::from(u32::MAX),
+        1 << 32,
+        (1 << 32) + 4,
+        i64::MIN,
+        i64::MAX,
+    ] {
+        let targets = Tensor::new(&[4, ignored, 2], &candle_core::Device::Cpu).unwrap();
+        let expected = values(ops::cross_entropy(&rows(&logits), &two));
+        let ops = [
+            ops::cross_entropy_ignoring(&logits, &targets, ignored),
+            ops::reference::cross_entropy(&logits, &targets, Some(ignored)),
+        ];
+        for loss in ops {
+            assert!((values(loss)[0] - expected[0]).abs() < 1e-12, "{ignored}");
+        }
+        let expected = values(ops::linear_cross_entropy(&rows(&h), &weight, &two));
+        let ops = [
+            ops::linear_cross_entropy_ignoring(&h, &weight, &targets, ignored),
+            ops::reference::linear_cross_entropy(&h, &weight, &targets, Some(ignored)),
+        ];
+        for loss in ops {
+            assert!((values(loss)[0] - expected[0]).abs() < 1e-12, "{ignored}");
+        }
+    }
+    // Another id that is no class is refused all the same.
+    let targets = Tensor::new(&[4i64, -100, -1], &candle_core::Device::Cpu).unwrap();
+    let parts = ["cross_entropy", "id -1 at position 2", "vocabulary of 5"];
+    let check = |error: &Error| matches!(error, Error::TokenId { .. });
+    refused(check, &parts, || {
+        ops::cross_entropy_ignoring(&logits, &targets, -100)
+    });
+}
+
 #[test]
 fn a_mean_of_nothing() {
     let data = |parts: &[&str], f: &dyn Fn() -> Result<Tensor>| {

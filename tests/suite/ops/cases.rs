@@ -327,7 +327,7 @@ pub fn cross_entropy(
     };
     let case = Case::new(name, vec![Input::new("logits", logits)], move |x| {
         if ignoring {
-            ops::cross_entropy_ignoring(&x[0], &targets, IGNORE)
+            ops::cross_entropy_ignoring(&x[0], &targets, IGNORE.into())
         } else {
             ops::cross_entropy(&x[0], &targets)
         }

@@ -74,7 +74,7 @@ fn case(file: &File, name: &str) -> Case {
             let shape = file[&format!("{name}.targets")].shape();
             let targets = Tensor::from_vec(ids, shape, &Device::Cpu).unwrap();
             Case::new(name, with(&["logits"]), move |x| match ignoring {
-                true => ops::cross_entropy_ignoring(&x[0], &targets, IGNORE),
+                true => ops::cross_entropy_ignoring(&x[0], &targets, IGNORE.into()),
                 false => ops::cross_entropy(&x[0], &targets),
             })
         }

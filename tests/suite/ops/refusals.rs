@@ -288,7 +288,7 @@ fn integers_in_references() {
         ("linear", ops::reference::linear(&x, &x)),
         (
             "linear_cross_entropy",
-            ops::reference::linear_cross_entropy(&x, &x, &ids(&[0, 1])),
+            ops::reference::linear_cross_entropy(&x, &x, &ids(&[0, 1]), None),
         ),
         ("matmul", ops::reference::matmul(&x, &x, true)),
         ("relu", ops::reference::relu(&x)),

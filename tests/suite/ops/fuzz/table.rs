@@ -143,11 +143,11 @@ fn swiglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
 }
 
 fn cross_entropy_ignoring(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
-    ops::cross_entropy_ignoring(&x[0], &x[1], d.size() as u32)
+    ops::cross_entropy_ignoring(&x[0], &x[1], d.size() as i64)
 }
 
 fn linear_cross_entropy_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
-    ops::reference::linear_cross_entropy(&x[0], &x[1], &x[2])
+    ops::reference::linear_cross_entropy(&x[0], &x[1], &x[2], None)
 }
 
 fn naive(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
