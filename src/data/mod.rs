@@ -35,6 +35,7 @@ mod sequential;
 mod source;
 mod source_tree;
 mod tokens;
+mod width;
 mod write;
 
 pub use batch::Batch;
