@@ -31,7 +31,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
-use common::{Common, Output, values, words};
+use common::{Common, Effects, Output, values, words};
 use grid::{Arithmetic, Group, Heads, Implementation, Run};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -154,12 +154,39 @@ impl DTypeFlag {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     flags.check();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only(
+                "with --module",
+                &["d-model", "autocast", "full-half", "drop-casts"],
+                |flags| flags.module,
+            )
+            .only("without --module, which is causal", &["causal"], |flags| {
+                !flags.module
+            })
+            .only(
+                "where a default is left that it changes: of lengths, widths or the time budget",
+                &["full"],
+                |flags| {
+                    let widths = match flags.module {
+                        true => &flags.d_model,
+                        false => &flags.head_dim,
+                    };
+                    let is_default = [&flags.sequence_length, widths].map(Vec::is_empty);
+                    let is_budget = flags.time_budget_ms.is_none();
+                    is_default.contains(&true) || is_budget
+                },
+            )
+    }
+
     /// Ends the program where the flags ask for what is not planned.
     fn check(&self) {
         if !self.is_any_planned() {

@@ -30,7 +30,7 @@ mod why;
 use attention::AttentionFlags;
 use candle_core::DType;
 use clap::{Parser, ValueEnum};
-use common::{Common, Output, values};
+use common::{Common, Effects, Output, values};
 use model::ModelFlags;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -99,11 +99,39 @@ struct Setting {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only("with --part attention", AttentionFlags::NAMES, |flags| {
+                flags.part.contains(&Part::Attention)
+            })
+            .only("with --part model", ModelFlags::NAMES, |flags| {
+                flags.part.contains(&Part::Model)
+            })
+            .only(
+                "on presets: with --size, or with --full and without --config",
+                &["batch-size", "context-length"],
+                |flags| flags.model.has_presets(flags.full),
+            )
+            .only(
+                "where a default is left that it changes: of shapes, models or the time budget",
+                &["full"],
+                |flags| {
+                    let changes = |part| match part {
+                        Part::Attention => flags.attention.has_defaults(),
+                        Part::Model => flags.model.has_defaults(),
+                    };
+                    flags.part.iter().copied().any(changes)
+                },
+            )
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.json])?;
         let is_both = [Part::Attention, Part::Model]

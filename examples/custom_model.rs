@@ -19,7 +19,7 @@ mod gpt2;
 use candle_core::{D, DType, Device, Tensor};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
-use common::{Common, Output, ops, stdout, values};
+use common::{Common, Effects, Output, ops, stdout, values};
 use gpt2::{Gpt2, Gpt2Config};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -43,11 +43,11 @@ const WARMUP_STEPS: usize = 1;
 #[command(version)]
 struct Flags {
     /// Print the traced forward, op by op, and end: no weight is made
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["nodes", "graph"])]
     trace: bool,
 
     /// Print a table of the traced forward, with what each op keeps and costs, and end
-    #[arg(long)]
+    #[arg(long, conflicts_with = "graph")]
     nodes: bool,
 
     /// Write the traced forward there as a picture for Graphviz, and end
@@ -94,11 +94,27 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only(
+                "without --trace and --graph",
+                &["format", "output", "columns"],
+                |flags| !flags.trace && flags.graph.is_none(),
+            )
+            .only(
+                "where steps are run: without --trace, --nodes and --graph",
+                &["planned", "steps", "seed"],
+                |flags| !flags.trace && !flags.nodes && flags.graph.is_none(),
+            )
+    }
+
     fn config(&self) -> Gpt2Config {
         Gpt2Config {
             vocab_size: self.vocab_size,

@@ -41,7 +41,7 @@ use clap::{Parser, ValueEnum};
 use common::models::{ModelFlags, describe};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
-use common::{Common, Output, values};
+use common::{Common, Effects, Output, values};
 use paper::PaperFlags;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -128,7 +128,7 @@ enum Part {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     match flags.ranks.launched() {
         Some(code) => code,
         None => common::run(|| flags.common.around(|| flags.run())),
@@ -136,6 +136,75 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .of_ranks(|flags| (&flags.ranks, &flags.common))
+            .only("with --part collectives", &["mib"], |flags| {
+                flags.has(&[Part::Collectives])
+            })
+            .only(
+                "with --part steps, memory, paper or accounting",
+                &[
+                    "size",
+                    "family",
+                    "d-model",
+                    "d-ff",
+                    "num-layers",
+                    "num-heads",
+                    "vocab-size",
+                    "batch-size",
+                    "context-length",
+                ],
+                |flags| flags.part.iter().any(|part| *part != Part::Collectives),
+            )
+            .only(
+                "with --part steps, memory or paper",
+                &[
+                    "precision",
+                    "autocast",
+                    "full-half",
+                    "drop-casts",
+                    "attention",
+                    "bucket-mib",
+                    "exchange-bf16",
+                    "strategy",
+                    "only-overlapped",
+                ],
+                |flags| flags.has(&[Part::Steps, Part::Memory, Part::Paper]),
+            )
+            .only(
+                "with --part steps or memory",
+                &["compile", "without-alone", "seed"],
+                |flags| flags.has(&[Part::Steps, Part::Memory]),
+            )
+            .only(
+                "on planned steps: with --compile, or with --part paper",
+                &["memory-budget-gib"],
+                |flags| flags.ways.compile || flags.has(&[Part::Paper]),
+            )
+            .only(
+                "with --part collectives or steps",
+                &["warmup-steps", "steps"],
+                |flags| flags.has(&[Part::Collectives, Part::Steps]),
+            )
+            .only("with --part steps", &["trace"], |flags| {
+                flags.has(&[Part::Steps])
+            })
+            .only("with --part paper", PaperFlags::NAMES, |flags| {
+                flags.has(&[Part::Paper])
+            })
+            .only("with --part accounting", AccountingFlags::NAMES, |flags| {
+                flags.has(&[Part::Accounting])
+            })
+    }
+
+    /// Whether one of these parts is measured.
+    fn has(&self, parts: &[Part]) -> bool {
+        self.part.iter().any(|part| parts.contains(part))
+    }
+
     fn run(&self) -> Result<()> {
         let communicator = self.ranks.join(&self.common)?;
         if communicator.rank() == 0 {

@@ -28,11 +28,11 @@ mod warmup;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{
-    CompileFlag, ModeFlag, check_planned_flags, executed, execution_words, modes_with, not_planned,
-    optimizer_words,
+    CompileFlag, ModeFlag, check_planned_flags, executed, execution_words, is_any, modes_with,
+    not_planned, optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output, phases, stdout, values, words};
+use common::{Common, Effects, Output, phases, stdout, values, words};
 use std::process::ExitCode;
 use summary::Compared;
 use tallow::Result;
@@ -147,11 +147,28 @@ enum View {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only("in a training step", &["optimizer", "lr"], |flags| {
+                flags.modes().contains(&Mode::TrainStep)
+            })
+            .only("on a forward alone", &["keep-graph"], |flags| {
+                flags.modes().contains(&Mode::ForwardKeepingGraph)
+            })
+            .only(
+                "where a step can be planned: in f32, or f32 parameters with kept copies; not a kept graph",
+                &["compile"],
+                |flags| is_any(&flags.precision, flags.compile, &flags.modes(), true),
+            )
+    }
+
     fn run(&self) -> Result<()> {
         if self.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();

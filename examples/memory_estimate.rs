@@ -30,7 +30,7 @@ use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::ranks::Strategy;
-use common::{Common, Output, values};
+use common::{Effects, Output, values};
 use std::process::ExitCode;
 use tallow::dist::{FullyShardConfig, Shard};
 use tallow::memory::{Estimate, Kernels, MemoryKind, Sharding, Workload, estimate};
@@ -64,11 +64,11 @@ struct Flags {
     precision: PrecisionFlags,
 
     /// Ranks that train together, of which the first is predicted
-    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count())]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count(), requires = "strategy")]
     ranks: usize,
 
     /// What is divided among them, besides the batch
-    #[arg(long, value_enum, default_value_t = Strategy::Replicated)]
+    #[arg(long, value_enum, default_value_t = Strategy::Replicated, requires = "ranks")]
     strategy: Strategy,
 
     /// Fully sharded ranks round gradients to bf16 to average them
@@ -83,23 +83,24 @@ struct Flags {
     #[arg(long)]
     budget: bool,
 
-    /// Run fifty small configurations, whatever the other flags say, and compare
+    /// Run fifty small configurations on the CPU, and compare
     #[arg(long)]
     verify: bool,
 
     /// Threads of --verify
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, default_value_t = 2, requires = "verify", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
 
     #[command(flatten)]
     output: Output,
 
-    #[command(flatten)]
-    common: Common,
+    /// Whose kernels are predicted: cpu, cuda:0, metal:0
+    #[arg(long, default_value = "cpu")]
+    device: String,
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     let mut near = true;
     let done = common::run(|| {
         near = flags.run()?;
@@ -112,12 +113,48 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only(
+                "without --verify, which has configurations of its own",
+                &[
+                    "size",
+                    "family",
+                    "d-model",
+                    "d-ff",
+                    "num-layers",
+                    "num-heads",
+                    "vocab-size",
+                    "batch-size",
+                    "context-length",
+                    "mode",
+                    "attention",
+                    "checkpoint",
+                    "precision",
+                    "autocast",
+                    "full-half",
+                    "drop-casts",
+                    "ranks",
+                    "strategy",
+                    "memory-limit-gib",
+                    "budget",
+                    "device",
+                ],
+                |flags| !flags.verify,
+            )
+            .only("with --strategy fully-shard", &["exchange-bf16"], |flags| {
+                flags.strategy == Strategy::FullyShard
+            })
+    }
+
     /// Whether every prediction that was checked is near.
     fn run(&self) -> Result<bool> {
         self.output.check_with([])?;
-        let device = self.common.device()?;
+        let device = tallow::device(&self.device)?;
         let mut report = Report {
-            environment: self.common.environment(&device),
+            environment: common::environment(&device),
             ..Default::default()
         };
         let near = match self.verify {
@@ -232,7 +269,7 @@ impl Flags {
         if let Some(gib) = self.memory_limit_gib {
             return Ok(common::gib_bytes(gib));
         }
-        let available_bytes = tallow::hardware::available_bytes_on(&self.common.device()?);
+        let available_bytes = tallow::hardware::available_bytes_on(&tallow::device(&self.device)?);
         available_bytes.ok_or_else(|| Error::Config {
             config: "flags",
             field: "--memory-limit-gib",

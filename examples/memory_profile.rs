@@ -23,10 +23,11 @@ mod summary;
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{
-    CompileFlag, ModeFlag, check_planned_flags, executed, modes, not_planned, optimizer_words,
+    CompileFlag, ModeFlag, check_planned_flags, executed, is_any, modes, not_planned,
+    optimizer_words,
 };
 use common::precision::PrecisionFlags;
-use common::{Common, Output, values, words};
+use common::{Common, Effects, Output, values, words};
 use files::FileFlags;
 use std::process::ExitCode;
 use summary::{Details, columns, lines, row};
@@ -101,7 +102,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
@@ -129,6 +130,22 @@ impl Run {
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only(
+                "where a step can be planned: in f32, or f32 parameters with kept copies",
+                &["compile"],
+                |flags| is_any(&flags.precision, flags.compile, &modes(&flags.mode), true),
+            )
+            .only(
+                "where steps run eagerly: without --compile=only",
+                &["snapshot", "largest", "threshold-bytes"],
+                |flags| is_any(&flags.precision, flags.compile, &modes(&flags.mode), false),
+            )
+    }
+
     fn run(&self) -> Result<()> {
         if self.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();

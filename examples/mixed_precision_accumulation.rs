@@ -16,7 +16,7 @@ mod rows;
 use candle_core::Device;
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
-use common::{Common, Output, values};
+use common::{Effects, Output, values};
 use std::process::ExitCode;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -38,25 +38,26 @@ struct Flags {
 
     #[command(flatten)]
     output: Output,
-
-    #[command(flatten)]
-    common: Common,
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.run())
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new().of_output(|flags| &flags.output)
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
         self.output.check_columns([columns()])?;
         self.check_memory()?;
-        let device = self.common.device()?;
         let rows = rows::rows(self.value, self.count);
         let report = Report {
-            environment: self.common.environment(&device),
+            environment: common::environment(&Device::Cpu),
             configuration: Fields::from_iter([
                 ("value", self.value.to_string()),
                 ("count", self.count.to_string()),

@@ -25,7 +25,7 @@ use clap::Parser;
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
-use common::{Common, Output, values, words};
+use common::{Common, Effects, Output, values, words};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
@@ -92,11 +92,16 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new().of_output(|flags| &flags.output)
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
         let device = self.common.device()?;

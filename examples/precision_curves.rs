@@ -16,7 +16,7 @@ mod common;
 mod flags;
 
 use clap::Parser;
-use common::{Common, Output, values};
+use common::{Common, Effects, Output, values};
 use flags::{DataFlags, ModelFlags, TrainingFlags, check_room, eager_bytes, new_model};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -69,11 +69,19 @@ struct Run {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .of_data(|flags| &flags.data)
+            .of_training(|flags| &flags.training)
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
         self.output.check_columns([columns()])?;

@@ -35,11 +35,12 @@ mod runs;
 
 use analysis::Profiled;
 use clap::{Parser, ValueEnum};
+use common::effects::{is_for_people, names_gpu};
 use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{CompileFlag, ModeFlag, executed, execution_words, modes, not_planned};
+use common::modes::{CompileFlag, ModeFlag, executed, execution_words, is_any, modes, not_planned};
 use common::outputs::named;
 use common::precision::PrecisionFlags;
-use common::{Common, Output, ops, values};
+use common::{Common, Effects, Output, ops, values};
 use runs::{Run, add_oom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -145,7 +146,7 @@ enum ByFlag {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| {
         flags.common.around(|| match flags.reference_ops {
             true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),
@@ -155,6 +156,25 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_output(|flags| &flags.output)
+            .only("on a GPU", &["no-kernels"], |flags| {
+                names_gpu(&flags.common)
+            })
+            .only(
+                "on a table for people: with --format text, markdown, latex or typst",
+                &["top"],
+                |flags| is_for_people(flags.output.format),
+            )
+            .only(
+                "where a step can be planned: in f32, or f32 parameters with kept copies",
+                &["compile"],
+                |flags| is_any(&flags.precision, flags.compile, &modes(&flags.mode), true),
+            )
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
         self.output.check_columns([

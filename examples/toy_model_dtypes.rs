@@ -17,7 +17,7 @@ mod layer_norm;
 mod table;
 
 use clap::{Parser, ValueEnum};
-use common::{Common, Output};
+use common::{Common, Effects, Output};
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::report::{Column, Fields, Report};
@@ -46,11 +46,20 @@ enum Show {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new().of_output(|flags| &flags.output).only(
+            "with --show dtypes",
+            &["seed", "device", "tf32", "strict", "nvtx"],
+            |flags| matches!(flags.show, Show::Dtypes),
+        )
+    }
+
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
         let device = self.common.device()?;

@@ -23,8 +23,8 @@
 //! With `--gpus` it starts a rank for each GPU, which train the same model together; torchrun and mpirun start them
 //! too.
 //!
-//! Ctrl-C and SIGTERM end it after the step it is in, with a checkpoint if there is `--checkpoint`, and with exit
-//! status 130 or 143; a second one ends it at once.
+//! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; under `nohup` it is ignored) end it after the step it is in, with a
+//! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129; a second one ends it at once.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -39,7 +39,7 @@ mod signals;
 use candle_core::{DType, Device};
 use clap::Parser;
 use common::ranks::{ExchangeFlags, RankFlags, Strategy};
-use common::{Common, stdout};
+use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
     DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, eager_bytes,
@@ -90,7 +90,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::effects().parse();
     if let Some(code) = flags.ranks.launched() {
         return code;
     }
@@ -103,6 +103,28 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
+    /// What the flags' effects depend on.
+    fn effects() -> Effects<Self> {
+        Effects::new()
+            .of_data(|flags| &flags.data)
+            .of_training(|flags| &flags.training)
+            .of_ranks(|flags| (&flags.ranks, &flags.common))
+            .of_exchange(|flags| (&flags.ranks, &flags.exchange))
+            .only("with --family", &["random-weights"], |flags| {
+                flags.family.family.is_some()
+            })
+            .only(
+                "on a sample: not with --sample 0",
+                &["temperature", "top-k", "top-p", "prompt"],
+                |flags| flags.sample.sample > 0,
+            )
+            .only(
+                "where tokens are drawn: not with --temperature 0",
+                &["top-k", "top-p"],
+                |flags| flags.sample.temperature > 0.0,
+            )
+    }
+
     /// The whole of it; a signal if one ended it.
     fn run(&self) -> Result<Option<Signal>> {
         let started = Instant::now();
@@ -194,7 +216,7 @@ impl Flags {
                 Some(tokenizer) => family::text(tokenizer, &ids),
                 None => self.data.text(&ids),
             };
-            self.say(format!("\n{text}"))?;
+            self.say(format!("\n{}", stdout::for_terminal(&text)))?;
         }
         Ok(None)
     }

@@ -1,7 +1,7 @@
 //! One error for the whole crate. A variant says which operation refused, what it
 //! wanted, what it got, and what the caller can do about it.
 
-use std::fmt::Display;
+use std::fmt::{self, Display, Write};
 use std::path::{Path, PathBuf};
 
 /// What every fallible function of this crate returns.
@@ -15,7 +15,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// A tensor of the wrong rank or with the wrong sizes.
-    #[error("{op}: expected {expected}, got {got}; {hint}")]
+    #[error("{op}: expected {expected}, got {}; {hint}", Visible(.got))]
     Shape {
         /// The operation that refused.
         op: &'static str,
@@ -28,7 +28,7 @@ pub enum Error {
     },
 
     /// A tensor of a dtype that the operation does not take.
-    #[error("{op}: expected {expected}, got {got}; {hint}")]
+    #[error("{op}: expected {expected}, got {}; {hint}", Visible(.got))]
     DType {
         /// The operation that refused.
         op: &'static str,
@@ -54,7 +54,7 @@ pub enum Error {
     },
 
     /// A field of a configuration, or a flag, with a value that cannot work.
-    #[error("{config}: {field} must be {expected}, got {got}; {hint}")]
+    #[error("{config}: {field} must be {expected}, got {}; {}", Visible(.got), Visible(.hint))]
     Config {
         /// The configuration, for example `TransformerConfig`.
         config: &'static str,
@@ -86,7 +86,7 @@ pub enum Error {
     },
 
     /// A device name that means nothing, or a device that is not there.
-    #[error("device {name:?}: {problem}; {hint}")]
+    #[error("device {name:?}: {}; {hint}", Visible(.problem))]
     Device {
         /// The name as given.
         name: String,
@@ -98,8 +98,9 @@ pub enum Error {
 
     /// A parameter that the loss does not depend on, or whose gradient was lost on the way.
     #[error(
-        "{op}: parameter {parameter} has no gradient; does the loss depend on it, and is every op between them \
-         differentiable? (candle's fused ops are not)"
+        "{op}: parameter {} has no gradient; does the loss depend on it, and is every op between them \
+         differentiable? (candle's fused ops are not)",
+        Visible(.parameter)
     )]
     MissingGradient {
         /// The operation that refused.
@@ -109,7 +110,7 @@ pub enum Error {
     },
 
     /// A call that does not follow on the one before it.
-    #[error("{op}: {problem}; {hint}")]
+    #[error("{op}: {}; {}", Visible(.problem), Visible(.hint))]
     Order {
         /// The operation that refused.
         op: &'static str,
@@ -120,7 +121,7 @@ pub enum Error {
     },
 
     /// A rank of a distributed job that failed, or that is not heard of any more.
-    #[error("rank {rank}, in {during}: {problem}; {hint}")]
+    #[error("rank {rank}, in {during}: {}; {hint}", Visible(.problem))]
     Rank {
         /// Whose fault it is.
         rank: usize,
@@ -147,7 +148,10 @@ pub enum Error {
     },
 
     /// A weight in a file that is missing, misshapen or unexpected.
-    #[error("{}: weight {name}: expected {expected}, got {got}; {hint}", path.display())]
+    #[error(
+        "{}: weight {}: expected {}, got {}; {}",
+        Visible(.path.display()), Visible(.name), Visible(.expected), Visible(.got), Visible(.hint)
+    )]
     Weight {
         /// The file.
         path: Box<Path>, // boxed: the largest variant, and every Result carries its size
@@ -162,7 +166,7 @@ pub enum Error {
     },
 
     /// A file whose content is not what its format says.
-    #[error("{}: {problem}; {hint}", path.display())]
+    #[error("{}: {}; {}", Visible(.path.display()), Visible(.problem), Visible(.hint))]
     Format {
         /// The file.
         path: PathBuf,
@@ -173,7 +177,7 @@ pub enum Error {
     },
 
     /// Data that is there, but cannot serve this request.
-    #[error("{what}: expected {expected}, got {got}; {hint}")]
+    #[error("{}: expected {}, got {}; {}", Visible(.what), Visible(.expected), Visible(.got), Visible(.hint))]
     Data {
         /// The data: a file's name or what it is for.
         what: String,
@@ -187,9 +191,8 @@ pub enum Error {
 
     /// A resumed run that differs from the one that was saved.
     #[error(
-        "{}: saved with {field} {saved}, resumed with {given}; resume with the same settings, or start again without \
-         it",
-        path.display()
+        "{}: saved with {} {}, resumed with {}; resume with the same settings, or start again without it",
+        Visible(.path.display()), Visible(.field), Visible(.saved), Visible(.given)
     )]
     Resume {
         /// The checkpoint.
@@ -204,8 +207,9 @@ pub enum Error {
 
     /// More memory wanted than there is, known before anything was allocated.
     #[error(
-        "{what}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
-         context or a smaller model"
+        "{}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
+         context or a smaller model",
+        Visible(.what)
     )]
     OutOfMemory {
         /// What wanted it.
@@ -217,7 +221,7 @@ pub enum Error {
     },
 
     /// The operating system refused to read or write.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {}", Visible(.path.display()), Visible(.source))]
     Io {
         /// What was tried, as a verb: `read`, `write`, `map`.
         action: &'static str,
@@ -228,12 +232,44 @@ pub enum Error {
     },
 
     /// A picture that could not be drawn.
-    #[error("plot: {0}")]
+    #[error("plot: {}", Visible(.0))]
     Plot(String),
 
     /// candle's own error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// Text that may come from a file (a name, a value, a path), as errors and tables show it: characters that would control the
+/// terminal, or change the order of what is read, are escaped as Rust writes them.
+pub(crate) struct Visible<T>(pub(crate) T);
+
+impl<T: Display> Display for Visible<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(Escaping(f), "{}", self.0)
+    }
+}
+
+/// Writes text with its control characters escaped.
+struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
+
+impl Write for Escaping<'_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let mut rest = text;
+        while let Some((at, control)) = rest.char_indices().find(|(_, c)| is_control(*c)) {
+            self.0.write_str(&rest[..at])?;
+            write!(self.0, "{}", control.escape_default())?;
+            rest = &rest[at + control.len_utf8()..];
+        }
+        self.0.write_str(rest)
+    }
+}
+
+/// Whether a terminal acts on a character instead of showing it: control characters, line separators, and those that
+/// switch between left-to-right and right-to-left.
+fn is_control(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// A field with a value that cannot work: the first half of an [`Error::Config`].
@@ -295,6 +331,91 @@ impl From<Error> for candle_core::Error {
         match error {
             Error::Candle(inner) => inner,
             other => candle_core::Error::wrap(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names in a crafted file used to reach the terminal as they were.
+    #[test]
+    fn what_may_come_from_a_file_is_shown_without_control_characters() {
+        let raw = || "a\u{1b}[31m\0\r\n\u{9b}\u{202e}b\u{e9}".to_string();
+        let path = || PathBuf::from(raw());
+        let errors = [
+            Error::Shape {
+                op: "op",
+                expected: "a".into(),
+                got: raw(),
+                hint: "b".into(),
+            },
+            Error::DType {
+                op: "op",
+                expected: "a".into(),
+                got: raw(),
+                hint: "b".into(),
+            },
+            Error::config("config", "field", raw()).must_be("a", raw()),
+            Error::Device {
+                name: raw(),
+                problem: raw(),
+                hint: "b".into(),
+            },
+            Error::MissingGradient {
+                op: "op",
+                parameter: raw(),
+            },
+            Error::Order {
+                op: "op",
+                problem: raw(),
+                hint: raw(),
+            },
+            Error::Rank {
+                rank: 0,
+                during: "a".into(),
+                problem: raw(),
+                hint: "b".into(),
+            },
+            Error::Weight {
+                path: path().into(),
+                name: raw(),
+                expected: raw(),
+                got: raw(),
+                hint: raw(),
+            },
+            Error::Format {
+                path: path(),
+                problem: raw(),
+                hint: raw(),
+            },
+            Error::Data {
+                what: raw(),
+                expected: raw(),
+                got: raw(),
+                hint: raw(),
+            },
+            Error::Resume {
+                path: path(),
+                field: raw(),
+                saved: raw(),
+                given: raw(),
+            },
+            Error::OutOfMemory {
+                what: raw(),
+                wanted_bytes: 2,
+                available_bytes: 1,
+            },
+            Error::io("read", path(), std::io::Error::other(raw())),
+            Error::Plot(raw()),
+        ];
+        for error in errors {
+            let text = error.to_string();
+            assert!(!text.chars().any(is_control), "{text:?}");
+            let shown = r"a\u{1b}[31m\u{0}\r\n\u{9b}\u{202e}b\u{e9}";
+            let shown = shown.replace(r"\u{e9}", "\u{e9}");
+            assert!(text.contains(&shown), "{text}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What the examples share: the allocator, the flags that all of them take, the report's header, and the way out.
 #![allow(dead_code)] // each example uses its part
 
+pub mod effects;
 pub mod models;
 pub mod modes;
 pub mod ops;
@@ -12,6 +13,7 @@ pub mod stdout;
 pub mod values;
 pub mod words;
 
+pub use effects::Effects;
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
 
@@ -58,7 +60,7 @@ fn allocator() -> &'static str {
     }
 }
 
-/// Flags of every example.
+/// Flags of every example that runs ops.
 #[derive(Args, Clone, Debug)]
 pub struct Common {
     /// Where to run: cpu, cuda:0, metal:0
@@ -105,13 +107,19 @@ impl Common {
 
     /// The report's header: what ran this, and where.
     pub fn environment(&self, device: &candle_core::Device) -> Fields {
-        let mut fields = tallow::bench::environment(device);
-        fields.insert("candle", candle_version());
-        fields.insert("allocator", allocator());
+        let mut fields = environment(device);
         fields.insert("seed", self.seed);
-        fields.insert("commit", commit());
         fields
     }
+}
+
+/// The report's header where nothing is drawn at random.
+pub fn environment(device: &candle_core::Device) -> Fields {
+    let mut fields = tallow::bench::environment(device);
+    fields.insert("candle", candle_version());
+    fields.insert("allocator", allocator());
+    fields.insert("commit", commit());
+    fields
 }
 
 /// So many GiB in bytes.

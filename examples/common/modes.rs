@@ -1,5 +1,6 @@
 //! How much of a training step is run, and how.
 
+use super::precision::PrecisionFlags;
 use clap::ValueEnum;
 use tallow::bench::Execution;
 use tallow::compile::PlanConfig;
@@ -58,6 +59,21 @@ pub fn executed(
         executions.iter().map(move |execution| (mode, *execution))
     };
     modes.into_iter().flat_map(executions).collect()
+}
+
+/// Whether any run is planned, or any is not. Precisions that cannot be are refused later.
+pub fn is_any(
+    precisions: &PrecisionFlags,
+    flag: Option<CompileFlag>,
+    modes: &[Mode],
+    planned: bool,
+) -> bool {
+    let Ok(precisions) = precisions.precisions() else {
+        return true;
+    };
+    let runs = precisions.into_iter();
+    let mut runs = runs.flat_map(|precision| executed(flag, modes.to_vec(), precision));
+    runs.any(|(_, execution)| (execution == Execution::Planned) == planned)
 }
 
 /// The header's word for them.

@@ -1,7 +1,8 @@
 //! Flags of the examples that run on several GPUs, and how such a run begins.
 
-use super::{Common, stdout};
-use clap::{Args, ValueEnum};
+use super::effects::names_gpu;
+use super::{Common, Effects, stdout};
+use clap::{Args, Parser, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -28,7 +29,67 @@ pub struct RankFlags {
     pub nccl_max_ctas: Option<u32>,
 }
 
+impl<F: Parser + 'static> Effects<F> {
+    /// Declares what the flags of a job's ranks depend on.
+    pub fn of_ranks(self, flags: fn(&F) -> (&RankFlags, &Common)) -> Self {
+        self.only(SEVERAL, &["timeout"], move |all| flags(all).0.are_several())
+            .only(
+                "where several GPUs run NCCL",
+                &["nccl-max-ctas"],
+                move |all| {
+                    let (ranks, common) = flags(all);
+                    ranks.are_several() && (ranks.gpus.is_some() || names_gpu(common))
+                },
+            )
+            .only(
+                "without --gpus, which gives each rank a GPU",
+                &["device"],
+                move |all| {
+                    let (ranks, common) = flags(all);
+                    ranks.gpus.is_none() || common.device == "cuda"
+                },
+            )
+    }
+
+    /// Declares what the flags of an exchange depend on.
+    pub fn of_exchange(self, flags: fn(&F) -> (&RankFlags, &ExchangeFlags)) -> Self {
+        self.only(SEVERAL, &["strategy", "exchange-bf16"], move |all| {
+            flags(all).0.are_several()
+        })
+        .only(
+            "among several ranks that are not fully sharded",
+            &["exchange"],
+            move |all| {
+                let (ranks, exchange) = flags(all);
+                ranks.are_several() && exchange.strategy != Strategy::FullyShard
+            },
+        )
+        .only(
+            "among several ranks, with --exchange overlapped or --strategy fully-shard",
+            &["bucket-mib"],
+            move |all| {
+                let (ranks, exchange) = flags(all);
+                let in_buckets = exchange.exchange == When::Overlapped;
+                ranks.are_several() && (in_buckets || exchange.strategy == Strategy::FullyShard)
+            },
+        )
+    }
+}
+
+/// Where flags of ranks have an effect.
+const SEVERAL: &str = "among several ranks: with --gpus, or started by torchrun or mpirun";
+
 impl RankFlags {
+    /// Whether this process is one of several ranks, or starts them. What the environment says wrong is reported
+    /// later.
+    fn are_several(&self) -> bool {
+        match Ranks::from_env() {
+            Ok(Some(ranks)) => ranks.world_size > 1,
+            Ok(None) => self.gpus.is_some_and(|gpus| gpus.get() > 1),
+            Err(_) => true,
+        }
+    }
+
     /// Starts the ranks and waits for them, if that is what this process is for: its exit code then.
     pub fn launched(&self) -> Option<ExitCode> {
         let is_rank = matches!(Ranks::from_env(), Ok(Some(_)) | Err(_));

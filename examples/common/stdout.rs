@@ -2,7 +2,7 @@
 //! [`run`](super::run) ends the program with it: quietly if stdout is closed.
 
 use std::fmt::Display;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use tallow::{Error, Result};
 
@@ -33,6 +33,21 @@ pub fn line(text: impl Display) -> Result<()> {
     write(format!("{text}\n").as_bytes())
 }
 
+/// Text that a model wrote, without the characters that would control a terminal, if stdout is one.
+pub fn for_terminal(text: &str) -> String {
+    if !std::io::stdout().is_terminal() {
+        return text.into();
+    }
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() && !c.is_whitespace() {
+            true => shown.extend(c.escape_default()),
+            false => shown.push(c),
+        }
+    }
+    shown
+}
+
 /// Whether the error is that stdout is closed (`| head`).
 pub fn is_closed(error: &Error) -> bool {
     let Error::Io { path, source, .. } = error else {
@@ -41,10 +56,19 @@ pub fn is_closed(error: &Error) -> bool {
     source.kind() == ErrorKind::BrokenPipe && path.as_os_str() == NAME
 }
 
+/// Whether the error is that stdout was a terminal, which is closed now.
+fn is_hung_up(error: &Error) -> bool {
+    const EIO: i32 = 5;
+    let Error::Io { path, source, .. } = error else {
+        return false;
+    };
+    source.raw_os_error() == Some(EIO) && path.as_os_str() == NAME
+}
+
 /// What came of writing, for a run that may leave files: such a run goes on without its reader.
 pub fn or_files(written: Result<()>, leaves_files: bool) -> Result<()> {
     match written {
-        Err(error) if leaves_files && is_closed(&error) => Ok(()),
+        Err(error) if leaves_files && (is_closed(&error) || is_hung_up(&error)) => Ok(()),
         written => written,
     }
 }

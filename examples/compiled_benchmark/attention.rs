@@ -48,6 +48,22 @@ pub struct AttentionFlags {
 }
 
 impl AttentionFlags {
+    /// The flags' long names.
+    pub const NAMES: &[&str] = &[
+        "attention-batch-size",
+        "heads",
+        "head-dim",
+        "sequence-length",
+        "causal",
+        "iterations",
+        "time-budget-ms",
+    ];
+
+    /// Whether a default is left that --full changes.
+    pub fn has_defaults(&self) -> bool {
+        self.head_dim.is_empty() || self.sequence_length.is_empty() || self.time_budget_ms.is_none()
+    }
+
     /// Measures every shape of the grid, the three implementations one after the other.
     pub fn report(&self, setting: &Setting) -> Result<Report> {
         let mut rows = Vec::new();

@@ -67,6 +67,30 @@ pub struct ModelFlags {
 }
 
 impl ModelFlags {
+    /// The flags' long names.
+    pub const NAMES: &[&str] = &[
+        "config",
+        "size",
+        "vocab-size",
+        "d-ff",
+        "batch-size",
+        "context-length",
+        "model-attention",
+        "warmup-steps",
+        "steps",
+        "rounds",
+    ];
+
+    /// Whether the models are the default ones, which --full changes.
+    pub fn has_defaults(&self) -> bool {
+        self.config.is_empty() && self.size.is_empty()
+    }
+
+    /// Whether presets are among the models.
+    pub fn has_presets(&self, full: bool) -> bool {
+        !self.size.is_empty() || (full && self.has_defaults())
+    }
+
     /// Measures every model.
     pub fn report(&self, setting: &Setting) -> Result<Report> {
         let configurations = self.configurations(setting.full)?;

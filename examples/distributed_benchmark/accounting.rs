@@ -82,6 +82,17 @@ impl Sizes {
 }
 
 impl AccountingFlags {
+    /// The flags' long names.
+    pub const NAMES: &[&str] = &[
+        "fsdp",
+        "tensor-parallel",
+        "device-tflops",
+        "link-gb-s",
+        "fsdp-links",
+        "tensor-links",
+        "device-gb",
+    ];
+
     fn validate(&self) -> Result<()> {
         for (field, value) in [
             ("--device-tflops", self.device_tflops),

@@ -116,6 +116,19 @@ impl Flags {
 }
 
 impl PaperFlags {
+    /// The flags' long names.
+    pub const NAMES: &[&str] = &[
+        "world-size",
+        "product-tflops",
+        "memory-gb-s",
+        "kernel-us",
+        "alone-ms",
+        "reduce-gb-s",
+        "gather-gb-s",
+        "exchange-us",
+        "contention",
+    ];
+
     pub fn rates_in_words(&self) -> String {
         let list = |numbers: &[f64]| {
             let numbers: Vec<String> = numbers.iter().map(f64::to_string).collect();

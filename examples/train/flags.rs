@@ -1,10 +1,10 @@
 //! The flags of `train` and `precision_curves`, and what the library makes of them.
 
 use crate::common::precision::PrecisionFlags;
-use crate::common::{outputs, values};
+use crate::common::{Effects, outputs, values};
 use candle_core::{DType, Device};
 use clap::builder::NonEmptyStringValueParser;
-use clap::{Args, ValueEnum};
+use clap::{Args, Parser, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
@@ -174,7 +174,7 @@ pub struct TrainingFlags {
     pub evaluate_every: usize,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ScheduleFlag {
     Cosine,
     Linear,
@@ -227,6 +227,26 @@ pub struct SampleFlags {
     /// The text that the sample continues [default: a line break]
     #[arg(long, conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
     pub prompt: Option<String>,
+}
+
+impl<F: Parser + 'static> Effects<F> {
+    /// Declares what the flags of the data depend on. (clap lets `requires` pass where what is required conflicts with
+    /// a flag that is given, as --tokens does with --data.)
+    pub fn of_data(self, data: fn(&F) -> &DataFlags) -> Self {
+        let names = &["vocab-size", "token-format"];
+        self.only("with --tokens", names, move |all| {
+            data(all).tokens.is_some()
+        })
+    }
+
+    /// Declares what the flags of training depend on.
+    pub fn of_training(self, training: fn(&F) -> &TrainingFlags) -> Self {
+        self.only(
+            "on a rate that changes: not with --schedule constant",
+            &["schedule-steps", "min-lr", "warmup"],
+            move |all| training(all).schedule != ScheduleFlag::Constant,
+        )
+    }
 }
 
 impl FileFlags {

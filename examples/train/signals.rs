@@ -1,6 +1,8 @@
-//! Ctrl-C and SIGTERM: the first asks for an end, the second is one.
+//! Ctrl-C, SIGTERM and SIGHUP (a terminal that is closed): the first asks for an end, the second is one.
 
 use candle_core::Tensor;
+#[cfg(unix)]
+use signal_hook::consts::SIGHUP;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::fmt;
@@ -14,7 +16,7 @@ use tallow::{Error, Result};
 pub struct Signal(i32);
 
 impl Signal {
-    /// What a shell calls the status of a program that ended by it: 130 or 143.
+    /// What a shell calls the status of a program that ended by it: 130, 143 or 129.
     pub fn exit_status(self) -> u8 {
         128 + self.0 as u8
     }
@@ -24,6 +26,8 @@ impl fmt::Display for Signal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
             SIGINT => "Ctrl-C",
+            #[cfg(unix)]
+            SIGHUP => "SIGHUP",
             _ => "SIGTERM",
         })
     }
@@ -45,7 +49,10 @@ impl Signals {
             received: Arc::default(),
             ends_at_once: Arc::default(),
         };
-        for signal in [SIGINT, SIGTERM] {
+        let mut listened = vec![SIGINT, SIGTERM];
+        #[cfg(unix)]
+        listened.extend(Some(SIGHUP).filter(|signal| !is_ignored(*signal)));
+        for signal in listened {
             signals
                 .register(signal)
                 .map_err(|e| Error::io("listen to", format!("signal {signal}"), e))?;
@@ -73,6 +80,16 @@ impl Signals {
         }
         Ok((received != 0).then_some(Signal(received as i32)))
     }
+}
+
+/// Whether whoever started this process had it ignore the signal, as `nohup` does: then it stays ignored.
+#[cfg(unix)]
+fn is_ignored(signal: i32) -> bool {
+    // SAFETY: all zeros are a valid value, and sigaction fills it in.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: reads the action of a signal, and changes none.
+    let read = unsafe { libc::sigaction(signal, std::ptr::null(), &mut action) };
+    read == 0 && action.sa_sigaction == libc::SIG_IGN
 }
 
 impl Drop for Signals {

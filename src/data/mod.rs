@@ -36,6 +36,7 @@ mod sequential;
 mod source;
 mod source_tree;
 mod tokens;
+mod width;
 mod write;
 
 pub use batch::Batch;

@@ -30,7 +30,8 @@ impl Tokens {
 
     /// A token file in any format of [`TokenFormat`], found out by its magic number. Without one it is
     /// [`TokenFormat::RawU16`] if its name ends in `.bin`, it is not just a header that has lost its magic number, and
-    /// all its ids are under `vocab_size`: for that it is read once, as by [`validate`](Self::validate).
+    /// all its ids are under `vocab_size`: for that it is read once, as by [`validate`](Self::validate). A file of raw
+    /// ids of 32 or 64 bits, which read as u16 would be other tokens, is refused.
     ///
     /// # Errors
     /// Those of [`open_as`](Self::open_as); [`Error::Format`] for a file whose format is not known that way.
@@ -40,6 +41,7 @@ impl Tokens {
         let format = TokenFormat::detect(&file)?;
         let tokens = Self::in_format(file, format, vocab_size)?;
         if format == TokenFormat::RawU16 {
+            tokens.refuse_wider_ids()?;
             tokens.validate()?;
         }
         Ok(tokens)

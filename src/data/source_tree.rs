@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::{self, DirEntry};
 use std::path::Path;
 
+use crate::files;
 use crate::{Error, Result};
 
 /// What reading a tree found.
@@ -36,7 +37,7 @@ fn add_folder(folder: &Path, extensions: &[&OsStr], tree: &mut SourceTree) -> Re
         if kind.is_dir() && !is_skipped(&entry.file_name()) {
             add_folder(&path, extensions, tree)?;
         } else if kind.is_file() && path.extension().is_some_and(|e| extensions.contains(&e)) {
-            let content = fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
+            let content = files::read(&path)?;
             if std::str::from_utf8(&content).is_ok() {
                 tree.bytes.extend_from_slice(&content);
             } else {

@@ -2,9 +2,12 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use super::source::Source;
+use super::width;
+use crate::files::zeros;
 use crate::{Error, Result};
 
 /// Tokens looked at in one go by a scan: small enough to stay in a core's cache.
@@ -139,9 +142,10 @@ impl Tokens {
     /// All tokens, copied into memory.
     ///
     /// # Errors
-    /// [`Error::Format`], with the byte offset and the value, if one is no id of the vocabulary.
+    /// [`Error::Format`], with the byte offset and the value, if one is no id of the vocabulary;
+    /// [`Error::OutOfMemory`] for more than there is room for.
     pub fn to_vec(&self) -> Result<Vec<u32>> {
-        let mut ids = vec![0; self.len];
+        let mut ids = zeros(Path::new(&self.to_string()), "its ids", self.len)?;
         self.copy_to(0, &mut ids)?;
         Ok(ids)
     }
@@ -161,6 +165,11 @@ impl Tokens {
             self.copy_to(start, &mut ids[..count])?;
         }
         Ok(())
+    }
+
+    /// Refuses ids of 32 or 64 bits that would be read as u16.
+    pub(super) fn refuse_wider_ids(&self) -> Result<()> {
+        width::refuse_wider_ids(&self.source, self.vocab_size)
     }
 
     /// Whether whatever is stored must be an id of the vocabulary, as a byte is among 256.

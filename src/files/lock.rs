@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 /// What a lock file begins with: no other file is taken for one.
 const MARK: &str = "tallow: written by ";
 
+/// The most bytes of a lock file that are read: more than any has.
+const MAX_BYTES: u64 = 4096;
+
 /// The right to write a path, held until it is dropped: a locked file `path.lock` beside it that says who holds it.
 ///
 /// The lock is the system's, which frees it when the process that holds it ends, however that is; the file that a
@@ -37,17 +40,34 @@ impl PathLock {
         Ok(())
     }
 
+    /// # Errors
+    /// Each names the lock file: the path that it guards is another.
     fn acquire(lock_path: PathBuf) -> io::Result<Self> {
+        let unusable = |e: io::Error| {
+            let text = format!("its lock file {}: {e}", lock_path.display());
+            io::Error::new(e.kind(), text)
+        };
         loop {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(false);
-            // What a link of this name leads to is not ours to write.
+            // What a link of this name leads to is not ours to write, and a pipe is not waited for.
             #[cfg(unix)]
-            std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW);
-            let mut file = options.open(&lock_path)?;
+            std::os::unix::fs::OpenOptionsExt::custom_flags(
+                &mut options,
+                libc::O_NOFOLLOW | libc::O_NONBLOCK,
+            );
+            let mut file = options.open(&lock_path).map_err(unusable)?;
+            if !file.metadata().map_err(unusable)?.is_file() {
+                return Err(refused(format!(
+                    "{} would be its lock file, but is not a regular file; move it away",
+                    lock_path.display()
+                )));
+            }
             let locked = file.try_lock();
-            let mut text = String::new();
-            file.read_to_string(&mut text)?;
+            let mut content = Vec::new();
+            let read = (&file).take(MAX_BYTES).read_to_end(&mut content);
+            read.map_err(unusable)?;
+            let text = String::from_utf8_lossy(&content);
             let text = text.trim();
             if !(text.is_empty() || text.starts_with(MARK)) {
                 return Err(refused(format!(
@@ -68,9 +88,12 @@ impl PathLock {
                 continue; // its owner removed it in between
             }
             let host = sysinfo::System::host_name().unwrap_or_else(|_| "this host".into());
-            file.set_len(0)?;
-            io::Seek::rewind(&mut file)?;
-            writeln!(file, "{MARK}pid {} on {host}", std::process::id())?;
+            let owner = format!("{MARK}pid {} on {host}\n", std::process::id());
+            let written = file
+                .set_len(0)
+                .and_then(|()| io::Seek::rewind(&mut file))
+                .and_then(|()| file.write_all(owner.as_bytes()));
+            written.map_err(unusable)?;
             return Ok(Self { lock_path, file });
         }
     }

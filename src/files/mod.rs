@@ -1,9 +1,10 @@
 //! Reading and writing files so that a reader never meets half of one, nor two of them mixed.
 //!
-//! - [`open`]: a file to read, opened once; pipes and devices are refused.
+//! - [`open`]: a file to read, opened once; pipes and devices are refused. [`read`]: the whole of one.
+//! - [`zeros`]: memory for what a file holds, or an error.
 //! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
 //! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
-//! - [`Manifest`]: tensors in parts, which ranks have written to a file each.
+//! - [`parts`]: tensors in parts, which ranks have written to a file each.
 //! - [`first_difference`]: in what saved settings and given ones differ.
 //! - [`PathLock`]: one writer for a path.
 
@@ -13,6 +14,7 @@ mod differences;
 mod lock;
 mod open;
 mod parts;
+mod room;
 mod save;
 mod tensors;
 
@@ -20,7 +22,11 @@ pub(crate) use atomic::{remove_abandoned, write_atomically, write_bytes};
 pub(crate) use differences::{Difference, first_difference};
 #[cfg(feature = "train")]
 pub(crate) use lock::PathLock;
-pub(crate) use open::{open, read_exact_at, read_to_string};
-pub(crate) use parts::Manifest;
+pub(crate) use open::{open, read, read_exact_at, read_to_string};
+#[cfg(feature = "train")]
+pub(crate) use parts::{Manifest, Part, PartFile};
+pub(crate) use room::zeros;
+#[cfg(feature = "train")]
+pub(crate) use save::save_part;
 pub(crate) use save::{Entry, save_tensors};
 pub(crate) use tensors::TensorFile;

@@ -1,5 +1,6 @@
 //! Files to read: regular ones, opened once.
 
+use super::room::check_room;
 use crate::{Error, Result};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -29,15 +30,38 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// The whole of a text file.
+/// The most bytes of a text that is read as a whole. The largest ones that models come with, their tokenizers', have some
+/// tens of MB.
+const MAX_TEXT_BYTES: u64 = 256 << 20;
+
+/// Reads a whole file.
 ///
 /// # Errors
-/// As [`open`]; [`Error::Io`] for what is not UTF-8.
+/// As [`open`]; [`Error::OutOfMemory`] for one that is larger than the available memory.
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut file = open(path)?;
+    let refused = |e| Error::io("read", path, e);
+    let len = file.metadata().map_err(refused)?.len();
+    check_room(path, "its content", len)?;
+    let mut content = Vec::new();
+    file.read_to_end(&mut content).map_err(refused)?; // which reserves memory by what the file says, or fails
+    Ok(content)
+}
+
+/// Reads a whole text file.
+///
+/// # Errors
+/// As [`open`]; [`Error::Io`] for what is not UTF-8, or longer than any text that is read as a whole.
 pub(crate) fn read_to_string(path: &Path) -> Result<String> {
-    let mut text = String::new();
-    let read = open(path)?.read_to_string(&mut text);
-    read.map_err(|e| Error::io("read", path, e))?;
-    Ok(text)
+    let refused = |e| Error::io("read", path, e);
+    let len = open(path)?.metadata().map_err(refused)?.len();
+    if len > MAX_TEXT_BYTES {
+        let text =
+            format!("it has {len} bytes, and a text of at most {MAX_TEXT_BYTES} is expected");
+        return Err(refused(io::Error::new(ErrorKind::FileTooLarge, text)));
+    }
+    let not_text = |e| refused(io::Error::new(ErrorKind::InvalidData, e));
+    String::from_utf8(read(path)?).map_err(|e| not_text(e.utf8_error()))
 }
 
 /// The error of opening `path`; where the file is missing because a link leads nowhere, it says so.
@@ -106,5 +130,26 @@ mod tests {
             let wanted = format!("{}: cannot read: ", path.display());
             assert!(text.starts_with(&wanted) && text.contains(part), "{text}");
         }
+    }
+
+    /// A sparse file has any length: what would not fit into memory is refused before it is read.
+    #[test]
+    fn a_sparse_file_is_not_read_into_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        File::create(&path).unwrap().set_len(1 << 42).unwrap();
+        let error = read(&path).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+        let text = read_to_string(&path).unwrap_err().to_string();
+        assert!(
+            text.contains("config.json: cannot read: it has 4398046511104 bytes"),
+            "{text}"
+        );
+        std::fs::write(&path, [b'a', 0xff]).unwrap();
+        let text = read_to_string(&path).unwrap_err().to_string();
+        assert!(
+            text.contains("config.json") && text.contains("utf-8"),
+            "{text}"
+        );
     }
 }

@@ -1,21 +1,43 @@
 //! Tensors in parts: ranks write a file each, and one file says which these are, and is complete because it is there.
 
 use super::atomic::folder_of;
+use super::room::check_room;
 use super::tensors::TensorFile;
-use crate::Result;
+use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// What the one file says of the others, as JSON in its metadata.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Manifest {
-    /// The files' names, in the order of the ranks; beside this one.
-    pub files: Vec<String>,
-    /// By name: dtype, as candle names it, and shape of all of a tensor. Each file has its next elements, in a row;
+    /// The id of the save, which no other has: each part carries it too.
+    pub save: String,
+    /// The parts, in the order of the ranks, in the folder of this file.
+    pub files: Vec<PartFile>,
+    /// By name: dtype, as candle names it, and shape of all of a tensor. Each part has its next elements, in a row;
     /// what has none of a tensor lacks it.
     pub tensors: BTreeMap<String, (String, Vec<usize>)>,
+}
+
+/// A part as the manifest knows it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct PartFile {
+    pub name: String,
+    /// The CRC-32 of its header, in which those of its tensors are.
+    pub crc32: u32,
+}
+
+/// What a part says of itself, as JSON in its metadata.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Part {
+    /// As [`Manifest::save`].
+    pub save: String,
+    /// The rank that wrote it.
+    pub rank: usize,
+    /// The number of ranks.
+    pub world_size: usize,
 }
 
 impl Manifest {
@@ -23,14 +45,20 @@ impl Manifest {
     pub(crate) const KEY: &str = "tallow.parts";
 }
 
-/// The files with parts of tensors.
+impl Part {
+    /// Its key in the metadata.
+    pub(crate) const KEY: &str = "tallow.part";
+}
+
+/// The files with parts of tensors: those of one save, each in its place.
 pub(super) struct Parts {
     manifest: Manifest,
     files: Vec<TensorFile>,
 }
 
 impl Parts {
-    /// Those that a file names, if it names any.
+    /// Opens the parts that a file names, if it names any, and checks that they are what the manifest says: whose they
+    /// are, of which save, and how many elements of each tensor they have.
     ///
     /// # Errors
     /// As [`TensorFile::open`].
@@ -40,22 +68,64 @@ impl Parts {
         };
         let manifest: Manifest = serde_json::from_str(json)
             .map_err(|e| file.damaged(format!("{} does not read: {e}", Manifest::KEY)))?;
-        let files = manifest.files.iter().map(|name| {
-            // A name, not a way out of the folder.
-            match Path::new(name).file_name() == Some(name.as_ref()) {
-                true => TensorFile::open_one(&folder_of(file.path()).join(name)),
-                false => Err(file.damaged(format!("{name:?} is no file's name"))),
-            }
-        });
+        if manifest.files.is_empty() {
+            let problem = format!("{} names no files", Manifest::KEY);
+            return Err(file.damaged(problem));
+        }
+        let files = (0..manifest.files.len()).map(|rank| open_part(file, &manifest, rank));
         let files = files.collect::<Result<_>>()?;
-        Ok(Some(Self { manifest, files }))
+        let parts = Self { manifest, files };
+        parts.check_tensors(file)?;
+        Ok(Some(parts))
+    }
+
+    /// Checks that every tensor is named once, and that the parts have all of its elements: no number of elements is
+    /// taken from the manifest that the files do not have.
+    fn check_tensors(&self, file: &TensorFile) -> Result<()> {
+        let own = file.own_names();
+        if let Some(name) = own.iter().find(|name| self.shape(name).is_some()) {
+            return Err(file.damaged(format!("{name} is in it, and in parts of it")));
+        }
+        let mut unnamed = BTreeSet::new();
+        for part in &self.files {
+            unnamed.extend(part.own_names());
+        }
+        for (name, (dtype, shape)) in &self.manifest.tensors {
+            unnamed.remove(name);
+            let expected = shape.iter().try_fold(1usize, |all, n| all.checked_mul(*n));
+            let mut elements = 0;
+            for (part, (of_part, count)) in self
+                .files
+                .iter()
+                .filter_map(|part| Some((part, part.own_elements(name)?)))
+            {
+                if of_part != *dtype {
+                    let problem = format!("{name} is {of_part} in it, and {dtype} was written");
+                    return Err(part.damaged(problem));
+                }
+                elements += count;
+            }
+            if elements == 0 || expected != Some(elements) {
+                return Err(file.damaged(format!(
+                    "its {} parts have {elements} elements of {name}, expected those of {shape:?}",
+                    self.files.len()
+                )));
+            }
+        }
+        match unnamed.first() {
+            Some(name) => {
+                let problem = format!("its parts have {name}, which {} lacks", Manifest::KEY);
+                Err(file.damaged(problem))
+            }
+            None => Ok(()),
+        }
     }
 
     pub fn names(&self) -> impl Iterator<Item = String> {
         self.manifest.tensors.keys().cloned()
     }
 
-    /// Of all of a tensor.
+    /// The shape of all of a tensor.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         let (_, shape) = self.manifest.tensors.get(name)?;
         Some(shape)
@@ -66,29 +136,237 @@ impl Parts {
         Some(dtype)
     }
 
-    /// All of a tensor.
+    /// Returns all of a tensor.
     ///
     /// # Errors
-    /// As [`TensorFile::get`]; parts that are not all of it.
+    /// As [`TensorFile::get`].
     pub fn joined(&self, name: &str, device: &Device) -> Result<Tensor> {
         let parts = self.files.iter().filter_map(|file| {
             let part = file.get(name, &Device::Cpu).transpose()?;
             Some(part.and_then(|part| Ok(part.flatten_all()?)))
         });
         let parts = parts.collect::<Result<Vec<Tensor>>>()?;
+        let bytes = |part: &Tensor| part.elem_count() * part.dtype().size_in_bytes();
+        let bytes: usize = parts.iter().map(bytes).sum();
+        check_room(self.files[0].path(), name, bytes as u64)?;
         let shape = self.shape(name).unwrap_or_default();
-        let wanted: usize = shape.iter().product();
-        let elements: usize = parts.iter().map(Tensor::elem_count).sum();
-        let is_alike = parts
-            .iter()
-            .all(|part| Some(part.dtype().as_str()) == self.dtype(name));
-        if elements != wanted || !is_alike || parts.is_empty() {
-            let first = &self.files[0];
-            return Err(first.damaged(format!(
-                "it and the other {} have {elements} elements of {name}, and {wanted} were written",
-                self.files.len() - 1
+        Ok(Tensor::cat(&parts, 0)?.reshape(shape)?.to_device(device)?)
+    }
+}
+
+/// Opens a rank's part, which must be that of this rank and of this save.
+fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<TensorFile> {
+    let PartFile { name, crc32 } = &manifest.files[rank];
+    // A name, not a way out of the folder.
+    if Path::new(name).file_name() != Some(name.as_ref()) {
+        return Err(file.damaged(format!("{name:?} is no file's name")));
+    }
+    let part = TensorFile::open_one(&folder_of(file.path()).join(name))?;
+    let expected = Part {
+        save: manifest.save.clone(),
+        rank,
+        world_size: manifest.files.len(),
+    };
+    let described =
+        |Part {
+             save,
+             rank,
+             world_size,
+         }: &Part| { format!("rank {rank} of {world_size} in the save {save}") };
+    let refused = |problem: String| Error::Format {
+        path: part.path().into(),
+        problem,
+        hint: format!(
+            "it is not the file that {} was saved with: restore all files of that save, or resume from another \
+             checkpoint",
+            file.path().display()
+        ),
+    };
+    let found = part.text(Part::KEY).map(serde_json::from_str::<Part>);
+    match found {
+        Some(Ok(found)) if found == expected => {}
+        Some(Ok(found)) => {
+            return Err(refused(format!(
+                "expected the part of {}, got that of {}",
+                described(&expected),
+                described(&found)
             )));
         }
-        Ok(Tensor::cat(&parts, 0)?.reshape(shape)?.to_device(device)?)
+        _ => {
+            return Err(refused(format!(
+                "expected the part of {}, got a file without {}",
+                described(&expected),
+                Part::KEY
+            )));
+        }
+    }
+    if part.header_crc32() != *crc32 {
+        return Err(refused(format!(
+            "its header has the CRC-32 {:08x}, and {crc32:08x} was written",
+            part.header_crc32()
+        )));
+    }
+    Ok(part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::{Entry, save_part, save_tensors};
+    use crate::saved::Numbers;
+    use std::fs;
+    use std::path::PathBuf;
+
+    fn entry(name: &str, values: &[f32]) -> Entry {
+        Entry {
+            name: name.into(),
+            tensor: Tensor::new(values, &Device::Cpu).unwrap(),
+            numbers: Numbers::Any,
+        }
+    }
+
+    fn part_path(folder: &Path, save: &str, rank: usize) -> PathBuf {
+        folder.join(format!("part-{save}-{rank}"))
+    }
+
+    /// Two ranks' parts of one save, whose values all are `value`, and the manifest of them.
+    fn save(folder: &Path, save: &str, value: f32) -> Manifest {
+        let files = (0..2).map(|rank| {
+            let part = Part {
+                save: save.into(),
+                rank,
+                world_size: 2,
+            };
+            let mut entries = vec![entry("w", &[value + rank as f32; 3])];
+            if rank == 1 {
+                entries.push(entry("b", &[value]));
+            }
+            save_part(&part_path(folder, save, rank), entries, &part).unwrap()
+        });
+        Manifest {
+            save: save.into(),
+            files: files.collect(),
+            tensors: [
+                ("w".into(), ("f32".into(), vec![2, 3])),
+                ("b".into(), ("f32".into(), vec![1])),
+            ]
+            .into(),
+        }
+    }
+
+    fn open(folder: &Path, manifest: &Manifest) -> Result<TensorFile> {
+        let path = folder.join("run.safetensors");
+        let text = serde_json::to_string(manifest).unwrap();
+        save_tensors(
+            &path,
+            vec![entry("own", &[1.0])],
+            &[(Manifest::KEY, text)],
+            1,
+        )
+        .unwrap();
+        TensorFile::open(&path)
+    }
+
+    #[track_caller]
+    fn refused(folder: &Path, manifest: &Manifest, words: &str) {
+        let error = open(folder, manifest).err().expect(words);
+        assert!(matches!(error, Error::Format { .. }), "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+    }
+
+    /// Files of the same names and sizes, of another rank or another save: their values would be taken for right.
+    #[test]
+    fn swapped_and_mixed_parts_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let (a, b) = (save(folder, "a", 0.0), save(folder, "b", 5.0));
+        let file = open(folder, &a).unwrap();
+        let w = file.get("w", &Device::Cpu).unwrap().unwrap();
+        let values: Vec<Vec<f32>> = w.to_vec2().unwrap();
+        assert_eq!(values, [[0.0; 3], [1.0; 3]]);
+        assert_eq!(file.names(), ["b", "own", "w"]);
+
+        let swap = |one: &Path, other: &Path| {
+            let content = [fs::read(one).unwrap(), fs::read(other).unwrap()];
+            fs::write(one, &content[1]).unwrap();
+            fs::write(other, &content[0]).unwrap();
+        };
+        let ranks = [0, 1].map(|rank| part_path(folder, "a", rank));
+        swap(&ranks[0], &ranks[1]);
+        refused(
+            folder,
+            &a,
+            "expected the part of rank 0 of 2 in the save a, got that of rank 1 of 2",
+        );
+        swap(&ranks[0], &ranks[1]);
+        let saves = ["a", "b"].map(|save| part_path(folder, save, 1));
+        swap(&saves[0], &saves[1]);
+        refused(
+            folder,
+            &a,
+            "in the save a, got that of rank 1 of 2 in the save b",
+        );
+        refused(
+            folder,
+            &b,
+            "in the save b, got that of rank 1 of 2 in the save a",
+        );
+        swap(&saves[0], &saves[1]);
+        // The same save and rank, written again with other values.
+        save(folder, "a", 0.5);
+        refused(folder, &a, "its header has the CRC-32");
+        save(folder, "a", 0.0);
+        open(folder, &a).unwrap();
+        save_tensors(&ranks[0], vec![entry("w", &[0.0; 3])], &[], 1).unwrap();
+        refused(folder, &a, "a file without tallow.part");
+    }
+
+    #[test]
+    fn manifests_that_cannot_be_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let whole = save(folder, "a", 0.0);
+        let changed = |change: &dyn Fn(&mut Manifest)| {
+            let mut manifest = whole.clone();
+            change(&mut manifest);
+            manifest
+        };
+        let shape =
+            |shape: &[usize]| changed(&|m| m.tensors.get_mut("w").unwrap().1 = shape.to_vec());
+        for (manifest, words) in [
+            (changed(&|m| m.files.clear()), "names no files"),
+            (
+                changed(&|m| m.files[0].name = "../part".into()),
+                "no file's name",
+            ),
+            (
+                changed(&|m| m.files[1] = m.files[0].clone()),
+                "got that of rank 0",
+            ),
+            (changed(&|m| drop(m.files.pop())), "got that of rank 0 of 2"),
+            (shape(&[1 << 33, 1 << 33]), "6 elements of w"),
+            (shape(&[usize::MAX, 2]), "6 elements of w"),
+            (shape(&[7]), "6 elements of w"),
+            (shape(&[0]), "6 elements of w"),
+            (
+                changed(&|m| m.tensors.get_mut("w").unwrap().0 = "f64".into()),
+                "and f64 was written",
+            ),
+            (changed(&|m| drop(m.tensors.remove("w"))), "have w, which"),
+            (
+                changed(&|m| drop(m.tensors.insert("c".into(), ("f32".into(), vec![1])))),
+                "0 elements of c",
+            ),
+            (
+                changed(&|m| drop(m.tensors.insert("own".into(), ("f32".into(), vec![1])))),
+                "own is in it, and in parts of it",
+            ),
+        ] {
+            refused(folder, &manifest, words);
+        }
+        let path = folder.join("run.safetensors");
+        let text = r#"{"files":[],"tensors":{"w":["f32",[2,3]]}}"#.into();
+        save_tensors(&path, Vec::new(), &[(Manifest::KEY, text)], 1).unwrap();
+        assert!(matches!(TensorFile::open(&path), Err(Error::Format { .. })));
     }
 }

@@ -28,10 +28,40 @@ pub(crate) struct Entry {
 /// a tensor cannot be brought to the host. What was there before stays.
 pub(crate) fn save_tensors(
     path: &Path,
-    mut entries: Vec<Entry>,
+    entries: Vec<Entry>,
     texts: &[(&str, String)],
     keep: usize,
 ) -> Result<()> {
+    save_with_checksum(path, entries, texts, keep).map(drop)
+}
+
+/// Writes the tensors that a rank has, with what says whose they are.
+///
+/// # Errors
+/// As [`save_tensors`].
+#[cfg(feature = "train")]
+pub(crate) fn save_part(
+    path: &Path,
+    entries: Vec<Entry>,
+    part: &super::Part,
+) -> Result<super::PartFile> {
+    let refused = |e| Error::io("write", path, io::Error::other(e));
+    let text = serde_json::to_string(part).map_err(refused)?;
+    let crc32 = save_with_checksum(path, entries, &[(super::Part::KEY, text)], 1)?;
+    let name = path.file_name().unwrap_or_default();
+    Ok(super::PartFile {
+        name: name.to_string_lossy().into_owned(),
+        crc32,
+    })
+}
+
+/// Returns the CRC-32 of the header, in which those of everything else are.
+fn save_with_checksum(
+    path: &Path,
+    mut entries: Vec<Entry>,
+    texts: &[(&str, String)],
+    keep: usize,
+) -> Result<u32> {
     let refused = |e| Error::io("write", path, e);
     if let Some(entry) = entries.iter().find(|e| graph::is_hollow(&e.tensor)) {
         return Err(Error::Weight {
@@ -89,7 +119,8 @@ pub(crate) fn save_tensors(
             file.write_all(&View::data(&tensor)).map_err(refused)?;
         }
         Ok(())
-    })
+    })?;
+    Ok(crc32fast::hash(&header))
 }
 
 /// The bytes of an entry whose elements are what they must be.

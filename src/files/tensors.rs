@@ -2,6 +2,7 @@
 
 use super::open::{open, read_exact_at};
 use super::parts::Parts;
+use super::room::{check_room, zeros};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, safetensors::Load};
 use safetensors::SafeTensorError;
@@ -28,6 +29,8 @@ pub(crate) struct TensorFile {
     header: Metadata,
     /// Where the first tensor begins.
     data_start: u64,
+    /// The CRC-32 of the header's bytes.
+    header_crc32: u32,
     checksums: Checksums,
     /// Where ranks have written parts of tensors, each to a file of its own.
     parts: Option<Parts>,
@@ -55,16 +58,18 @@ impl TensorFile {
                 hint: "is it still being written, or the wrong file?".into(),
             });
         }
-        let (header, data_start) = read_header(&file, len).map_err(|e| Error::Format {
-            path: path.into(),
-            problem: format!("not a whole safetensors file ({e})"),
-            hint: "it may be truncated; write or fetch it again".into(),
-        })?;
+        let (header, data_start, header_crc32) =
+            read_header(&file, len).map_err(|e| Error::Format {
+                path: path.into(),
+                problem: format!("not a whole safetensors file ({e})"),
+                hint: "it may be truncated; write or fetch it again".into(),
+            })?;
         let mut file = Self {
             path: path.into(),
             file,
             header,
             data_start,
+            header_crc32,
             checksums: Checksums::default(),
             parts: None,
         };
@@ -117,10 +122,21 @@ impl TensorFile {
     }
 
     /// The names of those in this file, sorted.
-    fn own_names(&self) -> Vec<String> {
+    pub(super) fn own_names(&self) -> Vec<String> {
         let mut names = self.header.offset_keys();
         names.sort();
         names
+    }
+
+    /// The CRC-32 of its header, in which those of its tensors and texts are.
+    pub(super) fn header_crc32(&self) -> u32 {
+        self.header_crc32
+    }
+
+    /// Dtype, as candle names it, and number of elements of a tensor in this file.
+    pub(super) fn own_elements(&self, name: &str) -> Option<(String, usize)> {
+        let TensorInfo { dtype, shape, .. } = self.header.info(name)?;
+        Some((candle_name(*dtype), shape.iter().product())) // no overflow: the header was checked
     }
 
     /// The shape of the tensor called `name`.
@@ -139,11 +155,7 @@ impl TensorFile {
             return Some(format!("{} {shape:?}", parts.dtype(name)?));
         }
         let TensorInfo { dtype, shape, .. } = self.header.info(name)?;
-        let dtype = match DType::try_from(*dtype) {
-            Ok(dtype) => dtype.as_str().to_string(),
-            Err(_) => dtype.to_string(), // one that candle lacks
-        };
-        Some(format!("{dtype} {shape:?}"))
+        Some(format!("{} {shape:?}", candle_name(*dtype)))
     }
 
     /// The tensor called `name`, on `device`; `None` if there is none.
@@ -163,7 +175,9 @@ impl TensorFile {
             return Ok(None);
         };
         let (start, end) = info.data_offsets;
-        let mut bytes = vec![0; end - start];
+        // Once as bytes, once as a tensor.
+        check_room(&self.path, name, 2 * (end - start) as u64)?;
+        let mut bytes: Vec<u8> = zeros(&self.path, name, end - start)?;
         let offset = self.data_start + start as u64;
         read_exact_at(&self.file, &mut bytes, offset).map_err(|e| {
             let problem = format!("tensor {name}, at byte offset {offset}, cannot be read ({e})");
@@ -203,8 +217,11 @@ impl TensorFile {
     }
 }
 
-/// The header of a file of `len` bytes, and where what follows it begins.
-fn read_header(file: &File, len: u64) -> std::result::Result<(Metadata, u64), SafeTensorError> {
+/// The header of a file of `len` bytes, where what follows it begins, and the header's CRC-32.
+fn read_header(
+    file: &File,
+    len: u64,
+) -> std::result::Result<(Metadata, u64, u32), SafeTensorError> {
     if len < LENGTH_BYTES as u64 {
         return Err(SafeTensorError::HeaderTooSmall);
     }
@@ -220,13 +237,22 @@ fn read_header(file: &File, len: u64) -> std::result::Result<(Metadata, u64), Sa
     }
     let mut header = vec![0; length as usize];
     read_exact_at(file, &mut header, LENGTH_BYTES as u64)?;
+    let crc32 = crc32fast::hash(&header);
     let header = std::str::from_utf8(&header).map_err(SafeTensorError::InvalidHeader)?;
     let header: Metadata =
         serde_json::from_str(header).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
     if header.data_len() as u64 != len - data_start {
         return Err(SafeTensorError::MetadataIncompleteBuffer);
     }
-    Ok((header, data_start))
+    Ok((header, data_start, crc32))
+}
+
+/// The name that candle has for a dtype; the format's own for one that candle lacks.
+fn candle_name(dtype: safetensors::Dtype) -> String {
+    match DType::try_from(dtype) {
+        Ok(dtype) => dtype.as_str().into(),
+        Err(_) => dtype.to_string(),
+    }
 }
 
 /// CRC-32 of every tensor and text in a file, 8 hexadecimal digits each; in the file's metadata, as JSON.

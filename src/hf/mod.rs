@@ -38,14 +38,13 @@ pub use find::{find, find_in};
 #[cfg(feature = "hf")]
 pub use tokenizer::Tokenizer;
 
-use crate::files::{Entry, open, read_to_string, save_tensors, write_bytes};
+use crate::files::{Entry, read, read_to_string, save_tensors, write_bytes};
 use crate::model::{LoadOptions, TransformerConfig, TransformerLM};
 use crate::nn::Architecture;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use folder::{Folder, INDEX, SINGLE};
 use serde_json::{Map, Value, json};
-use std::io::Read;
 use std::path::Path;
 use weights::{Names, Theirs};
 
@@ -127,10 +126,7 @@ pub fn save_as_from(
     for name in BESIDE {
         let source = from.as_ref().join(name);
         if source.exists() {
-            let mut content = Vec::new();
-            let read = open(&source)?.read_to_end(&mut content);
-            read.map_err(|e| Error::io("read", &source, e))?;
-            write_bytes(&folder.as_ref().join(name), &content)?;
+            write_bytes(&folder.as_ref().join(name), &read(&source)?)?;
         }
     }
     Ok(())

@@ -85,11 +85,13 @@ impl AdamWConfig {
         }
     }
 
-    /// Whether an optimizer can work with these numbers.
+    /// Checks that an optimizer can work with these numbers.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: `lr` and `weight_decay` must be finite and at least 0, `eps` finite and at
-    /// least [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1.
+    /// [`Error::Config`] naming the field: `lr` and `weight_decay` must be at least 0, `eps` at least
+    /// [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1. Updates are computed in f32: all of them, the
+    /// largest step `lr / (1 - beta1)` and the product `lr * weight_decay` must be finite there, or a step would make
+    /// weights infinite.
     pub fn validate(&self) -> Result<()> {
         at_least_zero("AdamWConfig", "lr", self.lr)?;
         for (field, beta) in [("betas.0", self.betas.0), ("betas.1", self.betas.1)] {
@@ -100,23 +102,45 @@ impl AdamWConfig {
                 ));
             }
         }
-        if !(self.eps >= Self::MIN_EPS && self.eps.is_finite()) {
+        if !(self.eps >= Self::MIN_EPS && is_finite_in_f32(self.eps)) {
             return Err(Error::config("AdamWConfig", "eps", self.eps).must_be(
-                format!("finite and at least {:e}", Self::MIN_EPS),
+                format!("finite in f32 and at least {:e}", Self::MIN_EPS),
                 "with 0, weights without a gradient become 0 / 0; the usual value is 1e-8",
             ));
         }
-        at_least_zero("AdamWConfig", "weight_decay", self.weight_decay)
+        at_least_zero("AdamWConfig", "weight_decay", self.weight_decay)?;
+        let step = self.lr / (1.0 - self.betas.0);
+        if !is_finite_in_f32(step) {
+            return Err(Error::config("AdamWConfig", "lr", self.lr).must_be(
+                format!("such that lr / (1 - beta1), {step:e}, is finite in f32"),
+                "the first step would make weights infinite; usual values are 1e-5 to 1e-2",
+            ));
+        }
+        let decay = self.lr * self.weight_decay;
+        if !is_finite_in_f32(decay) {
+            return Err(
+                Error::config("AdamWConfig", "weight_decay", self.weight_decay).must_be(
+                    format!("such that lr * weight_decay, {decay:e}, is finite in f32"),
+                    "a step multiplies weights by 1 - lr * weight_decay; usual values are up to 0.1",
+                ),
+            );
+        }
+        Ok(())
     }
 }
 
-/// An error unless `value` is a finite number from 0 on.
+/// Refuses what is not a number from 0 on that f32 can hold.
 pub(super) fn at_least_zero(config: &'static str, field: &'static str, value: f64) -> Result<()> {
-    if value.is_finite() && value >= 0.0 {
+    if is_finite_in_f32(value) && value >= 0.0 {
         return Ok(());
     }
     Err(Error::config(config, field, value)
-        .must_be("finite and at least 0", "use 0 to switch it off"))
+        .must_be("at least 0, and finite in f32", "use 0 to switch it off"))
+}
+
+/// Whether a number is finite in the type that updates are computed in.
+fn is_finite_in_f32(value: f64) -> bool {
+    (value as f32).is_finite()
 }
 
 /// Parameters that are updated with the same hyperparameters.

@@ -98,6 +98,14 @@ impl fmt::Display for Schedule {
 }
 
 impl Schedule {
+    /// The highest learning rate of any step.
+    pub(crate) fn highest(&self) -> f64 {
+        match *self {
+            Self::Constant { lr } => lr,
+            Self::WarmupCosine { max_lr, .. } | Self::WarmupLinear { max_lr, .. } => max_lr,
+        }
+    }
+
     /// The learning rate of step `step`, the first step being 0.
     pub fn learning_rate(&self, step: usize) -> f64 {
         match *self {
@@ -131,11 +139,11 @@ impl Schedule {
         }
     }
 
-    /// Whether the numbers make a schedule.
+    /// Checks that the numbers make a schedule.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: rates must be finite and at least 0, `min_lr` at most `max_lr`,
-    /// `warmup_steps` at most `total_steps`.
+    /// [`Error::Config`] naming the field: rates must be at least 0 and finite in f32, `min_lr` at most `max_lr`,
+    /// `total_steps` at least 1, `warmup_steps` at most `total_steps`.
     pub fn validate(&self) -> Result<()> {
         match *self {
             Self::Constant { lr } => at_least_zero("Schedule", "lr", lr),
@@ -157,6 +165,13 @@ impl Schedule {
                     return Err(Error::config("Schedule", "min_lr", min_lr).must_be(
                         format!("at most max_lr, {max_lr}"),
                         "lower min_lr or raise max_lr",
+                    ));
+                }
+                if total_steps == 0 {
+                    return Err(Error::config("Schedule", "total_steps", total_steps).must_be(
+                        "at least 1",
+                        "it is the step at which min_lr is reached; for one rate at every step take \
+                         Schedule::Constant",
                     ));
                 }
                 if warmup_steps > total_steps {

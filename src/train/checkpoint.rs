@@ -97,11 +97,10 @@ impl Checkpoint {
         let mut json: Value = serde_json::from_str(text).map_err(unreadable)?;
         let history = match json["format"].as_u64() {
             Some(1) => match json.get_mut("history") {
-                Some(history) => serde_json::from_value(history.take()),
-                None => Err(serde::de::Error::missing_field("history")),
-            }
-            .map_err(unreadable)?,
-            Some(2) => History::read(file)?,
+                Some(history) => Some(serde_json::from_value(history.take())),
+                None => Some(Err(serde::de::Error::missing_field("history"))),
+            },
+            Some(2) => None, // in tensors
             _ => {
                 return Err(refuse(
                     format!("a run in format {}", json["format"]),
@@ -110,7 +109,10 @@ impl Checkpoint {
             }
         };
         let mut checkpoint: Self = serde_json::from_value(json).map_err(unreadable)?;
-        checkpoint.history = history;
+        checkpoint.history = match history {
+            Some(history) => history.map_err(unreadable)?,
+            None => History::read(file, checkpoint.step)?,
+        };
         if checkpoint.history.losses.len() != checkpoint.step {
             return Err(refuse(
                 format!(
@@ -127,8 +129,9 @@ impl Checkpoint {
         if !(is_ordered && skipped.iter().all(in_range)) {
             return Err(refuse(
                 format!(
-                    "{} steps taken, but {skipped:?} among them skipped",
-                    checkpoint.step
+                    "{} steps taken, but {} of them skipped that are not among them, or not in order",
+                    checkpoint.step,
+                    skipped.len()
                 ),
                 "was it changed by another program?",
             ));

@@ -171,7 +171,14 @@ impl TrainConfig {
         }
         self.schedule.validate()?;
         self.loss_scaling.validate()?;
-        self.optimizer.validate()
+        self.optimizer.validate()?;
+        // The schedule's rate takes the place of the optimizer's own.
+        let lr = self.schedule.highest();
+        AdamWConfig {
+            lr,
+            ..self.optimizer
+        }
+        .validate()
     }
 
     /// `accumulation * batch_size * sequence_length`: the targets of a step, those that do not count included.

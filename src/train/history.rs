@@ -6,6 +6,7 @@ use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, WithDType};
 use serde::{Deserialize, Deserializer, Serialize};
+use std::ops::RangeInclusive;
 
 /// The history's lists in a file, after its prefix.
 const LOSSES: &str = "losses";
@@ -93,19 +94,21 @@ impl History {
         Ok(entries.collect())
     }
 
-    /// What [`History::entries`] gave, out of a file.
+    /// Reads what [`History::entries`] gave, of a run of `step` steps: no list is read that is longer than that allows.
     ///
     /// # Errors
-    /// [`Error::Weight`] for a part that is missing or of another type; those of [`TensorFile::get`].
-    pub(super) fn read(file: &TensorFile) -> Result<Self> {
-        let steps = |name| -> Result<Vec<usize>> {
-            let steps = vector::<i64>(file, name)?.into_iter();
+    /// [`Error::Weight`] for a part that is missing, of another type or of another length; those of
+    /// [`TensorFile::get`].
+    pub(super) fn read(file: &TensorFile, step: usize) -> Result<Self> {
+        let steps = |name, lengths| -> Result<Vec<usize>> {
+            let steps = vector::<i64>(file, name, lengths)?.into_iter();
             Ok(steps
                 .map(|step| usize::try_from(step).unwrap_or(usize::MAX))
                 .collect())
         };
-        let evaluations = vector(file, EVALUATIONS)?;
-        let evaluated = steps(EVALUATED)?;
+        let most = 0..=step.saturating_add(1); // before the first step and after each
+        let evaluations = vector(file, EVALUATIONS, most.clone())?;
+        let evaluated = steps(EVALUATED, most)?;
         if evaluated.len() != evaluations.len() {
             let (expected, got) = (evaluated.len(), evaluations.len());
             return Err(refuse(
@@ -117,8 +120,8 @@ impl History {
         }
         let evaluations = evaluated.into_iter().zip(evaluations);
         Ok(Self {
-            losses: vector(file, LOSSES)?,
-            skipped: steps(SKIPPED)?,
+            losses: vector(file, LOSSES, step..=step)?,
+            skipped: steps(SKIPPED, 0..=step)?,
             evaluations: evaluations
                 .map(|(step, loss)| Evaluation { step, loss })
                 .collect(),
@@ -132,13 +135,30 @@ impl History {
     }
 }
 
-/// The numbers of the history's tensor called `name`.
-fn vector<T: WithDType>(file: &TensorFile, name: &str) -> Result<Vec<T>> {
+/// Reads the history's tensor called `name`, whose length must be in `lengths`.
+fn vector<T: WithDType>(
+    file: &TensorFile,
+    name: &str,
+    lengths: RangeInclusive<usize>,
+) -> Result<Vec<T>> {
     let saved = format!("{HISTORY_PREFIX}{name}");
-    let is_vector = file.shape(&saved).is_some_and(|shape| shape.len() == 1);
-    let expected = || format!("{} numbers in a row", T::DTYPE.as_str());
+    let (least, most) = (lengths.start(), lengths.end());
+    let count = match least == most {
+        true => most.to_string(),
+        false => format!("at most {most}"),
+    };
+    let expected = || format!("{count} {} in a row", T::DTYPE.as_str());
+    // Before it is read: a file may claim any length.
+    match file.shape(&saved) {
+        Some([length]) if lengths.contains(length) => {}
+        found => {
+            let got = found.and_then(|_| file.description(&saved));
+            let got = got.unwrap_or_else(|| "nothing".into());
+            return Err(refuse(file, name, expected(), got));
+        }
+    }
     match file.get(&saved, &Device::Cpu)? {
-        Some(tensor) if is_vector && tensor.dtype() == T::DTYPE => Ok(tensor.to_vec1()?),
+        Some(tensor) if tensor.dtype() == T::DTYPE => Ok(tensor.to_vec1()?),
         Some(tensor) => Err(refuse(file, name, expected(), describe(&tensor))),
         None => Err(refuse(file, name, expected(), "nothing".into())),
     }

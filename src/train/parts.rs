@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::dist::{Communicator, FullyShard};
-use crate::files::{self, Entry, Manifest, TensorFile};
+use crate::files::{self, Entry, Manifest, Part, PartFile, TensorFile};
 use crate::model::STATE_PREFIX;
 use crate::saved::Numbers;
 use crate::{Error, Result};
@@ -27,19 +27,28 @@ impl Trainer {
         });
         let tensors: BTreeMap<_, _> = tensors.collect();
         let prefix = prefix_of(path)?;
-        let save = save_number(ranks)?;
-        let name = |rank: usize| {
-            let (step, count) = (self.step, ranks.world_size());
-            format!("{prefix}{step}-{save:08x}-{rank}-of-{count}")
-        };
+        let save = format!("{}-{:08x}", self.step, save_number(ranks)?);
+        let name = |rank: usize| format!("{prefix}{save}-{rank}-of-{}", ranks.world_size());
         let parts = entries.into_iter();
         let parts = parts
             .filter(|entry| entry.tensor.elem_count() > 0)
             .collect();
-        let written = files::save_tensors(&beside(path, &name(ranks.rank())), parts, &[], 1);
-        on_all(ranks, path, written)?;
+        let part = Part {
+            save: save.clone(),
+            rank: ranks.rank(),
+            world_size: ranks.world_size(),
+        };
+        let written = files::save_part(&beside(path, &name(ranks.rank())), parts, &part);
+        let written = on_all(ranks, path, written)?;
+        let files = of_every_rank(ranks, written.crc32)?.into_iter().enumerate();
         let manifest = Manifest {
-            files: (0..ranks.world_size()).map(name).collect(),
+            save: save.clone(),
+            files: files
+                .map(|(rank, crc32)| PartFile {
+                    name: name(rank),
+                    crc32,
+                })
+                .collect(),
             tensors,
         };
         let written = match ranks.rank() {
@@ -83,7 +92,7 @@ impl Trainer {
                 continue; // of a run without parts
             };
             match serde_json::from_str::<Manifest>(text) {
-                Ok(manifest) => named.extend(manifest.files),
+                Ok(manifest) => named.extend(manifest.files.into_iter().map(|file| file.name)),
                 Err(_) => return,
             }
         }
@@ -126,21 +135,29 @@ fn save_number(ranks: &Communicator) -> Result<u32> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    let own = match ranks.rank() {
-        0 => f64::from(now.as_nanos() as u32 ^ std::process::id()),
-        _ => 0.0,
-    };
-    let mean = ranks.mean(&[own])?[0];
-    Ok((mean * ranks.world_size() as f64).round() as u32)
+    let own = now.as_nanos() as u32 ^ std::process::id();
+    Ok(of_every_rank(ranks, own)?[0])
 }
 
-/// What came of writing, and an error on all ranks where one could not.
-fn on_all(ranks: &Communicator, path: &Path, written: Result<()>) -> Result<()> {
+/// The numbers of all ranks, in their order.
+fn of_every_rank(ranks: &Communicator, own: u32) -> Result<Vec<u32>> {
+    let world_size = ranks.world_size();
+    let mut numbers = vec![0.0; world_size];
+    numbers[ranks.rank()] = f64::from(own);
+    let means = ranks.mean(&numbers)?.into_iter();
+    // A u32 divided and multiplied again in f64 is off by far less than a half.
+    Ok(means
+        .map(|mean| (mean * world_size as f64).round() as u32)
+        .collect())
+}
+
+/// Returns what came of writing, and an error on all ranks where one could not.
+fn on_all<T>(ranks: &Communicator, path: &Path, written: Result<T>) -> Result<T> {
     let failed = f64::from(u8::from(written.is_err()));
     let failed = ranks.mean(&[failed])?[0] > 0.0;
-    written?;
+    let written = written?;
     match failed {
-        false => Ok(()),
+        false => Ok(written),
         true => {
             let other = "another rank could not write its part, and says why";
             Err(Error::io("write", path, std::io::Error::other(other)))

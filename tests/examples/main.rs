@@ -2,6 +2,7 @@
 //! nothing of candle; `cargo test` builds the examples beside it.
 
 mod family;
+mod flags;
 mod layout;
 mod outputs;
 mod process;

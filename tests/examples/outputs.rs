@@ -28,7 +28,7 @@ const LONG: [(&str, &str); 9] = [
         "--output",
     ),
     ("profile SMALL --steps 1000000000", "--trace"),
-    ("custom_model --steps 1000000000", "--graph"),
+    ("custom_model", "--graph"),
     ("train SMALL --data DATA --steps 1000000000", "--checkpoint"),
 ];
 
@@ -201,4 +201,32 @@ fn paths_need_not_be_text() {
     command.arg(&path);
     assert_eq!(run(command).status, Some(0));
     assert!(path.is_file());
+}
+
+/// A terminal that is closed, as the shell tells its jobs: the run is saved, and goes on with `--resume`.
+#[cfg(unix)]
+#[test]
+fn a_hangup_saves_the_run() {
+    use std::process::Stdio;
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = folder.path().join("run.safetensors");
+    let line = format!(
+        "train SMALL --data DATA --sample 0 --checkpoint {}",
+        checkpoint.display()
+    );
+    let mut command = example(&format!("{line} --steps 1000000000 --schedule constant"));
+    let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+    while !checkpoint.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // SAFETY: a process that this one started and has not waited for.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGHUP) }, 0);
+    assert_eq!(child.wait().unwrap().code(), Some(129));
+    let bytes = std::fs::read(&checkpoint).unwrap();
+    let text = String::from_utf8_lossy(&bytes);
+    let (_, after) = text.split_once(r#"\"step\":"#).unwrap();
+    let (step, _) = after.split_once(',').unwrap();
+    let resumed = format!("{line} --steps {step} --schedule constant --resume");
+    let ended = run(example(&resumed));
+    assert_eq!(ended.status, Some(0), "{ended:?}");
 }

@@ -76,6 +76,71 @@ fn a_damaged_magic_number(#[case] magic: u32, #[case] version: u32, #[case] toke
     assert_eq!(raw.len(), content.len() / 2);
 }
 
+/// Raw ids of 32 and 64 bits would be other tokens as u16: each id followed by its upper half.
+#[rstest]
+#[case::u32_(4, 50_257, "raw u32 ids: every second u16 is 0, in all 400")]
+#[case::u32_of_a_large_vocabulary(4, 128_256, "raw u32 ids: every second u16 is an upper half")]
+#[case::u32_of_few_ids(4, 11, "raw u32 ids")]
+#[case::i64_(8, 50_257, "raw i64 ids: three of four u16 are 0, in all 800")]
+fn wider_raw_ids(#[case] bytes: usize, #[case] vocab_size: usize, #[case] words: &str) {
+    let ids = (0..200u64).map(|i| i * 2_654_435_761 % vocab_size as u64);
+    let content: Vec<u8> = ids
+        .flat_map(|id| id.to_le_bytes()[..bytes].to_vec())
+        .collect();
+    let (_folder, path) = file(&content);
+    let parts = ["tokens.bin", "expected raw u16 ids", words, "HeaderedU32"];
+    let error = refusal(Tokens::open(&path, vocab_size), &parts);
+    assert!(matches!(error, Error::Format { .. }), "{error:?}");
+    Tokens::open_as(&path, TokenFormat::RawU16, 1 << 16).unwrap();
+}
+
+/// No u16 ids are taken for wider ones: small vocabularies, many zeros, every second id 0 but one.
+#[test]
+fn u16_ids_are_not_taken_for_wider_ones() {
+    let files: [&dyn Fn(usize) -> u16; 6] = [
+        &|_| 0,
+        &|i| (i % 2) as u16,
+        &|i| if i % 2 == 0 { 7 } else { 0 }, // a pattern
+        &|i| if i % 5 == 0 { i as u16 } else { 0 },
+        &|i| {
+            if i % 2 == 0 || i == 39_997 {
+                i as u16
+            } else {
+                0
+            }
+        },
+        &|i| (i * 7919 % 50_257) as u16,
+    ];
+    for id_at in files {
+        let ids: Vec<u16> = (0..40_000).map(id_at).collect();
+        let content: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let (_folder, path) = file(&content);
+        for vocab_size in [1 << 16, 128_256, 1 << 40] {
+            let read = Tokens::open(&path, vocab_size).unwrap().to_vec().unwrap();
+            assert!(
+                read.iter()
+                    .zip(&ids)
+                    .all(|(read, id)| *read == u32::from(*id))
+            );
+        }
+    }
+    // Too few to judge.
+    let (_folder, path) = file(&[1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0]);
+    assert_eq!(Tokens::open(&path, 10).unwrap().len(), 8);
+}
+
+/// A sparse file may have more tokens than memory: all of them in memory is an error, a part of them is not.
+#[test]
+fn more_tokens_than_memory() {
+    let (_folder, path) = file(&[1]);
+    let sparse = fs::File::options().write(true).open(&path).unwrap();
+    sparse.set_len(1 << 42).unwrap();
+    let tokens = Tokens::bytes(&path).unwrap();
+    let error = refusal(tokens.to_vec(), &["tokens.bin", "its ids"]);
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error:?}");
+    assert_eq!(tokens.slice(0..2).unwrap().to_vec().unwrap(), [1, 0]);
+}
+
 /// Without a magic number only a .bin whose ids all fit is taken for raw ids.
 #[test]
 fn raw_ids_by_name_and_content() {

@@ -298,6 +298,32 @@ fn in_parts(#[values(false, true)] planned: bool) {
     }
     near(&all(alone).unwrap().0, &whole[0].0);
     TransformerLM::load(&model_config(), path, &Device::Cpu).unwrap();
+    // The parts of two ranks, one in the place of the other, and parts of another step: as large, and other values.
+    let part = |step: &str, rank: &str| {
+        let parts = std::fs::read_dir(folder.path()).unwrap();
+        let mut parts = parts.map(|file| file.unwrap().path());
+        let is_wanted = |path: &std::path::PathBuf| {
+            let name = path.file_name().unwrap().to_string_lossy();
+            name.contains(&format!(".part-{step}-")) && name.ends_with(&format!("-{rank}-of-2"))
+        };
+        parts.find(is_wanted).unwrap()
+    };
+    let first = part("3", "0");
+    for (other, words) in [
+        (
+            part("3", "1"),
+            "expected the part of rank 0 of 2 in the save 3-",
+        ),
+        (part("2", "0"), "got that of rank 0 of 2 in the save 2-"),
+    ] {
+        let own = std::fs::read(&first).unwrap();
+        std::fs::copy(other, &first).unwrap();
+        let error = resume().unwrap_err();
+        assert!(matches!(error, Error::Format { .. }), "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+        std::fs::write(&first, own).unwrap();
+    }
+    resume().unwrap();
     // A part that cannot be written leaves what was there, and is an error on all ranks.
     let errors = on_ranks(2, |ranks| {
         let (trainer, sharded) = sharded_trainer(&ranks, 6)?;

@@ -269,6 +269,11 @@ fn misfits_are_refused_by_name() {
 #[case("eps", AdamWConfig { eps: 1e-50, ..CONFIG })] // 0 in f32
 #[case("eps", AdamWConfig { eps: f64::NAN, ..CONFIG })]
 #[case("weight_decay", AdamWConfig { weight_decay: f64::NAN, ..CONFIG })]
+#[case("weight_decay", AdamWConfig { weight_decay: 1e300, ..CONFIG })] // infinite in f32
+#[case("weight_decay", AdamWConfig { lr: 1e20, weight_decay: 1e20, ..CONFIG })] // their product is
+#[case("lr", AdamWConfig { lr: 1e300, ..CONFIG })]
+#[case("lr", AdamWConfig { lr: 3e38, betas: (0.9, 0.999), ..CONFIG })] // the first step of it is
+#[case("eps", AdamWConfig { eps: 1e300, ..CONFIG })]
 fn a_bad_configuration_names_its_field(#[case] wanted: &str, #[case] config: AdamWConfig) {
     let error = AdamW::new(named(&[&var(&[1.0], DType::F32)]), config).unwrap_err();
     assert!(

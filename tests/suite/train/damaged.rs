@@ -159,6 +159,70 @@ fn a_file_that_shrinks_while_it_is_read() {
     });
 }
 
+/// A file says how long the history is, and a sparse one may be of any length: an error, not an end of the process.
+#[test]
+fn a_history_longer_than_the_run_or_than_memory_is_refused() {
+    const LOSSES: u64 = 1 << 40;
+    let (_folder, path) = checkpoint();
+    start(settings()).save(&path).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let text = header.metadata().as_ref().unwrap()["tallow.train"].clone();
+    let refused = |text: &str, parts: &[&str]| {
+        let empty =
+            |dtype| serde_json::json!({"dtype": dtype, "shape": [0], "data_offsets": [0, 0]});
+        let header = serde_json::json!({
+            "__metadata__": {"tallow.train": text},
+            "history.evaluated_steps": empty("I64"),
+            "history.evaluations": empty("F64"),
+            "history.losses": {"dtype": "F64", "shape": [LOSSES], "data_offsets": [0, 8 * LOSSES]},
+            "history.skipped": empty("I64"),
+        });
+        let header = header.to_string();
+        let mut content = (header.len() as u64).to_le_bytes().to_vec();
+        content.extend(header.bytes());
+        fs::write(&path, &content).unwrap();
+        let file = fs::File::options().write(true).open(&path).unwrap();
+        file.set_len(content.len() as u64 + 8 * LOSSES).unwrap();
+        refusal(Checkpoint::read(&path), parts)
+    };
+    let error = refused(
+        &text,
+        &[
+            "run.safetensors",
+            "history.losses",
+            "expected 0 f64",
+            "got f64 [1099511627776]",
+        ],
+    );
+    assert!(matches!(error, Error::Weight { .. }), "{error:?}");
+    let text = text.replace("\"step\":0", &format!("\"step\":{LOSSES}"));
+    let error = refused(&text, &["run.safetensors", "history.losses"]);
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error:?}");
+}
+
+/// Names in a file are anybody's: a terminal gets none of their control characters.
+#[test]
+fn names_of_tensors_are_shown_escaped() {
+    let (_folder, path) = checkpoint();
+    start(settings()).save(&path).unwrap();
+    super::refusals::forge(&path, str::to_string, |_| Some(vec![]));
+    let bytes = fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let name = "lm_head\u{1b}[2J\0.weight";
+    let tensors = file
+        .tensors()
+        .into_iter()
+        .chain([(name.to_string(), file.tensor("lm_head.weight").unwrap())]);
+    let named = safetensors::serialize(tensors.collect::<Vec<_>>(), None).unwrap();
+    fs::write(&path, named).unwrap();
+    let error = refusal(
+        TransformerLM::load(&sizes(), &path, &Device::Cpu),
+        &["run.safetensors", r"lm_head\u{1b}[2J\u{0}.weight"],
+    );
+    assert!(!error.to_string().contains(char::is_control));
+}
+
 /// As saved before there were checksums and before the history was a tensor.
 #[test]
 fn old_checkpoints_resume() {

@@ -25,6 +25,12 @@ type Change = fn(&mut TrainConfig);
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(f64::NAN), "TrainConfig: max_grad_norm must be over 0, got NaN")]
 #[case(|c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: -1.0 }, "Schedule: lr must be")]
 #[case(|c: &mut TrainConfig| c.optimizer.betas.1 = 1.0, "AdamWConfig: betas.1 must be")]
+#[case(|c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: 1e300 }, "Schedule: lr must be")]
+#[case(|c: &mut TrainConfig| c.optimizer.weight_decay = 1e300, "AdamWConfig: weight_decay must be")]
+#[case(
+    |c: &mut TrainConfig| { c.schedule = Schedule::Constant { lr: 1e20 }; c.optimizer.weight_decay = 1e20 },
+    "AdamWConfig: weight_decay must be such that lr * weight_decay, 1e40, is finite in f32"
+)]
 #[case(
     |c: &mut TrainConfig| c.sequence_length = 14,
     "TrainConfig: sequence_length must be at most the model's context_length, 13, got 14"

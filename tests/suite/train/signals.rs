@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM as the example `train` takes them.
+//! Ctrl-C, SIGTERM and SIGHUP as the example `train` takes them.
 #![cfg(unix)]
 
 #[path = "../../../examples/train/signals.rs"]
@@ -43,7 +43,11 @@ fn listen() {
 
 /// A process in a role, and the lines that it prints.
 fn child(role: &str) -> (Child, impl Iterator<Item = String>) {
-    let mut child = Command::new(std::env::current_exe().unwrap())
+    started(Command::new(std::env::current_exe().unwrap()), role)
+}
+
+fn started(mut command: Command, role: &str) -> (Child, impl Iterator<Item = String>) {
+    let mut child = command
         .args([
             "train::signals::listen",
             "--exact",
@@ -72,7 +76,11 @@ fn status(mut child: Child) -> ExitStatus {
 
 #[test]
 fn the_first_one_is_noted_and_gives_the_status() {
-    for (signal, code) in [(libc::SIGINT, 130), (libc::SIGTERM, 143)] {
+    for (signal, code) in [
+        (libc::SIGINT, 130),
+        (libc::SIGTERM, 143),
+        (libc::SIGHUP, 129),
+    ] {
         let (child, _lines) = child("polite");
         send(&child, signal);
         assert_eq!(status(child).code(), Some(code));
@@ -85,6 +93,7 @@ fn the_second_one_ends_at_once() {
         (libc::SIGINT, libc::SIGINT, 130),
         (libc::SIGINT, libc::SIGTERM, 143),
         (libc::SIGTERM, libc::SIGINT, 130),
+        (libc::SIGHUP, libc::SIGTERM, 143),
     ] {
         let (child, mut lines) = child("busy");
         send(&child, first);
@@ -98,6 +107,24 @@ fn the_second_one_ends_at_once() {
 #[test]
 fn afterwards_the_first_one_ends_at_once() {
     let (child, _lines) = child("done");
+    send(&child, libc::SIGTERM);
+    assert_eq!(status(child).code(), Some(143));
+}
+
+/// `nohup` has SIGHUP ignored, which it stays: the process ends by the signal that comes after it.
+#[test]
+fn an_ignored_hangup_stays_ignored() {
+    use std::os::unix::process::CommandExt;
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    // SAFETY: signal is safe to call between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGHUP, libc::SIG_IGN);
+            Ok(())
+        });
+    }
+    let (child, _lines) = started(command, "polite");
+    send(&child, libc::SIGHUP);
     send(&child, libc::SIGTERM);
     assert_eq!(status(child).code(), Some(143));
 }

@@ -98,6 +98,44 @@ fn another_file_of_the_locks_name() {
     assert_eq!(names(folder.path()), ["run.safetensors.lock"]);
 }
 
+/// What stands in a lock file's place is named, whatever it is, and a pipe is not waited for.
+#[cfg(unix)]
+#[test]
+fn what_is_no_lock_file_is_named_at_once() {
+    use std::os::unix::ffi::OsStrExt;
+    let (folder, path) = checkpoint();
+    let lock = folder.path().join("run.safetensors.lock");
+    let refused = |words: &str| {
+        let parts = [
+            "run.safetensors: cannot write",
+            "run.safetensors.lock",
+            words,
+        ];
+        let error = refusal(start(settings()).save(&path), &parts);
+        assert!(matches!(error, Error::Io { .. }), "{error:?}");
+    };
+    let name = std::ffi::CString::new(lock.as_os_str().as_bytes()).unwrap();
+    // SAFETY: a path that ends in a zero byte.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    refused("not a regular file");
+    fs::remove_file(&lock).unwrap();
+    fs::write(&lock, [0xff, 0xfe, 0, 1]).unwrap();
+    refused("other content");
+    fs::remove_file(&lock).unwrap();
+    // As long as one likes: no more of it is read than a lock file has.
+    let sparse = File::create(&lock).unwrap();
+    sparse.set_len(1 << 42).unwrap();
+    refused("other content");
+    fs::remove_file(&lock).unwrap();
+    fs::create_dir(&lock).unwrap();
+    refused("directory");
+    fs::remove_dir(&lock).unwrap();
+    std::os::unix::fs::symlink("nowhere", &lock).unwrap();
+    refused("its lock file");
+    fs::remove_file(&lock).unwrap();
+    start(settings()).save(&path).unwrap();
+}
+
 /// Where the next test's second process writes to.
 #[cfg(unix)]
 const PATH_TO_HOLD: &str = "TALLOW_TEST_PATH_TO_HOLD";

@@ -1,0 +1,90 @@
+//! A flag that would be taken and ignored is an error. clap relates flags to flags (`requires`, `conflicts_with`); what
+//! depends on values is declared here, and held against the flags of the command line, not against defaults.
+
+use super::{Common, Output};
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, Parser};
+use tallow::report::Format;
+
+/// Flags with the condition under which they have an effect.
+struct Effect<F> {
+    /// The flags' long names.
+    flags: &'static [&'static str],
+    /// The condition, in words.
+    only: &'static str,
+    holds: Box<dyn Fn(&F) -> bool>,
+}
+
+/// What the flags of a program depend on.
+pub struct Effects<F>(Vec<Effect<F>>);
+
+impl<F: Parser + 'static> Effects<F> {
+    pub fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Declares that `flags` have an effect only where `holds` holds; `only` says so in words.
+    pub fn only(
+        mut self,
+        only: &'static str,
+        flags: &'static [&'static str],
+        holds: impl Fn(&F) -> bool + 'static,
+    ) -> Self {
+        self.0.push(Effect {
+            flags,
+            only,
+            holds: Box::new(holds),
+        });
+        self
+    }
+
+    /// Declares what the flags of a table depend on.
+    pub fn of_output(self, output: fn(&F) -> &Output) -> Self {
+        self.only(
+            "with --format text, markdown, latex or typst (csv and json have every field)",
+            &["columns"],
+            move |flags| is_for_people(output(flags).format),
+        )
+    }
+
+    /// Parses the command line. Ends the program with clap's status and message, or with one that names a flag that
+    /// would be ignored.
+    pub fn parse(self) -> F {
+        let mut command = F::command();
+        let matches = command.clone().get_matches();
+        let flags = F::from_arg_matches(&matches);
+        let flags = flags.unwrap_or_else(|error| error.format(&mut command).exit());
+        for Effect {
+            flags: names,
+            only,
+            holds,
+        } in &self.0
+        {
+            let given = names.iter().find(|name| is_given(&command, &matches, name));
+            if let (Some(name), false) = (given, holds(&flags)) {
+                let text = format!("--{name} would be ignored: it has an effect only {only}");
+                command.error(ErrorKind::ArgumentConflict, text).exit();
+            }
+        }
+        flags
+    }
+}
+
+/// Whether a format shows the columns that are chosen; the others have all.
+pub fn is_for_people(format: Format) -> bool {
+    !matches!(format, Format::Csv | Format::Json)
+}
+
+/// Whether the common flags name a GPU.
+pub fn names_gpu(common: &Common) -> bool {
+    !common.device.eq_ignore_ascii_case("cpu")
+}
+
+/// Whether a flag is on the command line. A name that the program lacks is a mistake in its declarations.
+fn is_given(command: &Command, matches: &ArgMatches, name: &str) -> bool {
+    let mut arguments = command.get_arguments();
+    let argument = arguments.find(|argument| argument.get_long() == Some(name));
+    let argument = argument.unwrap_or_else(|| panic!("there is no flag --{name}"));
+    matches.value_source(argument.get_id().as_str()) == Some(ValueSource::CommandLine)
+}

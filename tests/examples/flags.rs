@@ -1,0 +1,673 @@
+//! No flag is taken and ignored: every flag of every example either always has an effect, or is refused where it has
+//! none.
+
+use super::process::{assert_refused, example, run};
+use std::collections::BTreeSet;
+
+/// Flags that always have an effect.
+const OUTPUT: &[&str] = &["format", "output"];
+const COMMON: &[&str] = &["device", "tf32", "seed", "nvtx", "strict"];
+const MODELS: &[&str] = &[
+    "size",
+    "family",
+    "d-model",
+    "d-ff",
+    "num-layers",
+    "num-heads",
+    "vocab-size",
+];
+/// Without half precision among the precisions they are refused when the run begins.
+const PRECISION: &[&str] = &["precision", "autocast", "full-half", "drop-casts"];
+
+/// An example, its flags that always have an effect, and for each other flag command lines where it has none.
+struct Case {
+    name: &'static str,
+    always: &'static [&'static [&'static str]],
+    refused: &'static [(&'static str, &'static [&'static str])],
+}
+
+const CASES: &[Case] = &[
+    Case {
+        name: "attention_benchmark",
+        always: &[
+            OUTPUT,
+            COMMON,
+            &[
+                "batch-size",
+                "heads",
+                "sequence-length",
+                "compare",
+                "iterations",
+                "warmup-steps",
+                "time-budget-ms",
+                "precision",
+                "module",
+                "plot",
+                "memory-limit-gib",
+            ],
+        ],
+        refused: &[
+            (
+                "columns",
+                &["--format csv --columns all", "--format json --columns all"],
+            ),
+            ("d-model", &["--d-model 64"]),
+            ("autocast", &["--precision bf16 --autocast cpu"]),
+            ("full-half", &["--precision bf16 --full-half"]),
+            ("drop-casts", &["--precision bf16 --drop-casts"]),
+            ("causal", &["--module --causal", "--window 4 --causal"]),
+            ("window", &["--module --window 4"]),
+            ("head-dim", &["--module --head-dim 8"]),
+            ("documents", &["--module --documents 2"]),
+            (
+                "dropout",
+                &["--module --dropout 0.5", "--compare planned --dropout 0.5"],
+            ),
+            ("dtype", &["--precision bf16 --dtype f64"]),
+            (
+                "full",
+                &[
+                    "--sequence-length 8 --head-dim 8 --time-budget-ms 10 --full",
+                    "--module --sequence-length 8 --d-model 8 --time-budget-ms 10 --full",
+                ],
+            ),
+        ],
+    },
+    Case {
+        name: "compiled_benchmark",
+        always: &[
+            OUTPUT,
+            COMMON,
+            &["part", "precision", "json", "memory-limit-gib"],
+        ],
+        refused: &[
+            ("columns", &["--format json --columns all"]),
+            (
+                "full",
+                &[
+                    "--part model --size tiny --full",
+                    "--part attention --head-dim 8 --sequence-length 8 --time-budget-ms 10 --full",
+                ],
+            ),
+            (
+                "attention-batch-size",
+                &["--part model --attention-batch-size 2"],
+            ),
+            ("heads", &["--part model --heads 2"]),
+            ("head-dim", &["--part model --head-dim 8"]),
+            ("sequence-length", &["--part model --sequence-length 8"]),
+            ("causal", &["--part model --causal"]),
+            ("iterations", &["--part model --iterations 2"]),
+            ("time-budget-ms", &["--part model --time-budget-ms 2"]),
+            ("config", &["--part attention --config 1-8-16-1-2"]),
+            ("size", &["--part attention --size tiny"]),
+            ("vocab-size", &["--part attention --vocab-size 10"]),
+            ("d-ff", &["--part attention --d-ff 10"]),
+            (
+                "batch-size",
+                &[
+                    "--part attention --batch-size 2",
+                    "--batch-size 2",
+                    "--config 1-8-16-1-2 --batch-size 2",
+                ],
+            ),
+            (
+                "context-length",
+                &["--part attention --context-length 8", "--context-length 8"],
+            ),
+            (
+                "model-attention",
+                &["--part attention --model-attention flash"],
+            ),
+            ("warmup-steps", &["--part attention --warmup-steps 2"]),
+            ("steps", &["--part attention --steps 2"]),
+            ("rounds", &["--part attention --rounds 2"]),
+        ],
+    },
+    Case {
+        name: "custom_model",
+        always: &[
+            &["device", "tf32", "nvtx", "strict"],
+            &[
+                "batch-size",
+                "n-positions",
+                "vocab-size",
+                "n-embd",
+                "n-layer",
+                "n-head",
+            ],
+        ],
+        refused: &[
+            ("trace", &["--nodes --trace", "--graph g.dot --trace"]),
+            ("nodes", &["--graph g.dot --nodes"]),
+            ("graph", &["--nodes --graph g.dot"]),
+            (
+                "planned",
+                &[
+                    "--trace --planned",
+                    "--nodes --planned",
+                    "--graph g.dot --planned",
+                ],
+            ),
+            ("steps", &["--nodes --steps 2"]),
+            ("seed", &["--nodes --seed 2"]),
+            (
+                "format",
+                &["--trace --format csv", "--graph g.dot --format csv"],
+            ),
+            ("output", &["--trace --output out.txt"]),
+            (
+                "columns",
+                &["--trace --columns all", "--format csv --columns all"],
+            ),
+        ],
+    },
+    Case {
+        name: "distributed_benchmark",
+        always: &[OUTPUT, &["part", "gpus", "tf32", "nvtx", "strict"]],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            (
+                "device",
+                &["--gpus 2 --device cpu", "--gpus 2 --device cuda:0"],
+            ),
+            ("timeout", &["--timeout 5", "--gpus 1 --timeout 5"]),
+            ("nccl-max-ctas", &["--nccl-max-ctas 5"]),
+            ("mib", &["--part steps --mib 1"]),
+            ("size", &["--part collectives --size tiny"]),
+            ("family", &["--part collectives --family x"]),
+            ("d-model", &["--part collectives --d-model 8"]),
+            ("d-ff", &["--part collectives --d-ff 8"]),
+            ("num-layers", &["--part collectives --num-layers 8"]),
+            ("num-heads", &["--part collectives --num-heads 8"]),
+            ("vocab-size", &["--part collectives --vocab-size 8"]),
+            ("batch-size", &["--part collectives --batch-size 8"]),
+            ("context-length", &["--part collectives --context-length 8"]),
+            ("precision", &["--part accounting --precision bf16"]),
+            ("autocast", &["--part accounting --autocast cpu"]),
+            ("full-half", &["--part accounting --full-half"]),
+            ("drop-casts", &["--part accounting --drop-casts"]),
+            ("attention", &["--part accounting --attention flash"]),
+            ("bucket-mib", &["--part accounting --bucket-mib 1"]),
+            ("exchange-bf16", &["--part collectives --exchange-bf16"]),
+            ("strategy", &["--part collectives --strategy replicated"]),
+            ("only-overlapped", &["--part collectives --only-overlapped"]),
+            ("compile", &["--part paper --compile"]),
+            ("without-alone", &["--part paper --without-alone"]),
+            ("seed", &["--part paper --seed 1"]),
+            ("memory-budget-gib", &["--part steps --memory-budget-gib 1"]),
+            ("warmup-steps", &["--part memory --warmup-steps 1"]),
+            ("steps", &["--part memory --steps 1"]),
+            ("trace", &["--part memory --trace t.json"]),
+            ("world-size", &["--part steps --world-size 8"]),
+            ("product-tflops", &["--part steps --product-tflops 8"]),
+            ("memory-gb-s", &["--part steps --memory-gb-s 8"]),
+            ("kernel-us", &["--part steps --kernel-us 8"]),
+            ("alone-ms", &["--part steps --alone-ms 8"]),
+            ("reduce-gb-s", &["--part steps --reduce-gb-s 8"]),
+            ("gather-gb-s", &["--part steps --gather-gb-s 8"]),
+            ("exchange-us", &["--part steps --exchange-us 8"]),
+            ("contention", &["--part steps --contention 0.5"]),
+            ("fsdp", &["--part steps --fsdp 8"]),
+            ("tensor-parallel", &["--part steps --tensor-parallel 8"]),
+            ("device-tflops", &["--part steps --device-tflops 8"]),
+            ("link-gb-s", &["--part steps --link-gb-s 8"]),
+            ("fsdp-links", &["--part steps --fsdp-links 8"]),
+            ("tensor-links", &["--part steps --tensor-links 8"]),
+            ("device-gb", &["--part steps --device-gb 8"]),
+        ],
+    },
+    Case {
+        name: "e2e_benchmark",
+        always: &[
+            OUTPUT,
+            COMMON,
+            MODELS,
+            PRECISION,
+            &[
+                "batch-size",
+                "context-length",
+                "attention",
+                "checkpoint",
+                "mode",
+                "warmup-steps",
+                "steps",
+                "view",
+                "memory-limit-gib",
+            ],
+        ],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("optimizer", &["--mode forward --optimizer candle-adamw"]),
+            ("lr", &["--mode forward forward-backward --lr 0.1"]),
+            ("keep-graph", &["--mode train-step --keep-graph"]),
+            (
+                "compile",
+                &[
+                    "--mode forward --keep-graph --compile",
+                    "--precision bf16-full --compile",
+                ],
+            ),
+            ("memory-budget-gib", &["--memory-budget-gib 1"]),
+            ("optimizer-in-backward", &["--optimizer-in-backward"]),
+            ("per-step", &["--isolate --per-step"]),
+            ("isolate", &["--per-step --isolate"]),
+        ],
+    },
+    Case {
+        name: "memory_estimate",
+        always: &[OUTPUT, &["verify"]],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("threads", &["--threads 2"]),
+            ("size", &["--verify --size tiny"]),
+            ("family", &["--verify --family x"]),
+            ("d-model", &["--verify --d-model 8"]),
+            ("d-ff", &["--verify --d-ff 8"]),
+            ("num-layers", &["--verify --num-layers 8"]),
+            ("num-heads", &["--verify --num-heads 8"]),
+            ("vocab-size", &["--verify --vocab-size 8"]),
+            ("batch-size", &["--verify --batch-size 8"]),
+            ("context-length", &["--verify --context-length 8"]),
+            ("mode", &["--verify --mode forward"]),
+            ("attention", &["--verify --attention flash"]),
+            ("checkpoint", &["--verify --checkpoint block"]),
+            ("precision", &["--verify --precision bf16"]),
+            ("autocast", &["--verify --autocast cpu"]),
+            ("full-half", &["--verify --full-half"]),
+            ("drop-casts", &["--verify --drop-casts"]),
+            (
+                "ranks",
+                &["--ranks 4", "--verify --ranks 4 --strategy fully-shard"],
+            ),
+            ("strategy", &["--strategy fully-shard"]),
+            (
+                "exchange-bf16",
+                &[
+                    "--exchange-bf16",
+                    "--ranks 2 --strategy replicated --exchange-bf16",
+                ],
+            ),
+            ("memory-limit-gib", &["--verify --memory-limit-gib 1"]),
+            ("budget", &["--verify --budget"]),
+            ("device", &["--verify --device cpu"]),
+        ],
+    },
+    Case {
+        name: "memory_profile",
+        always: &[
+            OUTPUT,
+            COMMON,
+            MODELS,
+            PRECISION,
+            &[
+                "batch-size",
+                "context-length",
+                "attention",
+                "checkpoint",
+                "mode",
+                "warmup-steps",
+                "timeline",
+                "memory-limit-gib",
+            ],
+        ],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("compile", &["--precision bf16-full --compile"]),
+            ("memory-budget-gib", &["--memory-budget-gib 1"]),
+            ("optimizer-in-backward", &["--optimizer-in-backward"]),
+            ("largest", &["--compile=only --largest 2"]),
+            ("threshold-bytes", &["--compile=only --threshold-bytes 2"]),
+            ("snapshot", &["--compile=only --snapshot s.json"]),
+        ],
+    },
+    Case {
+        name: "mixed_precision_accumulation",
+        always: &[OUTPUT, &["value", "count"]],
+        refused: &[("columns", &["--format csv --columns all"])],
+    },
+    Case {
+        name: "mixed_precision_benchmark",
+        always: &[
+            OUTPUT,
+            COMMON,
+            MODELS,
+            PRECISION,
+            &[
+                "batch-size",
+                "context-length",
+                "attention",
+                "mode",
+                "rounds",
+                "warmup-steps",
+                "steps",
+                "plot",
+                "memory-limit-gib",
+            ],
+        ],
+        refused: &[("columns", &["--format csv --columns all"])],
+    },
+    Case {
+        name: "precision_curves",
+        always: &[
+            OUTPUT,
+            COMMON,
+            PRECISION,
+            &["plot", "validation-fraction"],
+            &[
+                "size",
+                "d-model",
+                "d-ff",
+                "num-layers",
+                "num-heads",
+                "attention",
+                "dropout",
+            ],
+            &[
+                "activation-checkpointing",
+                "context-length",
+                "separator",
+                "batch-size",
+            ],
+            &[
+                "accumulation",
+                "steps",
+                "schedule",
+                "lr",
+                "weight-decay",
+                "bf16-moments",
+            ],
+            &["betas", "clip", "evaluate-every"],
+        ],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("data", &["--tokens t.bin --vocab-size 9 --data DATA"]),
+            (
+                "tokens",
+                &[
+                    "--data DATA --tokens t.bin --vocab-size 9",
+                    "--tokens t.bin",
+                ],
+            ),
+            (
+                "vocab-size",
+                &["--vocab-size 9", "--data DATA --vocab-size 9"],
+            ),
+            (
+                "token-format",
+                &[
+                    "--token-format raw-u16",
+                    "--data DATA --token-format raw-u16",
+                ],
+            ),
+            (
+                "schedule-steps",
+                &["--schedule constant --schedule-steps 9"],
+            ),
+            ("min-lr", &["--schedule constant --min-lr 0.1"]),
+            ("warmup", &["--schedule constant --warmup 9"]),
+        ],
+    },
+    Case {
+        name: "profile",
+        always: &[
+            OUTPUT,
+            COMMON,
+            MODELS,
+            PRECISION,
+            &[
+                "batch-size",
+                "context-length",
+                "attention",
+                "mode",
+                "warmup-steps",
+                "steps",
+                "by",
+                "phase",
+                "within",
+                "trace",
+                "flame-graph",
+                "memory-limit-gib",
+            ],
+        ],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("no-kernels", &["--no-kernels", "--device cpu --no-kernels"]),
+            ("top", &["--format json --top 2"]),
+            (
+                "compile",
+                &[
+                    "--reference-ops --compile",
+                    "--precision bf16-full --compile",
+                ],
+            ),
+            (
+                "reference-ops",
+                &["--compile --reference-ops", "--strict --reference-ops"],
+            ),
+        ],
+    },
+    Case {
+        name: "toy_model_dtypes",
+        always: &[OUTPUT, &["show"]],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("device", &["--show layer-norm --device cpu"]),
+            ("tf32", &["--show layer-norm --tf32"]),
+            ("seed", &["--show layer-norm --seed 1"]),
+            ("nvtx", &["--show layer-norm --nvtx"]),
+            ("strict", &["--show layer-norm --strict"]),
+        ],
+    },
+    Case {
+        name: "train",
+        always: &[
+            PRECISION,
+            &["tf32", "seed", "nvtx", "strict", "gpus", "compile"],
+            &["validation-fraction", "attention", "dropout", "family"],
+            &[
+                "activation-checkpointing",
+                "context-length",
+                "separator",
+                "batch-size",
+            ],
+            &[
+                "accumulation",
+                "steps",
+                "schedule",
+                "lr",
+                "weight-decay",
+                "bf16-moments",
+            ],
+            &[
+                "betas",
+                "clip",
+                "evaluate-every",
+                "checkpoint",
+                "out",
+                "sample",
+            ],
+        ],
+        refused: &[
+            ("device", &["--gpus 2 --device cpu"]),
+            ("data", &["--tokens t.bin --vocab-size 9 --data DATA"]),
+            (
+                "tokens",
+                &[
+                    "--data DATA --tokens t.bin --vocab-size 9",
+                    "--tokens t.bin",
+                ],
+            ),
+            (
+                "vocab-size",
+                &["--vocab-size 9", "--data DATA --vocab-size 9"],
+            ),
+            (
+                "token-format",
+                &[
+                    "--token-format raw-u16",
+                    "--data DATA --token-format raw-u16",
+                ],
+            ),
+            (
+                "schedule-steps",
+                &["--schedule constant --schedule-steps 9"],
+            ),
+            ("min-lr", &["--schedule constant --min-lr 0.1"]),
+            ("warmup", &["--schedule constant --warmup 9"]),
+            ("size", &["--family x --size tiny"]),
+            ("d-model", &["--family x --d-model 8"]),
+            ("d-ff", &["--family x --d-ff 8"]),
+            ("num-layers", &["--family x --num-layers 8"]),
+            ("num-heads", &["--family x --num-heads 8"]),
+            (
+                "random-weights",
+                &["--random-weights", "--size tiny --random-weights"],
+            ),
+            (
+                "save-family",
+                &["--save-family f", "--size tiny --save-family f"],
+            ),
+            ("timeout", &["--timeout 5"]),
+            ("nccl-max-ctas", &["--nccl-max-ctas 5"]),
+            (
+                "strategy",
+                &["--strategy fully-shard", "--gpus 1 --strategy fully-shard"],
+            ),
+            (
+                "exchange",
+                &[
+                    "--exchange flat",
+                    "--gpus 2 --strategy fully-shard --exchange flat",
+                ],
+            ),
+            (
+                "bucket-mib",
+                &["--bucket-mib 1", "--gpus 2 --exchange flat --bucket-mib 1"],
+            ),
+            ("exchange-bf16", &["--exchange-bf16"]),
+            ("optimizer-in-backward", &["--optimizer-in-backward"]),
+            ("checkpoint-every", &["--checkpoint-every 5"]),
+            ("keep", &["--keep 5"]),
+            ("resume", &["--resume"]),
+            ("temperature", &["--sample 0 --temperature 1"]),
+            (
+                "top-k",
+                &["--sample 0 --top-k 1", "--temperature 0 --top-k 1"],
+            ),
+            (
+                "top-p",
+                &["--sample 0 --top-p 0.5", "--temperature 0 --top-p 0.5"],
+            ),
+            (
+                "prompt",
+                &[
+                    "--sample 0 --prompt a",
+                    "--tokens t.bin --vocab-size 9 --prompt a",
+                ],
+            ),
+        ],
+    },
+];
+
+/// The long flags that a program's help lists.
+fn flags_of(name: &str) -> BTreeSet<String> {
+    let help = run(example(&format!("{name} --help"))).out;
+    let flags = help.lines().filter_map(|line| {
+        let line = line.trim_start();
+        let line = line
+            .strip_prefix("-h, ")
+            .or_else(|| line.strip_prefix("-V, "))
+            .unwrap_or(line);
+        let flag = line.strip_prefix("--")?;
+        let end = flag.find(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
+        Some(flag[..end.unwrap_or(flag.len())].to_string())
+    });
+    let mut flags: BTreeSet<String> = flags.collect();
+    for of_clap in ["help", "version"] {
+        assert!(flags.remove(of_clap), "{name}: {flags:?}");
+    }
+    flags
+}
+
+#[test]
+fn every_flag_has_its_case() {
+    for Case {
+        name,
+        always,
+        refused,
+    } in CASES
+    {
+        let mut cases = BTreeSet::new();
+        let conditional = refused.iter().map(|(flag, _)| *flag);
+        for flag in always.concat().into_iter().chain(conditional) {
+            assert!(cases.insert(flag.to_string()), "{name}: --{flag} twice");
+        }
+        assert_eq!(cases, flags_of(name), "{name}");
+    }
+    let examples = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
+    let files = std::fs::read_dir(examples)
+        .unwrap()
+        .map(|file| file.unwrap().path());
+    let programs = files.filter(|path| path.extension().is_some_and(|end| end == "rs"));
+    assert_eq!(programs.count(), CASES.len());
+}
+
+#[test]
+fn a_flag_without_effect_is_an_error() {
+    for Case { name, refused, .. } in CASES {
+        for (flag, lines) in *refused {
+            for line in *lines {
+                let line = format!("{name} {line}");
+                assert_refused(&line, &run(example(&line)), 2, &format!("--{flag}"));
+            }
+        }
+    }
+}
+
+/// Where the same flags have an effect they are taken: each program begins, and ends in what it then finds.
+#[test]
+fn a_flag_with_effect_is_taken() {
+    for (line, words) in [
+        (
+            "attention_benchmark --module --d-model 8 --drop-casts --precision bf16 --columns x",
+            "columns",
+        ),
+        (
+            "compiled_benchmark --full --config 1-8-16-1-2 --columns x",
+            "columns",
+        ),
+        (
+            "compiled_benchmark --full --part model --batch-size 2 --columns x",
+            "columns",
+        ),
+        (
+            "custom_model --steps 2 --seed 3 --planned --columns x",
+            "columns",
+        ),
+        (
+            "distributed_benchmark --part paper --memory-budget-gib 1 --strategy fully-shard",
+            "--product-tflops",
+        ),
+        (
+            "e2e_benchmark --compile --precision f32 bf16-full --lr 0.1 --columns x",
+            "columns",
+        ),
+        (
+            "memory_estimate --ranks 4 --strategy replicated --columns x",
+            "columns",
+        ),
+        (
+            "memory_profile --compile --snapshot s.json --largest 2 --columns x",
+            "columns",
+        ),
+        ("toy_model_dtypes --seed 3 --columns x", "columns"),
+        (
+            "train --vocab-size 9 --token-format raw-u16 --tokens missing.bin",
+            "missing.bin",
+        ),
+        ("train --family missing --random-weights", "missing"),
+    ] {
+        assert_refused(line, &run(example(line)), 1, words);
+    }
+}
