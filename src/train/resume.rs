@@ -190,7 +190,7 @@ mod tests {
             steps: STEPS + 1,
             ..Default::default()
         };
-        let tokens = Tokens::from_bytes("to be, or not to be").unwrap();
+        let tokens = crate::data::Tokens::from_bytes("to be, or not to be").unwrap();
         let new = TransformerLM::new(&model, 0, &Device::Cpu).unwrap();
         let mut trainer =
             Trainer::new(new, config.clone(), tokens.clone(), tokens.clone()).unwrap();
