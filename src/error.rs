@@ -1,7 +1,7 @@
 //! One error for the whole crate. A variant says which operation refused, what it
 //! wanted, what it got, and what the caller can do about it.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 /// What every fallible function of this crate returns.
@@ -10,8 +10,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why an operation refused.
 ///
 /// It converts into [`candle_core::Error`] (wrapped, so that the text survives), and candle's own errors convert
-/// into it, so `?` works in both directions.
-#[derive(Debug, thiserror::Error)]
+/// into it, so `?` works in both directions. `Debug` prints the same sentence as `Display`, so a `main` that returns an
+/// error, `unwrap` and `expect` print it too.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A tensor of the wrong rank or with the wrong sizes.
@@ -236,6 +237,12 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Display::fmt(self, f)
+    }
+}
+
 /// A field with a value that cannot work: the first half of an [`Error::Config`].
 pub(crate) struct Field {
     config: &'static str,
@@ -295,6 +302,26 @@ impl From<Error> for candle_core::Error {
         match error {
             Error::Candle(inner) => inner,
             other => candle_core::Error::wrap(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_prints_the_sentence_of_display() {
+        let io = Error::io("read", "input.txt", std::io::ErrorKind::NotFound.into());
+        assert_eq!(format!("{io:?}"), "input.txt: cannot read: entity not found");
+        let config = Error::config("AdamWConfig", "lr", -1).must_be("positive", "1e-3 is usual");
+        for error in [config, Error::Plot("no room".into())] {
+            assert_eq!(format!("{error:?}"), error.to_string());
+            assert_eq!(format!("{error:#?}"), error.to_string());
+            let text = error.to_string();
+            let inside: Error = candle_core::Error::from(error).into();
+            assert_eq!(format!("{inside:?}"), inside.to_string());
+            assert!(format!("{inside:?}").contains(&text), "{inside:?}");
         }
     }
 }

@@ -54,8 +54,7 @@ impl Arguments {
                     (None, _) => Tensor::zeros(0, value.dtype, device)?, // only dead calls read it
                     (_, Some(view)) => function.copied(*id, view, device)?,
                     (Some(buffer), None) => {
-                        let elements = lowered.plan.buffer(buffer).elements();
-                        function.first(*id, elements, device)?
+                        function.first(*id, buffer.elements(), device)?
                     }
                 },
             ))
