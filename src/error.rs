@@ -313,7 +313,10 @@ mod tests {
     #[test]
     fn debug_prints_the_sentence_of_display() {
         let io = Error::io("read", "input.txt", std::io::ErrorKind::NotFound.into());
-        assert_eq!(format!("{io:?}"), "input.txt: cannot read: entity not found");
+        assert_eq!(
+            format!("{io:?}"),
+            "input.txt: cannot read: entity not found"
+        );
         let config = Error::config("AdamWConfig", "lr", -1).must_be("positive", "1e-3 is usual");
         for error in [config, Error::Plot("no room".into())] {
             assert_eq!(format!("{error:?}"), error.to_string());

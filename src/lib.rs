@@ -125,8 +125,9 @@ pub mod hf;
 mod holding;
 mod init;
 mod inplace;
-#[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`
-pub mod kernels;
+#[doc(hidden)]
+pub mod internals;
+pub(crate) mod kernels;
 #[cfg(feature = "report")]
 pub mod memory;
 pub mod model;

@@ -296,9 +296,7 @@ impl Plan {
 
     /// [`compute_dtype`](Self::compute_dtype) of one of this plan's calls.
     pub(super) fn dtype_of(&self, call: &Call) -> DType {
-        let mut dtypes = call
-            .operands()
-            .map(|operand| self.buffer_of(operand).dtype);
+        let mut dtypes = call.operands().map(|operand| self.buffer_of(operand).dtype);
         let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
         half.unwrap_or(DType::F32)
     }

@@ -127,7 +127,9 @@ impl Balance {
         if balance.steps.is_some() {
             balance.wall_ns = within_roots_ns; // the steps themselves are the roots
         } else {
-            balance.wall_ns = recording.duration_ns.saturating_mul(recording.threads.len() as u64);
+            balance.wall_ns = recording
+                .duration_ns
+                .saturating_mul(recording.threads.len() as u64);
             let rest_ns = balance.wall_ns.saturating_sub(within_roots_ns);
             let rest = if on_gpu {
                 LineKind::Idle

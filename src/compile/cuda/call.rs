@@ -115,7 +115,8 @@ impl<'a> Launcher<'a> {
         self.launched = index + count;
         let (gpu, tables) = (self.gpu, &updates.tables);
         let joined = |name: &str| {
-            let operands: Vec<&BufferRange> = calls.iter().map(|call| call.writes.operand(name)).collect();
+            let operands: Vec<&BufferRange> =
+                calls.iter().map(|call| call.writes.operand(name)).collect();
             self.view(&whole_of(&operands))
         };
         match calls[0].op {

@@ -7,7 +7,7 @@ use crate::custom_model::gpt2::{Gpt2, Gpt2Config};
 use candle_core::{DType, Device, Tensor, Var};
 use tallow::attention::{self, Algorithm, AttentionConfig};
 use tallow::graph::{self, Target};
-use tallow::kernels::cpu::gemm;
+use tallow::internals::gemm;
 use tallow::memory::{
     Estimate, Kernels, MemoryKind, Mode, Workload, estimate, estimate_graph, tracker,
 };
