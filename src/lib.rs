@@ -70,7 +70,7 @@
 //! - `train`: [`data`] and [`train`]. Includes `hf`.
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
 //!   ([`Plan::explain`](compile::Plan::explain)).
-//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `LICENSES/DejaVu.txt`).
+//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `src/report/DejaVu-LICENSE.txt`).
 //!   Includes `report`.
 //! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
 //!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`

@@ -595,7 +595,7 @@ fn traced_inputs(traced: &graph::Graph) -> u64 {
             graph::Source::Input(_) | graph::Source::Constant
         )
     };
-    let values = traced.values.iter().filter(from_outside);
+    let values = traced.values().iter().filter(from_outside);
     values.map(|value| value.bytes() as u64).sum()
 }
 
