@@ -1,25 +1,27 @@
-//! The CPU kernels beside what bounds them: `floor/copy` is the memory rate, `floor/multiply-add` the arithmetic rate.
+//! The CPU kernels next to what bounds them: `memory/copy` is the machine's memory rate, `arithmetic/multiply-add` its
+//! arithmetic rate in f32.
 //!
-//! `cargo bench --bench kernels [-- PART OF A NAME...]`. A line has the median and the fastest run, and the rate of the
-//! median: in GiB/s (bytes that must move) for the
-//! memory-bound kernels, in GFLOP/s for matrix products. Shapes are those of the tiny preset at
-//! batch 4, context 256: N = 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype is
-//! f32's.
+//! `cargo bench --bench kernels [-- PATTERN]` runs them, or those whose name the pattern matches. Criterion's `thrpt`
+//! line is the rate: in `memory/`, of bytes that must move; in `arithmetic/`, of FLOPs, which criterion calls elements
+//! (1 Gelem/s is 1 GFLOP/s). Shapes are those of the tiny preset at batch 4, context 256: N = 1024 tokens, D = 512,
+//! F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype is f32's.
 
-use candle_core::{DType, Device, WithDType};
+use candle_core::{DType, WithDType};
+use criterion::measurement::WallTime;
+use criterion::{
+    BenchmarkGroup, Criterion, SamplingMode, Throughput, criterion_group, criterion_main,
+};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::hint::black_box;
-use tallow::bench::Stopwatch;
-use tallow::kernels::attention::Seen;
-use tallow::kernels::cpu::activation;
-use tallow::kernels::cpu::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
-use tallow::kernels::cpu::heads::{HeadSizes, split};
-use tallow::kernels::cpu::{
-    Stored, adamw, attention::flash, relu, rope, rows::cross_entropy, rows::embedding,
-    rows::layer_norm, rows::rms_norm, rows::softmax, simd, swiglu,
+use std::time::Duration;
+use tallow::attention::Mask;
+use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
+use tallow::internals::heads::{HeadSizes, split};
+use tallow::internals::{
+    Activation, Seen, Stored, Update, activation, adamw, cross_entropy, embedding, flash,
+    layer_norm, multiply_adds, relu, rms_norm, rope, softmax, swiglu,
 };
-use tallow::kernels::{Activation, Mask, Update};
 
 const TOKENS: usize = 1024;
 const D: usize = 512;
@@ -38,65 +40,59 @@ fn values<T: WithDType>(n: usize) -> Vec<T> {
     (0..n).map(value).collect()
 }
 
-/// What is measured: the kernels whose name has one of these parts, all where there is none.
-struct Bench {
-    parts: Vec<String>,
+/// Criterion's two groups: kernels that memory bounds, and those that arithmetic bounds.
+struct Bench<'a> {
+    group: BenchmarkGroup<'a, WallTime>,
 }
 
-impl Bench {
-    /// Times a kernel whose rate is `work` by its time in milliseconds.
-    fn rate(&self, name: &str, unit: &str, work: f64, mut kernel: impl FnMut()) {
-        if !self.parts.is_empty() && !self.parts.iter().any(|part| name.contains(part)) {
-            return;
-        }
-        let mut stopwatch = Stopwatch::new(&Device::Cpu)
-            .warmup(1000)
-            .time_budget_ms(Some(1000.0));
-        let timing = stopwatch.measure(1000, || {
-            kernel();
-            Ok::<(), tallow::Error>(())
-        });
-        let times = timing.and_then(|timing| timing.statistics());
-        let times = times.expect("kernels do not fail");
-        println!(
-            "{name:<44} {:>9.3} ms  {:>9.3} ms  {:>8.2} {unit}",
-            times.median_ms,
-            times.min_ms,
-            work / times.median_ms
-        );
+impl<'a> Bench<'a> {
+    fn new(criterion: &'a mut Criterion, name: &str) -> Self {
+        let mut group = criterion.benchmark_group(name);
+        group.sampling_mode(SamplingMode::Flat); // the slowest kernels take half a second
+        Self { group }
+    }
+
+    fn run(&mut self, name: &str, rate: Throughput, mut kernel: impl FnMut()) {
+        self.group.throughput(rate);
+        self.group
+            .bench_function(name, |bencher| bencher.iter(&mut kernel));
     }
 
     /// Times a kernel that does `flop` multiplications and additions.
-    fn products(&self, name: &str, flop: usize, kernel: impl FnMut()) {
-        self.rate(name, "GFLOP/s", flop as f64 / 1e6, kernel);
+    fn products(&mut self, name: &str, flop: usize, kernel: impl FnMut()) {
+        self.run(name, Throughput::Elements(flop as u64), kernel);
     }
 
     /// Times a kernel that moves `count` values of type `T`.
-    fn memory<T: WithDType>(&self, name: &str, count: usize, kernel: impl FnMut()) {
+    fn memory<T: WithDType>(&mut self, name: &str, count: usize, kernel: impl FnMut()) {
         let name = match T::DTYPE {
             DType::F32 => name.into(),
             half => format!("{name} {}", half.as_str()),
         };
-        let gib = (size_of::<T>() * count) as f64 / f64::from(1 << 30);
-        self.rate(&name, "GiB/s", gib * 1e3, kernel);
+        let bytes = (size_of::<T>() * count) as u64;
+        self.run(&name, Throughput::Bytes(bytes), kernel);
     }
 }
 
-fn floor(bench: &Bench) {
+fn copy(bench: &mut Bench) {
     let n = 1 << 24;
     let (from, mut to) = (values::<f32>(n), vec![0f32; n]);
-    bench.memory::<f32>("floor/copy", 2 * n, || {
+    bench.memory::<f32>("copy", 2 * n, || {
         to.par_chunks_mut(1 << 16)
             .zip(from.par_chunks(1 << 16))
             .for_each(|(to, from)| to.copy_from_slice(from));
     });
-    println!(
-        "floor/multiply-add: {:.1} GFLOP/s in f32, all threads",
-        simd::measure_multiply_add_rate() / 1e9
-    );
 }
 
-fn products(bench: &Bench) {
+/// On every thread of the pool.
+fn multiply_add(bench: &mut Bench) {
+    let flop = multiply_adds() as usize * rayon::current_num_threads();
+    bench.products("multiply-add", flop, || {
+        black_box(rayon::broadcast(|_| multiply_adds()));
+    });
+}
+
+fn products(bench: &mut Bench) {
     for (depth, out) in [(D, D), (D, F), (F, D), (D, V)] {
         let (x, w, dy) = (
             values(TOKENS * depth),
@@ -146,7 +142,7 @@ fn products(bench: &Bench) {
 }
 
 /// Attention in tiles: FLOPs are those of the products that the mask leaves, 4 Tq Tk Dh forward and 10 backward.
-fn flash(bench: &Bench) {
+fn flash_attention(bench: &mut Bench) {
     for (batch, heads, length, head_dim, mask) in [
         (8, 1, 4096, 64, Mask::Full),
         (1, 12, 2048, 64, Mask::Causal),
@@ -216,7 +212,7 @@ fn flash(bench: &Bench) {
     }
 }
 
-fn norms<T: Stored<Wide = f32>>(bench: &Bench) {
+fn norms<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let n = TOKENS * D;
     let (x, dy): (Vec<T>, Vec<T>) = (values(n), values(n));
     let (w, b) = (values(D), values(D));
@@ -238,7 +234,7 @@ fn norms<T: Stored<Wide = f32>>(bench: &Bench) {
     });
 }
 
-fn elementwise<T: Stored<Wide = f32>>(bench: &Bench) {
+fn elementwise<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let n = TOKENS * F;
     let (gate, up, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(n), values(n), values(n));
     let (mut y, mut z) = (vec![T::zero(); n], vec![T::zero(); n]);
@@ -277,7 +273,7 @@ fn elementwise<T: Stored<Wide = f32>>(bench: &Bench) {
     bench.memory::<T>("split_heads", 2 * n, || split(HEADS, &dy[..n], &mut y));
 }
 
-fn rows<T: Stored<Wide = f32>>(bench: &Bench) {
+fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let (t, n) = (
         HEADS.length,
         HEADS.batch * HEADS.heads * HEADS.length * HEADS.length,
@@ -323,7 +319,7 @@ fn rows<T: Stored<Wide = f32>>(bench: &Bench) {
     black_box((loss, lse));
 }
 
-fn optimizer(bench: &Bench) {
+fn optimizer(bench: &mut Bench) {
     let n = 1 << 24;
     let gradient: Vec<f32> = values(n);
     let [mut parameter, mut exp_avg] = [values(n), values(n)];
@@ -340,23 +336,34 @@ fn optimizer(bench: &Bench) {
     });
 }
 
-fn main() {
-    // Cargo adds `--bench`.
-    let given = std::env::args().skip(1);
-    let bench = Bench {
-        parts: given.filter(|part| !part.starts_with('-')).collect(),
-    };
-    floor(&bench);
-    products(&bench);
-    flash(&bench);
-    norms::<f32>(&bench);
-    norms::<bf16>(&bench);
-    norms::<f16>(&bench);
-    elementwise::<f32>(&bench);
-    elementwise::<bf16>(&bench);
-    elementwise::<f16>(&bench);
-    rows::<f32>(&bench);
-    rows::<bf16>(&bench);
-    rows::<f16>(&bench);
-    optimizer(&bench);
+fn memory(criterion: &mut Criterion) {
+    let bench = &mut Bench::new(criterion, "memory");
+    copy(bench);
+    norms::<f32>(bench);
+    norms::<bf16>(bench);
+    norms::<f16>(bench);
+    elementwise::<f32>(bench);
+    elementwise::<bf16>(bench);
+    elementwise::<f16>(bench);
+    rows::<f32>(bench);
+    rows::<bf16>(bench);
+    rows::<f16>(bench);
+    optimizer(bench);
 }
+
+fn arithmetic(criterion: &mut Criterion) {
+    let bench = &mut Bench::new(criterion, "arithmetic");
+    multiply_add(bench);
+    products(bench);
+    flash_attention(bench);
+}
+
+criterion_group! {
+    name = kernels;
+    config = Criterion::default()
+        .sample_size(20)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(1));
+    targets = memory, arithmetic
+}
+criterion_main!(kernels);

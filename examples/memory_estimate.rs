@@ -271,7 +271,7 @@ impl Flags {
         }
         let available_bytes = tallow::hardware::available_bytes_on(&tallow::device(&self.device)?);
         available_bytes.ok_or_else(|| Error::Config {
-            config: "flags",
+            config: common::PROGRAM,
             field: "--memory-limit-gib",
             expected: "given".into(),
             got: "nothing, where the system does not say what is available".into(),

@@ -221,7 +221,7 @@ impl Flags {
         let has_kernels = device.is_cuda() && !self.no_kernels;
         match self.by {
             Some(ByFlag::Kernel) if !has_kernels => Err(Error::Config {
-                config: "flags",
+                config: common::PROGRAM,
                 field: "--by",
                 expected: "name, path or layer, where no kernels are recorded".into(),
                 got: "kernel".into(),

@@ -10,8 +10,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why an operation refused.
 ///
 /// It converts into [`candle_core::Error`] (wrapped, so that the text survives), and candle's own errors convert
-/// into it, so `?` works in both directions.
-#[derive(Debug, thiserror::Error)]
+/// into it, so `?` works in both directions. `Debug` prints the same sentence as `Display`, so a `main` that returns an
+/// error, `unwrap` and `expect` print it too.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A tensor of the wrong rank or with the wrong sizes.
@@ -272,6 +273,12 @@ fn is_control(c: char) -> bool {
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Display::fmt(self, f)
+    }
+}
+
 /// A field with a value that cannot work: the first half of an [`Error::Config`].
 pub(crate) struct Field {
     config: &'static str,
@@ -416,6 +423,24 @@ mod tests {
             let shown = r"a\u{1b}[31m\u{0}\r\n\u{9b}\u{202e}b\u{e9}";
             let shown = shown.replace(r"\u{e9}", "\u{e9}");
             assert!(text.contains(&shown), "{text}");
+        }
+    }
+
+    #[test]
+    fn debug_prints_the_sentence_of_display() {
+        let io = Error::io("read", "input.txt", std::io::ErrorKind::NotFound.into());
+        assert_eq!(
+            format!("{io:?}"),
+            "input.txt: cannot read: entity not found"
+        );
+        let config = Error::config("AdamWConfig", "lr", -1).must_be("positive", "1e-3 is usual");
+        for error in [config, Error::Plot("no room".into())] {
+            assert_eq!(format!("{error:?}"), error.to_string());
+            assert_eq!(format!("{error:#?}"), error.to_string());
+            let text = error.to_string();
+            let inside: Error = candle_core::Error::from(error).into();
+            assert_eq!(format!("{inside:?}"), inside.to_string());
+            assert!(format!("{inside:?}").contains(&text), "{inside:?}");
         }
     }
 }

@@ -70,7 +70,7 @@
 //! - `train`: [`data`] and [`train`]. Includes `hf`.
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
 //!   ([`Plan::explain`](compile::Plan::explain)).
-//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `LICENSES/DejaVu.txt`).
+//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `src/report/DejaVu-LICENSE.txt`).
 //!   Includes `report`.
 //! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
 //!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
@@ -125,8 +125,9 @@ pub mod hf;
 mod holding;
 mod init;
 mod inplace;
-#[doc(hidden)] // for benches and tests of this crate; `attention` has `Mask`
-pub mod kernels;
+#[doc(hidden)]
+pub mod internals;
+pub(crate) mod kernels;
 #[cfg(feature = "report")]
 pub mod memory;
 pub mod model;

@@ -26,6 +26,9 @@ use tallow::ops::KernelPolicy;
 use tallow::report::Fields;
 use tallow::{Error, Result};
 
+/// The name of this example: errors about its flags begin with it.
+pub const PROGRAM: &str = env!("CARGO_CRATE_NAME");
+
 /// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
 /// step (benches/RESULTS.md has the figures).
 #[global_allocator]

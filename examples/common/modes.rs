@@ -111,7 +111,7 @@ pub fn check_planned_flags(
         return Ok(());
     }
     Err(Error::Config {
-        config: "flags",
+        config: super::PROGRAM,
         field: "--memory-budget-gib, --optimizer-in-backward",
         expected: "given with a training step that is planned".into(),
         got: "none among the runs".into(),

@@ -131,15 +131,18 @@ pub fn terminal_layout() -> Layout {
     }
 }
 
-/// Characters of a line on stdout: what `COLUMNS` says, else the terminal, else 100.
+/// Characters of a line on stdout: what `COLUMNS` says, else the terminal, else 100. A width of 0 is an unknown one, in
+/// the variable and from the terminal.
 fn terminal_width() -> usize {
     let said = std::env::var("COLUMNS")
         .ok()
-        .and_then(|columns| columns.parse().ok());
+        .and_then(|columns| columns.parse().ok())
+        .filter(|columns| *columns > 0);
     let own = || {
         console::Term::stdout()
             .size_checked()
             .map(|(_, columns)| columns.into())
+            .filter(|columns| *columns > 0)
     };
     said.or_else(own).unwrap_or(100)
 }
@@ -151,7 +154,7 @@ pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Resu
         check_writable(path)?;
         if paths[..i].contains(path) && !is_special(path) {
             return Err(Error::Config {
-                config: "flags",
+                config: super::PROGRAM,
                 field: "outputs",
                 expected: "files of their own".into(),
                 got: format!("one file for two outputs, {}", path.display()),

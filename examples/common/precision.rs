@@ -98,7 +98,7 @@ impl PrecisionFlags {
 
 fn refuse<T>(expected: &str, got: &str) -> Result<T> {
     Err(Error::Config {
-        config: "flags",
+        config: super::PROGRAM,
         field: "--precision",
         expected: expected.into(),
         got: got.into(),

@@ -51,7 +51,7 @@ impl FromStr for Configuration {
         let Some([batch_size, sequence_length, d_model, num_layers, num_heads]) = sizes.as_deref()
         else {
             return Err(Error::Config {
-                config: "flags",
+                config: crate::common::PROGRAM,
                 field: "--config",
                 expected: "batch-tokens-width-layers-heads".into(),
                 got: format!("{name:?}"),
@@ -60,7 +60,7 @@ impl FromStr for Configuration {
         };
         if !(1..1 << 32).contains(batch_size) {
             return Err(Error::Config {
-                config: "flags",
+                config: crate::common::PROGRAM,
                 field: "--config",
                 expected: "a batch of at least 1 and under 2^32 first".into(),
                 got: format!("{name:?}"),

@@ -11,7 +11,7 @@ pub fn check(output: &Output, is_both: bool) -> Result<()> {
         return Ok(());
     }
     Err(Error::Config {
-        config: "flags",
+        config: crate::common::PROGRAM,
         field: "--part",
         expected: "attention or model, for one CSV is one table".into(),
         got: "both".into(),

@@ -110,7 +110,7 @@ impl Watch {
             3 => {
                 if let Some(recorder) = self.recorder.take() {
                     let recording = recorder.finish();
-                    let taken = recording.blocks.iter().filter(|b| b.taken_at.is_some());
+                    let taken = recording.blocks().iter().filter(|b| b.taken_at.is_some());
                     let bytes: Vec<u64> = taken.map(|block| block.bytes).collect();
                     self.allocations = Some(bytes.len());
                     let large = bytes.into_iter().filter(|b| *b >= COUNTED_FROM_BYTES);
@@ -155,7 +155,7 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
             let plan = run.plan(device)?;
             let calls = plan.calls().iter().enumerate();
             calls
-                .map(|(i, call)| (plan.times(i) as u64 * plan.bytes_moved(call)) as f64)
+                .filter_map(|(i, call)| Some(plan.times(i) as f64 * plan.bytes_moved(call)? as f64))
                 .sum()
         }
     };

@@ -101,7 +101,7 @@ impl AccountingFlags {
         ] {
             if !(value > 0.0 && value.is_finite()) {
                 return Err(Error::Config {
-                    config: "flags",
+                    config: crate::common::PROGRAM,
                     field,
                     expected: "a number over 0".into(),
                     got: value.to_string(),

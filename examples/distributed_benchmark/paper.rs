@@ -195,7 +195,7 @@ impl PaperFlags {
 
 fn missing(flag: &'static str) -> Error {
     Error::Config {
-        config: "flags",
+        config: common::PROGRAM,
         field: flag,
         expected: "a rate for --part paper".into(),
         got: "none".into(),
@@ -207,7 +207,7 @@ fn of_each(flag: &'static str, values: &[f64], place: usize, count: usize) -> Re
     match values.len() == count {
         true => Ok(values[place]),
         false => Err(Error::Config {
-            config: "flags",
+            config: common::PROGRAM,
             field: flag,
             expected: format!("{count} numbers"),
             got: values.len().to_string(),

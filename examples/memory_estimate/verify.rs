@@ -11,7 +11,7 @@ use tallow::{Error, Result};
 pub fn verify(report: &mut Report, threads: usize) -> Result<bool> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(|error| Error::Config {
-        config: "flags",
+        config: common::PROGRAM,
         field: "--threads",
         expected: "as many as the system grants".into(),
         got: threads.to_string(),

@@ -26,12 +26,12 @@ pub fn row(
     let error = estimate.peak_bytes as f64 / profile.peak_bytes as f64 - 1.0;
     row.insert("estimate_error_percent", 100.0 * error);
     let recording = &profile.recording;
-    for phase in &recording.phases {
+    for phase in recording.phases() {
         let key = format!("{}_peak_bytes", phase.name);
         row.insert(key, recording.peak_bytes_in(phase));
     }
     let peak_at = recording.peak_at();
-    let mut phases = recording.phases.iter();
+    let mut phases = recording.phases().iter();
     let of_peak = phases.find(|phase| (phase.begins_at..=phase.ends_at).contains(&peak_at));
     row.insert("peak_phase", of_peak.map(|phase| phase.name));
     if let Some(saved) = &profile.saved {

@@ -69,7 +69,7 @@ impl AttentionRun {
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
         let w = &self.workload;
         at_least_one(
-            "AttentionRun",
+            "attention benchmark",
             &[
                 ("batch_size", w.batch_size),
                 ("heads", w.heads),
@@ -185,7 +185,7 @@ impl AttentionRun {
             _ => return Ok(()),
         };
         Err(Error::Config {
-            config: "AttentionRun",
+            config: "attention benchmark",
             field: "execution",
             expected: format!("eager, where {expected}"),
             got: format!("planned, {got}"),

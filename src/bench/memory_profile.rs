@@ -75,7 +75,7 @@ impl EndToEnd {
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
             return Err(Error::Config {
-                config: "EndToEnd",
+                config: "end-to-end benchmark",
                 field: "execution",
                 expected: "eager, where every block of memory is recorded".into(),
                 got: self.execution.name().into(),

@@ -19,7 +19,7 @@ impl EndToEnd {
         }
         let refuse = |expected: &str, got: String, hint: &str| {
             Err(Error::Config {
-                config: "EndToEnd",
+                config: "end-to-end benchmark",
                 field: "execution",
                 expected: format!("eager, where {expected}"),
                 got,
@@ -65,7 +65,7 @@ impl EndToEnd {
         };
         let mode = self.mode.name();
         Err(Error::Config {
-            config: "EndToEnd",
+            config: "end-to-end benchmark",
             field,
             expected: format!("{expected}, but for a training step that is planned"),
             got: format!("{got}, with {} {mode}", self.execution.name()),

@@ -62,7 +62,7 @@ impl SelfAttentionRun {
     /// A size of 0, a D that the heads do not divide; the ops' errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
         let w = &self.workload;
-        const NAME: &str = "SelfAttentionRun";
+        const NAME: &str = "self-attention benchmark";
         at_least_one(
             NAME,
             &[

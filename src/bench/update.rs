@@ -100,7 +100,7 @@ impl Update {
         let in_f16 = scales && precision.regime() == Regime::Full;
         if in_f16 && matches!(choice, OptimizerChoice::CandleAdamW(_)) {
             return Err(Error::Config {
-                config: "EndToEnd",
+                config: "end-to-end benchmark",
                 field: "optimizer",
                 expected: "adamw, where the parameters are f16".into(),
                 got: choice.name().into(),

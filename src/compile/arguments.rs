@@ -53,10 +53,7 @@ impl Arguments {
                 match (lowered.plan.at_location(location), view) {
                     (None, _) => Tensor::zeros(0, value.dtype, device)?, // only dead calls read it
                     (_, Some(view)) => function.copied(*id, view, device)?,
-                    (Some(buffer), None) => {
-                        let elements = lowered.plan.buffer(buffer).elements();
-                        function.first(*id, elements, device)?
-                    }
+                    (Some(buffer), None) => function.first(*id, buffer.elements(), device)?,
                 },
             ))
         });

@@ -106,7 +106,7 @@ fn run_probed(
             inputs: &inputs,
             output: probed(written),
         };
-        range.leave_costing(operands, plan.cost(call));
+        range.leave_costing(operands, plan.cost_of(call));
     }
     Ok(next)
 }
@@ -120,7 +120,7 @@ fn probed((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
 
 /// The shape of an operand: its buffer's, or how many elements it is of that.
 fn shape(plan: &Plan, operand: &BufferRange) -> (Vec<usize>, DType) {
-    let buffer = plan.buffer(operand.buffer);
+    let buffer = plan.buffer_of(operand);
     let shape = match operand.elements.len() == buffer.elements() {
         true => buffer.shape.clone(),
         false => vec![operand.elements.len()],

@@ -31,8 +31,14 @@ impl Plan {
     /// What a call costs, as profiles of planned runs have it: bytes are those of its operands
     /// ([`bytes_moved`](Self::bytes_moved)); FLOPs of products are its own. The other FLOPs of its part
     /// ([`costs`](Self::costs)) are divided among the part's calls that are not products, by how many elements they
-    /// compute: scores of attention, what others write.
-    pub fn cost(&self, call: &Call) -> Cost {
+    /// compute: scores of attention, what others write. `None` for a call of another plan whose buffers this plan does
+    /// not have.
+    pub fn cost(&self, call: &Call) -> Option<Cost> {
+        self.has(call).then(|| self.cost_of(call))
+    }
+
+    /// [`cost`](Self::cost) of one of this plan's calls.
+    pub(super) fn cost_of(&self, call: &Call) -> Cost {
         let [read, written] = self.bytes_read_and_written(call);
         Cost {
             product_flops: call.op.flops(),

@@ -34,11 +34,11 @@ impl Plan {
         let calls = self.calls()[first..end].iter();
         let (mut bytes, mut last, mut count) = (0, None, 0);
         for call in calls.take_while(|call| call.op.is_grouped()) {
-            let x = &call.writes["x"];
+            let x = call.writes.operand("x");
             if bytes >= GROUP_BYTES && last != Some(x.buffer) {
                 break;
             }
-            bytes += x.elements.len() * self.buffer(x.buffer).dtype.size_in_bytes();
+            bytes += x.elements.len() * self.buffer_of(x).dtype.size_in_bytes();
             last = Some(x.buffer);
             count += 1;
         }

@@ -138,7 +138,7 @@ impl Executor {
     /// The same copied to a tensor of that shape, where the plan is run.
     pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         match self {
-            Self::Cpu(executor) => match plan.buffer(operand.buffer).dtype {
+            Self::Cpu(executor) => match plan.buffer_of(operand).dtype {
                 DType::BF16 => copied(executor.values::<bf16>(plan, operand), shape),
                 DType::F16 => copied(executor.values::<f16>(plan, operand), shape),
                 DType::F64 => copied(executor.values::<f64>(plan, operand), shape),

@@ -44,7 +44,7 @@ impl Plan {
 
     /// An operand's name, and where in the arena it begins.
     fn place(&self, operand: &BufferRange) -> String {
-        let buffer = self.buffer(operand.buffer);
+        let buffer = self.buffer_of(operand);
         let name = buffer.name.rsplit('/').next().unwrap_or_default();
         match buffer.arena_range() {
             Some(range) => {
@@ -61,7 +61,10 @@ impl Plan {
     fn totals(&self) -> Vec<String> {
         let calls = || self.calls().iter().enumerate();
         let bytes: f64 = calls()
-            .map(|(i, call)| self.times(i) as f64 * self.bytes_moved(call) as f64)
+            .map(|(i, call)| {
+                let bytes: u64 = self.bytes_read_and_written(call).iter().sum();
+                self.times(i) as f64 * bytes as f64
+            })
             .sum();
         let products = calls().filter(|(_, call)| call.op.is_product());
         let mut notes = vec![

@@ -62,7 +62,7 @@ impl Forward {
         parameters::check(OP, &parameters, device)?;
         let planner = Planner::new(OP, model, config, Executor::target(device))?;
         let (function, lowered) = planner.forward()?;
-        let output = lowered.plan.buffer(lowered.output.buffer);
+        let output = lowered.plan.buffer_of(&lowered.output);
         Ok(Self {
             executor: Executor::new(&lowered.plan, device)?,
             arguments: Arguments::new(&function, &lowered, device)?,

@@ -98,7 +98,7 @@ fn parts(plan: &Plan) -> Vec<Part> {
         Phase::Forward => Part::Forward,
         Phase::Loss => {
             if call.op.name() == "cross_entropy" {
-                logits_gradient = Some(call.writes["logits"].buffer); // in place
+                logits_gradient = Some(call.writes.operand("logits").buffer); // in place
             }
             let mut read = call.reads.iter();
             let reads_gradient = read.any(|operand| Some(operand.buffer) == logits_gradient);

@@ -134,17 +134,21 @@ impl Plan {
         &self.buffers
     }
 
-    /// A buffer.
-    pub fn buffer(&self, id: BufferId) -> &Buffer {
-        &self.buffers[id.0]
+    /// The buffer with this id; `None` for an id of another plan, beyond this one's buffers.
+    pub fn buffer(&self, id: BufferId) -> Option<&Buffer> {
+        self.buffers.get(id.0)
     }
 
-    /// A table that was computed with the plan: [`Location::Table`].
-    pub fn table(&self, number: usize) -> &[f32] {
-        &self.tables[number]
+    /// The buffer of an operand of one of this plan's calls.
+    pub(super) fn buffer_of(&self, operand: &BufferRange) -> &Buffer {
+        &self.buffers[operand.buffer.0]
     }
 
-    #[cfg(feature = "cuda")]
+    /// A table that was computed with the plan, by its number in [`Location::Table`]; `None` if there is no such table.
+    pub fn table(&self, number: usize) -> Option<&[f32]> {
+        self.tables.get(number).map(Vec::as_slice)
+    }
+
     pub(super) fn tables(&self) -> &[Vec<f32>] {
         &self.tables
     }
@@ -224,15 +228,26 @@ impl Plan {
             .sum()
     }
 
-    /// Bytes that a call's operands have, those that are read and written in one counted twice.
-    pub fn bytes_moved(&self, call: &Call) -> u64 {
-        self.bytes_read_and_written(call).iter().sum()
+    /// Whether the call is one of this plan's, as far as its operands and its part can tell: both exist here.
+    pub(super) fn has(&self, call: &Call) -> bool {
+        let is_inside = |operand: &BufferRange| {
+            let buffer = self.buffer(operand.buffer);
+            buffer.is_some_and(|buffer| operand.elements.end <= buffer.elements())
+        };
+        call.operands().all(is_inside) && call.part.is_none_or(|part| part < self.parts.len())
+    }
+
+    /// The bytes of a call's operands; those that it reads and writes count twice. `None` for a call of another plan
+    /// whose buffers this plan does not have.
+    pub fn bytes_moved(&self, call: &Call) -> Option<u64> {
+        let bytes = || self.bytes_read_and_written(call).iter().sum();
+        self.has(call).then(bytes)
     }
 
     /// [`bytes_moved`](Self::bytes_moved), what is read and what is written.
     pub(super) fn bytes_read_and_written(&self, call: &Call) -> [u64; 2] {
         let bytes = |operand: &BufferRange| {
-            let width = self.buffer(operand.buffer).dtype.size_in_bytes();
+            let width = self.buffer_of(operand).dtype.size_in_bytes();
             (operand.elements.len() * width) as u64
         };
         let written: u64 = call.writes.iter().map(bytes).sum();
@@ -247,9 +262,10 @@ impl Plan {
         ]
     }
 
-    /// How often call number `index` is run in a step, the first apart.
+    /// How often call number `index` is run in a step, the first apart; 0 if there is no such call.
     pub fn times(&self, index: usize) -> usize {
         match index {
+            _ if index >= self.calls.len() => 0,
             _ if self.runs.first_run_only.contains(&index) => 0,
             _ if !self.runs.per_micro_batch.contains(&index) => 1,
             _ => (0..self.runs.micro_batches)
@@ -272,11 +288,15 @@ impl Plan {
     }
 
     /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its
-    /// exponentials in f16: the first is what is meant.
-    pub fn compute_dtype(&self, call: &Call) -> DType {
-        let mut dtypes = call
-            .operands()
-            .map(|operand| self.buffer(operand.buffer).dtype);
+    /// exponentials in f16: the first is what is meant. `None` for a call of another plan whose buffers this plan does
+    /// not have.
+    pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
+        self.has(call).then(|| self.dtype_of(call))
+    }
+
+    /// [`compute_dtype`](Self::compute_dtype) of one of this plan's calls.
+    pub(super) fn dtype_of(&self, call: &Call) -> DType {
+        let mut dtypes = call.operands().map(|operand| self.buffer_of(operand).dtype);
         let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
         half.unwrap_or(DType::F32)
     }
@@ -284,8 +304,7 @@ impl Plan {
     /// Bytes of what a run gives out.
     #[cfg(feature = "cuda")]
     pub(super) fn output_bytes(&self) -> u64 {
-        let output = self.at_location(Location::Output);
-        output.map_or(0, |id| self.buffer(id).bytes())
+        self.at_location(Location::Output).map_or(0, Buffer::bytes)
     }
 
     /// How many parameters the calls touch.
@@ -297,20 +316,17 @@ impl Plan {
             .count()
     }
 
-    /// The first buffer with this home.
-    pub(super) fn at_location(&self, location: Location) -> Option<BufferId> {
-        let place = self
-            .buffers
-            .iter()
-            .position(|buffer| buffer.location == location);
-        place.map(BufferId)
+    /// The first buffer with this location.
+    pub(super) fn at_location(&self, location: Location) -> Option<&Buffer> {
+        let mut buffers = self.buffers.iter();
+        buffers.find(|buffer| buffer.location == location)
     }
 
     /// What executors rely on: operands lie within their buffers, and what a call writes is no other operand of it.
     fn check(&self) {
         for call in &self.calls {
             for operand in call.operands() {
-                let buffer = self.buffer(operand.buffer);
+                let buffer = self.buffer_of(operand);
                 assert!(
                     operand.elements.end <= buffer.elements(),
                     "{call:?}: {}",
@@ -323,7 +339,7 @@ impl Plan {
                     let share = written.buffer == other.buffer
                         && written.elements.start < other.elements.end
                         && other.elements.start < written.elements.end;
-                    assert!(!share, "{call:?}: {}", self.buffer(written.buffer).name);
+                    assert!(!share, "{call:?}: {}", self.buffer_of(written).name);
                 }
             }
         }

@@ -50,10 +50,10 @@ pub(super) struct Tensors<'a> {
 
 /// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.
 pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Error {
-    let id = culprit.and_then(|number| plan.at_location(Location::Parameter(number)));
+    let buffer = culprit.and_then(|number| plan.at_location(Location::Parameter(number)));
     Error::Data {
-        what: match id {
-            Some(id) => format!("the gradient of parameter {}", plan.buffer(id).name),
+        what: match buffer {
+            Some(buffer) => format!("the gradient of parameter {}", buffer.name),
             None => "all gradients together".into(),
         },
         expected: "finite numbers".into(),

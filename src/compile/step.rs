@@ -378,7 +378,9 @@ impl Step {
         let Some(call) = self.plan.calls().iter().find(|call| is_check(&call.op)) else {
             return Ok(None);
         };
-        let first: Vec<u32> = self.executor.read(&self.plan, &call.writes["first"])?;
+        let first: Vec<u32> = self
+            .executor
+            .read(&self.plan, call.writes.operand("first"))?;
         let Op::CheckOverflow { parameters } = &call.op else {
             return Ok(None);
         };

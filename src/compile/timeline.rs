@@ -177,7 +177,7 @@ impl Plan {
 
     /// How long a call's kernel takes alone.
     fn seconds_of(&self, call: &Call, rates: &Rates) -> f64 {
-        let cost = self.cost(call);
+        let cost = self.cost_of(call);
         let seconds =
             (cost.product_flops / rates.product_flops).max(cost.bytes() / rates.memory_bytes);
         let own = match call.op {
@@ -230,8 +230,8 @@ impl Run<'_> {
     fn exchange(&mut self, calls: &[Call]) {
         let mut seconds = 0.0;
         for call in calls {
-            let x = &call.writes["x"];
-            let width = self.plan.buffer(x.buffer).dtype.size_in_bytes();
+            let x = call.writes.operand("x");
+            let width = self.plan.buffer_of(x).dtype.size_in_bytes();
             for (collective, elements) in call.op.collectives(self.world_size) {
                 let bytes = (elements.len() * width) as f64;
                 let (takes, sent_bytes) =
@@ -247,7 +247,7 @@ impl Run<'_> {
         self.exchanged = self.exchanged.max(self.now) + seconds;
         let opened = calls
             .iter()
-            .map(|call| (call.writes["x"].buffer, self.exchanged));
+            .map(|call| (call.writes.operand("x").buffer, self.exchanged));
         self.open.extend(opened);
     }
 

@@ -9,17 +9,14 @@ use std::fmt;
 /// A function's forward: what it reads, computes and drops, in the order of execution.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
-    /// Whose kernels run.
-    pub target: Target,
-    /// Every value, in the order in which each was first met.
-    pub values: Vec<Value>,
-    /// What happened, in order.
-    pub events: Vec<TraceEvent>,
-    /// What the function has returned.
-    pub outputs: Vec<ValueRef>,
+    // Not public: ids in `events` and `outputs` are within `values`, which readers of a graph rely on.
+    pub(crate) target: Target,
+    pub(crate) values: Vec<Value>,
+    pub(crate) events: Vec<TraceEvent>,
+    pub(crate) outputs: Vec<ValueRef>,
 }
 
-/// A value's index in [`Graph::values`].
+/// A value's index in [`Graph::values()`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ValueId(pub usize);
 
@@ -157,6 +154,26 @@ pub enum Attribute {
 }
 
 impl Graph {
+    /// The device whose kernels run.
+    pub fn target(&self) -> Target {
+        self.target
+    }
+
+    /// Every value, in the order in which each was first met.
+    pub fn values(&self) -> &[Value] {
+        &self.values
+    }
+
+    /// What happened, in order.
+    pub fn events(&self) -> &[TraceEvent] {
+        &self.events
+    }
+
+    /// What the traced function returned.
+    pub fn outputs(&self) -> &[ValueRef] {
+        &self.outputs
+    }
+
     /// The nodes, in order.
     pub fn nodes(&self) -> impl Iterator<Item = &Node> {
         self.events.iter().filter_map(|event| match event {
@@ -165,11 +182,13 @@ impl Graph {
         })
     }
 
-    /// A value.
-    ///
-    /// # Panics
-    /// An id of another graph's, beyond this one's values.
-    pub fn value(&self, id: ValueId) -> &Value {
+    /// The value with this id; `None` for an id of another graph, beyond this one's values.
+    pub fn get(&self, id: ValueId) -> Option<&Value> {
+        self.values.get(id.0)
+    }
+
+    /// The value with an id of this graph.
+    pub(crate) fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0]
     }
 
@@ -188,8 +207,14 @@ impl Graph {
         makers
     }
 
-    /// An operand's shape.
-    pub fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
+    /// The shape of an operand: its view's, or its value's; `None` for an operand of another graph, beyond this one's
+    /// values.
+    pub fn shape<'a>(&'a self, operand: &'a ValueRef) -> Option<&'a [usize]> {
+        self.get(operand.value).map(|_| self.shape_of(operand))
+    }
+
+    /// The shape of an operand of this graph.
+    pub(crate) fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
         match &operand.view {
             Some(view) => &view.shape,
             None => &self.value(operand.value).shape,

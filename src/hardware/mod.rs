@@ -28,11 +28,13 @@ mod host_memory;
 #[path = "host_memory_elsewhere.rs"]
 mod host_memory;
 mod tf32;
+mod threads;
 
 #[cfg(feature = "report")]
 pub use description::description;
 pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
 pub use tf32::{set_tf32, tf32};
+pub(crate) use threads::check_threads;
 
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation};
@@ -53,7 +55,8 @@ use std::sync::{Mutex, OnceLock};
 ///
 /// # Errors
 /// A name that is none of these; a kind that this build has no support for (the error names the feature); a device that
-/// is not there.
+/// is not there; an environment variable that asks for more than 4,096 threads (`RAYON_NUM_THREADS`,
+/// `CANDLE_NUM_THREADS`).
 pub fn device(name: &str) -> Result<Device> {
     static OPENED: OnceLock<Mutex<HashMap<String, Device>>> = OnceLock::new();
 
@@ -64,6 +67,7 @@ pub fn device(name: &str) -> Result<Device> {
             hint: hint.into(),
         })
     };
+    check_threads()?;
     let (kind, ordinal) = name.split_once(':').unwrap_or((name, "0"));
     let Ok(ordinal) = ordinal.parse::<usize>() else {
         return refuse(

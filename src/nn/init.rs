@@ -94,6 +94,7 @@ impl Seeded {
             cuda::normal::normal(gpu, stream, mean, std, on_gpu::whole(&storage)?)?;
             return Ok(on_gpu::tensor(storage, shape));
         }
+        crate::hardware::check_threads()?;
         let values = truncated_normal::<T>(self.seed, name, normal, shape.elem_count());
         Tensor::from_vec(values.map_err(Error::wrap)?, shape, device)
     }

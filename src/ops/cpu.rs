@@ -112,6 +112,7 @@ pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
 /// A buffer that `fill` writes completely, or the error that there is no room for it.
 fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>> {
     const WHAT: &str = "one tensor";
+    hardware::check_threads()?;
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
     check_room(WHAT, wanted_bytes)?;
     parallel::filled(len, fill).map_err(|_| {

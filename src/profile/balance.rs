@@ -127,7 +127,9 @@ impl Balance {
         if balance.steps.is_some() {
             balance.wall_ns = within_roots_ns; // the steps themselves are the roots
         } else {
-            balance.wall_ns = recording.duration_ns * recording.threads.len() as u64;
+            balance.wall_ns = recording
+                .duration_ns
+                .saturating_mul(recording.threads.len() as u64);
             let rest_ns = balance.wall_ns.saturating_sub(within_roots_ns);
             let rest = if on_gpu {
                 LineKind::Idle
@@ -158,8 +160,8 @@ impl Balance {
         if let Some((_, end_ns)) = ops.last() {
             last_end_ns = end_ns;
         }
-        let before_ns = first_start_ns - span.start_ns;
-        let after_ns = span.end_ns - last_end_ns;
+        let before_ns = first_start_ns.saturating_sub(span.start_ns);
+        let after_ns = span.end_ns.saturating_sub(last_end_ns);
         let between_ns = tree.own_ns[backward].saturating_sub(before_ns + after_ns);
         self.add(span.phase, LineKind::GraphSort, before_ns);
         self.add(span.phase, LineKind::GradientSums, between_ns);

@@ -69,7 +69,7 @@ impl Selection {
             self.within.as_ref().map(|part| format!(" within {part:?}")),
         ];
         Error::Data {
-            what: "ProfileReport".into(),
+            what: "profile report".into(),
             expected: format!("ranges{}", wanted.into_iter().flatten().collect::<String>()),
             got: format!(
                 "none among {}, whose phases are [{}]",

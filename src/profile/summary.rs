@@ -76,7 +76,7 @@ impl ProfileReport {
     fn of_kernels(recording: &Recording, tree: &Tree, selection: &Selection) -> Result<Self> {
         if recording.kernels.is_empty() {
             return Err(Error::Data {
-                what: "ProfileReport".into(),
+                what: "profile report".into(),
                 expected: "kernels".into(),
                 got: "a recording without any".into(),
                 hint: "record a GPU of NVIDIA's with Profiler::start_on; on the CPU group ops by name or place".into(),

@@ -9,6 +9,8 @@ use crate::probe::{Kind, Parts};
 
 /// What follows from how a recording's spans lie in each other.
 pub(super) struct Tree {
+    /// For each span the one around it on its thread. A number that is no earlier span's is left out.
+    parent: Vec<Option<usize>>,
     /// For each span the outermost step around it, or that it is.
     pub step: Vec<Option<usize>>,
     /// For each span the innermost op, phase or outermost step around it.
@@ -34,6 +36,7 @@ impl Tree {
     pub fn new(recording: &Recording) -> Self {
         let spans = &recording.spans;
         let mut tree = Self {
+            parent: vec![None; spans.len()],
             step: vec![None; spans.len()],
             owner: vec![None; spans.len()],
             own_ns: vec![0; spans.len()],
@@ -46,8 +49,9 @@ impl Tree {
         };
         // The outer comes before the inner, so that what is asked of a parent is known.
         for (i, span) in spans.iter().enumerate() {
-            let parent = span.parent;
+            let parent = span.parent.filter(|parent| *parent < i);
             let step_around = parent.and_then(|parent| tree.step[parent]);
+            tree.parent[i] = parent;
             let begins_step = span.kind == Kind::Step && step_around.is_none();
             tree.step[i] = if begins_step { Some(i) } else { step_around };
             if begins_step {
@@ -99,7 +103,7 @@ impl Tree {
         let is_frame = |i: usize, tree: &Self| tree.is_owner(i, spans) && !spans[i].is_op();
         let mut frame: Vec<Option<usize>> = vec![None; spans.len()];
         for (i, span) in spans.iter().enumerate() {
-            let around = span.parent.and_then(|parent| frame[parent]);
+            let around = self.parent[i].and_then(|parent| frame[parent]);
             frame[i] = around;
             if is_frame(i, self) {
                 frame[i] = Some(i);
@@ -112,7 +116,9 @@ impl Tree {
         self.own_ns.fill(0);
         self.whole_ns.fill(0);
         for kernel in &recording.kernels {
-            let Some(at) = kernel.span else { continue };
+            let Some(at) = kernel.span.filter(|at| *at < spans.len()) else {
+                continue;
+            };
             let ns = kernel.duration_ns();
             let owner = match self.is_owner(at, spans) {
                 true => Some(at),
@@ -131,7 +137,7 @@ impl Tree {
             let mut around = Some(at);
             while let Some(i) = around {
                 self.whole_ns[i] += ns;
-                around = spans[i].parent;
+                around = self.parent[i];
             }
         }
     }
@@ -154,9 +160,10 @@ impl Tree {
         }
     }
 
-    /// Whether reports speak of span `i`.
+    /// Whether reports speak of span `i`; not, if there is no such span.
     pub fn counts(&self, i: usize) -> bool {
-        self.steps.is_empty() || self.step[i].is_some()
+        let step = self.step.get(i);
+        step.is_some_and(|step| self.steps.is_empty() || step.is_some())
     }
 
     /// Whether what span `i` is in ran as planned.

@@ -85,8 +85,8 @@ impl Report {
             }
         }
         Err(Error::Config {
-            config: "Report",
-            field: "columns",
+            config: "select columns",
+            field: "names",
             expected: format!("among {}", titles.join(", ")),
             got: names.join(", "),
             hint: "name columns of one table by their headings, or by their fields in CSV and JSON"

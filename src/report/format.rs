@@ -73,8 +73,8 @@ impl FromStr for Format {
             .ok_or_else(|| {
                 let names: Vec<_> = Format::ALL.iter().map(|format| format.name()).collect();
                 Error::Config {
-                    config: "Report",
-                    field: "format",
+                    config: "format",
+                    field: "name",
                     expected: format!("one of {}", names.join(", ")),
                     got: format!("{name:?}"),
                     hint: "choose one of these names".into(),

@@ -66,7 +66,7 @@ pub(crate) fn png(_svg: &str) -> Result<Vec<u8>> {
 mod tests {
     #[test]
     fn the_fonts_licence_is_in_the_package() {
-        let licence = include_str!("../../LICENSES/DejaVu.txt");
+        let licence = include_str!("DejaVu-LICENSE.txt");
         for holder in [
             "Bitstream Vera Fonts Copyright",
             "Tavmjong Bah",

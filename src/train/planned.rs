@@ -129,7 +129,7 @@ impl Trainer {
         let loss_scale = scaler.loss_scale();
         let done = planned.run_scaled_given(optimizer, &mut scaler, &given)?;
         if let Some(parameter) = &done.non_finite {
-            refuse_if_hopeless(loss_scale, parameter, step)?;
+            refuse_if_hopeless(loss_scale, Some(parameter), step)?;
         }
         self.scaler = Some(scaler);
         let update = Update {

@@ -44,12 +44,19 @@ pub(super) struct Update {
 }
 
 /// An error where a gradient has overflowed at a scale that will not become smaller.
-pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) -> Result<()> {
+pub(super) fn refuse_if_hopeless(
+    loss_scale: f64,
+    parameter: Option<&str>,
+    step: usize,
+) -> Result<()> {
     if loss_scale > SMALLEST_SCALE {
         return Ok(());
     }
     Err(Error::Data {
-        what: format!("the gradient of parameter {parameter} in step {step}"),
+        what: match parameter {
+            Some(parameter) => format!("the gradient of parameter {parameter} in step {step}"),
+            None => format!("a gradient of another rank's shard in step {step}"),
+        },
         expected: "finite numbers at some loss scale".into(),
         got: format!("infinity or NaN, down to a scale of {loss_scale:e}"),
         hint: DIVERGED.into(),
@@ -113,8 +120,7 @@ impl Trainer {
         self.optimizer.set_learning_rate(learning_rate);
         let stepped = scaler.step(&mut self.optimizer, &mut gradients)?;
         if !stepped {
-            let parameter = scaler.non_finite().unwrap_or("of some name");
-            refuse_if_hopeless(loss_scale, parameter, self.step + 1)?;
+            refuse_if_hopeless(loss_scale, scaler.non_finite(), self.step + 1)?;
         }
         scaler.update()?;
         Ok(Update {
@@ -122,5 +128,30 @@ impl Trainer {
             skipped: !stepped,
             loss_scale: Some(loss_scale),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An overflow that only another rank has seen names no parameter here.
+    #[test]
+    fn hopeless_steps_name_the_parameter_or_the_other_rank() {
+        let text = |parameter| {
+            let refused = refuse_if_hopeless(SMALLEST_SCALE, parameter, 3);
+            refused.map_or_else(|error| error.to_string(), |()| String::new())
+        };
+        let named = text(Some("ln.weight"));
+        assert!(
+            named.starts_with("the gradient of parameter ln.weight in step 3: expected finite"),
+            "{named}"
+        );
+        let other = text(None);
+        assert!(
+            other.starts_with("a gradient of another rank's shard in step 3: expected finite"),
+            "{other}"
+        );
+        assert!(refuse_if_hopeless(2.0 * SMALLEST_SCALE, None, 3).is_ok());
     }
 }

@@ -59,6 +59,21 @@ fn the_header_of_training_fits_the_terminal() {
     }
 }
 
+/// As terminals and shells mean it.
+#[test]
+fn a_width_of_zero_is_an_unknown_one() {
+    let printed = |columns: Option<&str>| {
+        let mut command = example("toy_model_dtypes");
+        match columns {
+            Some(columns) => command.env("COLUMNS", columns),
+            None => command.env_remove("COLUMNS"),
+        };
+        run(command).out
+    };
+    assert_eq!(printed(Some("0")), printed(None));
+    assert!(printed(None).lines().any(|line| line.len() > 20));
+}
+
 #[test]
 fn steps_are_printed_without_quotes() {
     let ended = run(example(

@@ -194,3 +194,52 @@ fn what_a_hostile_user_types() {
         assert!(ended.out.contains("OOM"), "{line}: {}", ended.out);
     }
 }
+
+/// Tens of thousands of threads would look for work at each other for hours.
+#[test]
+fn more_threads_than_can_work_are_refused() {
+    let lines = [
+        "train SMALL --data DATA --steps 1 --sample 0",
+        "e2e_benchmark SMALL --steps 1",
+        "memory_estimate SMALL",
+        "mixed_precision_accumulation",
+        "toy_model_dtypes",
+    ];
+    for line in lines {
+        for variable in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+            let mut command = example(line);
+            command.env(variable, "70000");
+            let words = format!("environment: {variable} must be at most 4096, got 70000");
+            assert_refused(line, &run(command), 1, &words);
+        }
+    }
+}
+
+/// Not with the name of a type, and not with "flags".
+#[test]
+fn errors_begin_with_the_operation() {
+    let refusals = [
+        ("profile SMALL --by kernel", "error: profile: --by must be"),
+        (
+            "e2e_benchmark SMALL --mode forward --memory-budget-gib 1",
+            "error: e2e_benchmark: --memory-budget-gib, --optimizer-in-backward must be",
+        ),
+        (
+            "compiled_benchmark --format csv --part all",
+            "error: compiled_benchmark: --part must be",
+        ),
+        (
+            "memory_estimate SMALL --columns nope",
+            "error: select columns: names must be among ",
+        ),
+        (
+            "attention_benchmark --module --heads 3 --d-model 16 --sequence-length 16 --iterations 1",
+            "error: self-attention benchmark: d_model must be divisible by the 3 heads",
+        ),
+    ];
+    for (line, start) in refusals {
+        let ended = run(example(line));
+        assert_eq!(ended.status, Some(1), "{line}: {ended:?}");
+        assert!(ended.err.starts_with(start), "{line}: {ended:?}");
+    }
+}

@@ -280,7 +280,7 @@ fn gpt2_is_traced_and_counted() {
     // Weights by name, the tied one once: 124,439,808 parameters, as transformers counts them.
     let weights: usize = traced
         .weights()
-        .map(|(id, _)| traced.value(id).elements())
+        .map(|(id, _)| traced.get(id).unwrap().elements())
         .sum();
     assert_eq!(weights, 124_439_808);
     let names: BTreeSet<&str> = traced.weights().map(|(_, name)| name).collect();
@@ -332,7 +332,7 @@ fn what_is_traced_is_what_runs(
     let of_hollow = graph::trace(Target::Cpu, || around(&|| hollow.loss(&x, &y))).unwrap();
     let lines = |graph: &graph::Graph| -> Vec<(String, Vec<usize>, DType)> {
         let nodes = graph.nodes().map(|node| {
-            let output = graph.value(node.output);
+            let output = graph.get(node.output).unwrap();
             (node.path.clone(), output.shape.clone(), output.dtype)
         });
         nodes.collect()

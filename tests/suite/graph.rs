@@ -137,8 +137,11 @@ fn a_trace_is_what_eager_does(
     let traced = graph::trace(Target::Cpu, || forward(&model, &x, &y)).unwrap();
 
     let line = |node: &Node| -> Line {
-        let output = traced.value(node.output);
-        let inputs = node.inputs.iter().map(|x| traced.shape_of(x).to_vec());
+        let output = traced.get(node.output).unwrap();
+        let inputs = node
+            .inputs
+            .iter()
+            .map(|x| traced.shape(x).unwrap().to_vec());
         let (path, shape) = (node.path.clone(), output.shape.clone());
         (path, inputs.collect(), shape, output.dtype)
     };
@@ -147,7 +150,7 @@ fn a_trace_is_what_eager_does(
     assert_eq!(nodes, eager);
     let kept = traced.nodes().flat_map(|node| {
         node.kept.iter().map(|kept| {
-            let value = traced.value(kept.value);
+            let value = traced.get(kept.value).unwrap();
             (
                 node.path.clone(),
                 kept.name.to_string(),
@@ -200,7 +203,7 @@ fn weights_and_inputs_have_their_names() {
 
 /// The values that are dropped, at the place of each.
 fn drops(traced: &Graph) -> Vec<usize> {
-    let events = traced.events.iter();
+    let events = traced.events().iter();
     events
         .filter_map(|event| match event {
             TraceEvent::Drop(value) => Some(value.0),
@@ -249,7 +252,7 @@ fn segments_keep_nothing() {
             .unwrap()
     };
     let (begins, ends) = (place(TraceEvent::Enter), place(TraceEvent::Leave));
-    let inside = &traced.events[begins..ends];
+    let inside = &traced.events()[begins..ends];
     let made = inside
         .iter()
         .filter(|event| matches!(event, TraceEvent::Node(_)));
@@ -258,7 +261,9 @@ fn segments_keep_nothing() {
         .filter(|event| matches!(event, TraceEvent::Drop(_)));
     // All but the output, which the segment copies when it has ended.
     assert_eq!(dropped.count(), made.count() - 1);
-    assert!(matches!(&traced.events[ends + 1], TraceEvent::Node(node) if node.op == "checkpoint"));
+    assert!(
+        matches!(&traced.events()[ends + 1], TraceEvent::Node(node) if node.op == "checkpoint")
+    );
 }
 
 #[test]
@@ -351,7 +356,7 @@ fn lse_is_a_value_of_its_own() {
     let [q, k] = ["q", "k"].map(|name| graph::input(name, (1, 2, 5, 8), DType::F32).unwrap());
     let attend = || attention::flash_with_lse(&q, &k, &k, &AttentionConfig::default());
     let traced = graph::trace(Target::Cpu, || no_grad(attend)).unwrap();
-    let lse = traced.shape_of(&traced.outputs[1]);
+    let lse = traced.shape(&traced.outputs()[1]).unwrap();
     assert_eq!(lse, [1, 2, 5]);
 }
 
@@ -364,7 +369,10 @@ fn flash_without_a_kernel_is_one_node() {
     let nodes: Vec<&Node> = traced.nodes().collect();
     assert_eq!(nodes.len(), 1);
     assert!(nodes[0].composed && nodes[0].op == "attention::flash");
-    let shapes = traced.outputs.iter().map(|x| traced.shape_of(x).to_vec());
+    let shapes = traced
+        .outputs()
+        .iter()
+        .map(|x| traced.shape(x).unwrap().to_vec());
     assert_eq!(
         shapes.collect::<Vec<_>>(),
         [vec![1, 4, 5, 8], vec![1, 4, 5]]
@@ -452,7 +460,7 @@ fn every_op_for_models_is_traced() {
             for dtype in [DType::F32, DType::BF16] {
                 let x = graph::input("x", (2, 3, 4), dtype).unwrap();
                 let traced = graph::trace(target, || op(&x)).unwrap();
-                let made = traced.shape_of(&traced.outputs[0]).to_vec();
+                let made = traced.shape(&traced.outputs()[0]).unwrap().to_vec();
                 let real = Tensor::ones((2, 3, 4), dtype, &Device::Cpu).unwrap();
                 assert_eq!(made, op(&real).unwrap().dims(), "{name}");
                 let last = traced.nodes().last().unwrap();
@@ -493,6 +501,8 @@ fn the_largest_preset_is_traced_without_its_memory() {
         sum(|c| c.backward),
         flops::backward(&config, 4, 1024).total(),
     );
-    let weights = traced.weights().map(|(id, _)| traced.value(id).elements());
+    let weights = traced
+        .weights()
+        .map(|(id, _)| traced.get(id).unwrap().elements());
     assert_eq!(weights.sum::<usize>(), config.num_parameters());
 }

@@ -293,7 +293,7 @@ fn reserved_scratch_is_all_that_products_keep() {
     if child::ran("memory::reserved_scratch_is_all_that_products_keep") {
         return;
     }
-    use tallow::kernels::cpu::gemm::{MatRef, Threads, matmul, reserve_scratch};
+    use tallow::internals::gemm::{MatRef, Threads, matmul, reserve_scratch};
     reserve_scratch(false);
     let before = tracker::current_bytes().unwrap();
     // Of those that are ours with AVX-512, and of those that are the gemm crate's.

@@ -45,16 +45,16 @@ impl<'a> Rows<'a> {
 /// q, k and v: three buffers, or one.
 fn qkv<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
     match sizes.packed {
-        false => apart(sizes, ["q", "k", "v"].map(|name| views[name])),
-        true => split(sizes, views["qkv"]),
+        false => apart(sizes, ["q", "k", "v"].map(|name| *views.operand(name))),
+        true => split(sizes, *views.operand("qkv")),
     }
 }
 
 /// Their gradients, as [`qkv`].
 fn gradients<'a>(sizes: &InModel, views: &Named<View<'a>>) -> [Rows<'a>; 3] {
     match sizes.packed {
-        false => apart(sizes, ["dq", "dk", "dv"].map(|name| views[name])),
-        true => split(sizes, views["dqkv"]),
+        false => apart(sizes, ["dq", "dk", "dv"].map(|name| *views.operand(name))),
+        true => split(sizes, *views.operand("dqkv")),
     }
 }
 

@@ -56,7 +56,7 @@ impl Arena {
 impl Arena {
     /// The elements of an operand of the arena, between runs.
     pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
-        let buffer = plan.buffer(operand.buffer);
+        let buffer = plan.buffer_of(operand);
         let Some(range) = buffer.arena_range() else {
             panic!("{} is not in the arena", buffer.name);
         };
@@ -156,7 +156,7 @@ impl<'a> View<'a> {
             Location::Parameter(number) => self.lent.parameters[number].cast(),
             Location::ExpAvg(number) => self.lent.moment(number, 0).cast(),
             Location::ExpAvgSq(number) => self.lent.moment(number, 1).cast(),
-            Location::Table(number) => self.plan.table(number).as_ptr().cast_mut().cast(),
+            Location::Table(number) => self.plan.tables()[number].as_ptr().cast_mut().cast(),
             Location::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
             // SAFETY: it has the parts of all micro-batches.
             Location::Input(number) => unsafe {
@@ -169,7 +169,7 @@ impl<'a> View<'a> {
     /// The operands of a call that is run alone, where the gradient of the loss is multiplied by `loss_gradient`.
     pub fn slices(&self, call: &Call, loss_gradient: f64) -> Slices<'a> {
         let slice = |operand: &BufferRange| {
-            let buffer = self.plan.buffer(operand.buffer);
+            let buffer = self.plan.buffer_of(operand);
             assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
             let first = operand.elements.start * buffer.dtype.size_in_bytes();
             // SAFETY: within the buffer, all of which is initialised; what a call writes is no other operand of it

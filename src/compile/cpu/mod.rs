@@ -32,7 +32,7 @@ impl Executor {
         let calls = plan.calls().iter();
         let mut products = calls.filter(|call| call.op.is_product());
         if products.clone().next().is_some() {
-            let rounds = |call: &Call| plan.compute_dtype(call) != DType::F32;
+            let rounds = |call: &Call| plan.dtype_of(call) != DType::F32;
             gemm::reserve_scratch(products.any(rounds));
         }
         Ok(Self {

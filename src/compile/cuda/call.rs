@@ -70,7 +70,7 @@ impl<'a> Launcher<'a> {
     }
 
     fn exchanges_of(&self, call: &Call) -> Vec<Exchange<'a>> {
-        let x = &call.writes["x"];
+        let x = call.writes.operand("x");
         let collectives = call.op.collectives(self.exchanges.world_size()).into_iter();
         let exchanges = collectives.map(|(collective, elements)| {
             let start = x.elements.start;
@@ -115,7 +115,8 @@ impl<'a> Launcher<'a> {
         self.launched = index + count;
         let (gpu, tables) = (self.gpu, &updates.tables);
         let joined = |name: &str| {
-            let operands: Vec<&BufferRange> = calls.iter().map(|call| &call.writes[name]).collect();
+            let operands: Vec<&BufferRange> =
+                calls.iter().map(|call| call.writes.operand(name)).collect();
             self.view(&whole_of(&operands))
         };
         match calls[0].op {
@@ -176,7 +177,7 @@ pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
         );
     }
     for call in plan.calls() {
-        let dtype = plan.compute_dtype(call);
+        let dtype = plan.dtype_of(call);
         let flash = call.op.kernel().and_then(planned_flash_sizes);
         if let Some(sizes) = flash
             && !flash_attention::takes(gpu, dtype, tf32, &sizes)

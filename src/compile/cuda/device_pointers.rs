@@ -54,7 +54,7 @@ impl DevicePointers {
 
     /// The elements of an operand, as kernels see them.
     pub(super) fn view(&self, plan: &Plan, operand: &BufferRange, micro_batch: usize) -> View<'_> {
-        let buffer = plan.buffer(operand.buffer);
+        let buffer = plan.buffer_of(operand);
         let first = operand.elements.start * buffer.dtype.size_in_bytes();
         let start = self.start(buffer, micro_batch) + first as u64;
         View::new(start, buffer.dtype, operand.elements.len())

@@ -41,11 +41,11 @@ impl<'a> Launcher<'a> {
 
     /// What a call reads by these names.
     pub(super) fn reads<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
-        names.map(|name| self.view(&call.reads[name]))
+        names.map(|name| self.view(call.reads.operand(name)))
     }
 
     /// What a call writes by these names.
     pub(super) fn writes<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
-        names.map(|name| self.view(&call.writes[name]))
+        names.map(|name| self.view(call.writes.operand(name)))
     }
 }

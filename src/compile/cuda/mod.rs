@@ -277,7 +277,7 @@ impl Executor {
         let Some(call) = plan.calls().iter().rev().find(|call| decides(&call.op)) else {
             return Ok(true);
         };
-        let words: Vec<f64> = self.read(plan, &call.writes["factor"])?;
+        let words: Vec<f64> = self.read(plan, call.writes.operand("factor"))?;
         let [norm, _, found] = words[..] else {
             return Ok(true);
         };

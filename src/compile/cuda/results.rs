@@ -12,7 +12,7 @@ use candle_core::{Shape, Tensor, WithDType};
 impl Executor {
     /// What a run has left in an operand that the plan keeps; waits for the GPU.
     pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Result<Vec<T>> {
-        let buffer = plan.buffer(operand.buffer);
+        let buffer = plan.buffer_of(operand);
         assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
         let mut values = vec![T::zero(); operand.elements.len()];
         let from = self.address_of(plan, operand);
@@ -26,7 +26,7 @@ impl Executor {
 
     /// The same as a tensor of the model's device, copied in the order of its stream, which has waited for the run.
     pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
-        let dtype = plan.buffer(operand.buffer).dtype;
+        let dtype = plan.buffer_of(operand).dtype;
         let elements = operand.elements.len();
         let room = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
         let to = ops::whole(&room)?.pointer;
@@ -41,7 +41,7 @@ impl Executor {
 
     /// Where an operand of the arena begins.
     fn address_of(&self, plan: &Plan, operand: &BufferRange) -> u64 {
-        let buffer = plan.buffer(operand.buffer);
+        let buffer = plan.buffer_of(operand);
         let Some(range) = buffer.arena_range() else {
             panic!("{} is not in the arena", buffer.name);
         };

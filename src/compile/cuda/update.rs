@@ -71,8 +71,8 @@ impl Updates {
             let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, dtype, elements));
             entries.insert(index, table.len());
             table.push(Entry {
-                value: view(&call.writes["parameter"]),
-                gradient: view(&call.reads["gradient"]),
+                value: view(call.writes.operand("parameter")),
+                gradient: view(call.reads.operand("gradient")),
                 exp_avg,
                 exp_avg_sq,
                 copy: call.writes.get("copy").map(view),

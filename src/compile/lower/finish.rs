@@ -40,7 +40,7 @@ impl Lower<'_> {
         let reads = update.iter().flat_map(|call| call.reads.iter());
         needed.extend(reads.map(|operand| operand.buffer));
         let norm = update.iter().find_map(|call| match call.op {
-            Op::ClipFactor { .. } => Some(call.writes["factor"].clone()),
+            Op::ClipFactor { .. } => Some(call.writes.operand("factor").clone()),
             _ => None,
         });
         let repeats = self.plan.calls.split_off(per_micro_batch.start);

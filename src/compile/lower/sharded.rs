@@ -193,7 +193,9 @@ const ALONE: Shard = Shard {
 pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers, bucket_bytes: u64) -> Vec<Call> {
     let is_exchange = |call: &&Call| matches!(call.op, Op::AllGather { .. });
     let gathered = calls.iter().filter(is_exchange);
-    let gathered: HashSet<_> = gathered.map(|call| call.writes["x"].buffer).collect();
+    let gathered: HashSet<_> = gathered
+        .map(|call| call.writes.operand("x").buffer)
+        .collect();
     let mut stretches = Vec::new();
     let mut stretch = Stretch::default();
     for call in calls {

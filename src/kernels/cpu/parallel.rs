@@ -2,6 +2,7 @@
 
 use super::{Real, simd};
 use crate::probe::parts::Region;
+use candle_core::WithDType;
 use rayon::prelude::*;
 use std::collections::TryReserveError;
 use std::ops::Range;
@@ -47,7 +48,8 @@ impl<'a, T> Shared<'a, T> {
     #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
     #[inline(always)]
     pub unsafe fn range(&self, start: usize, len: usize) -> &mut [T] {
-        assert!(start + len <= self.len, "{start}+{len} of {}", self.len);
+        let is_inside = start.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(is_inside, "{start}+{len} of {}", self.len);
         // SAFETY: inside the borrowed slice; disjointness is the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
@@ -231,14 +233,18 @@ pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
     partials.iter().sum()
 }
 
-/// A vector of `len` elements that `fill` writes completely before anybody reads it: no pass of zeros first.
+/// A vector of `len` numbers that `fill` writes completely before anybody reads it: no pass of zeros first.
 ///
 /// # Errors
 /// No room for so many.
-pub fn filled<T: Copy>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>, TryReserveError> {
+pub fn filled<T: WithDType>(
+    len: usize,
+    fill: impl FnOnce(&mut [T]),
+) -> Result<Vec<T>, TryReserveError> {
     let mut out = Vec::new();
     out.try_reserve_exact(len)?;
-    // SAFETY: the capacity is there, T is plain data, and `fill` (a kernel) writes every element without reading.
+    // SAFETY: the capacity is there, any bits are a number of type T, and `fill` (a kernel) writes every element without
+    // reading.
     unsafe {
         fill(std::slice::from_raw_parts_mut(out.as_mut_ptr(), len));
         out.set_len(len);

@@ -1,7 +1,5 @@
 //! Operands by name.
 
-use std::ops::Index;
-
 /// The operands of a call, each with its name in the formula of the op or kernel (`x`, `weight`, `dy`), in the order in
 /// which that has them. One that a call does without is not there. Several may share a name, where a kernel takes any
 /// number of them.
@@ -28,6 +26,14 @@ impl<T> Named<T> {
     /// Names and operands, in order.
     pub fn entries(&self) -> &[(&'static str, T)] {
         &self.0
+    }
+
+    /// The operand that every call of its kind has. Panics if this call has none: a bug of the code that made it.
+    pub(crate) fn operand(&self, name: &str) -> &T {
+        match self.get(name) {
+            Some(operand) => operand,
+            None => panic!("no operand {name}"),
+        }
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
@@ -81,18 +87,5 @@ impl<T, const N: usize> From<[(&'static str, T); N]> for Named<T> {
 impl<T> From<Vec<(&'static str, T)>> for Named<T> {
     fn from(entries: Vec<(&'static str, T)>) -> Self {
         Self(entries)
-    }
-}
-
-impl<T> Index<&str> for Named<T> {
-    type Output = T;
-
-    /// # Panics
-    /// No operand with this name.
-    fn index(&self, name: &str) -> &T {
-        match self.get(name) {
-            Some(operand) => operand,
-            None => panic!("no operand {name}"),
-        }
     }
 }

@@ -76,6 +76,8 @@ pub struct GradScaler {
     unscaled: HashMap<TensorId, Progress>,
     /// The first of them whose gradient was not finite.
     non_finite: Option<String>,
+    /// Whether a gradient of another rank's part was not finite.
+    overflowed_elsewhere: bool,
 }
 
 /// How far a parameter has come in this step.
@@ -97,6 +99,7 @@ impl GradScaler {
             state: GradScalerState::new(&config),
             unscaled: HashMap::new(),
             non_finite: None,
+            overflowed_elsewhere: false,
         })
     }
 
@@ -113,8 +116,7 @@ impl GradScaler {
     pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
         state.validate()?;
         self.state = state;
-        self.unscaled.clear();
-        self.non_finite = None;
+        self.forget_step();
         Ok(())
     }
 
@@ -277,10 +279,17 @@ impl GradScaler {
                 hint: "call step first".into(),
             });
         }
-        self.state = self.state.after(self.non_finite.is_some())?;
+        let overflowed = self.non_finite.is_some() || self.overflowed_elsewhere;
+        self.state = self.state.after(overflowed)?;
+        self.forget_step();
+        Ok(())
+    }
+
+    /// Forgets what was unscaled and found since the last update.
+    fn forget_step(&mut self) {
         self.unscaled.clear();
         self.non_finite = None;
-        Ok(())
+        self.overflowed_elsewhere = false;
     }
 
     /// Where each rank of a job has unscaled its parts of gradients: an overflow on one of them is one on all.
@@ -291,7 +300,7 @@ impl GradScaler {
     pub(crate) fn agree(&mut self, ranks: &crate::dist::Communicator) -> Result<()> {
         let found = f64::from(u8::from(self.non_finite.is_some()));
         if ranks.mean(&[found])?[0] > 0.0 && self.non_finite.is_none() {
-            self.non_finite = Some("of which another rank has the part".into());
+            self.overflowed_elsewhere = true;
             for progress in self.unscaled.values_mut() {
                 progress.finite = false;
             }
@@ -307,7 +316,8 @@ impl GradScaler {
         }
     }
 
-    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update).
+    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update); `None` where only
+    /// another rank's part of one was.
     pub fn non_finite(&self) -> Option<&str> {
         self.non_finite.as_deref()
     }

@@ -41,7 +41,7 @@ fn candles_own(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
 
 fn ours(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     let h = ops::linear(x, &vars[0])?;
-    ops::softmax(&ops::swiglu(&h, &h)?, 0.7, tallow::kernels::Mask::Full)
+    ops::softmax(&ops::swiglu(&h, &h)?, 0.7, tallow::attention::Mask::Full)
 }
 
 /// A view of its input, and a graph that ends at variables alone.

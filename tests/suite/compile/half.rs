@@ -153,8 +153,9 @@ fn weights_are_copied_once_a_step(
     };
     let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
     let copies = plan.calls().iter().enumerate().filter(|(_, call)| {
-        let is_copy = |x: &BufferRange| plan.buffer(x.buffer).category == Category::WeightCopy;
-        call.op.name() == "cast" && is_copy(&call.writes["y"])
+        let is_copy =
+            |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
+        call.op.name() == "cast" && is_copy(call.writes.get("y").unwrap())
     });
     let copies: Vec<usize> = copies.map(|(index, _)| plan.times(index)).collect();
     assert_eq!(copies, vec![1; 7 * model.num_layers + 1]);

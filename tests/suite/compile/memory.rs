@@ -5,7 +5,7 @@ use crate::compile::batch;
 use candle_core::Device;
 use tallow::attention::Algorithm;
 use tallow::compile::{Category, PlanConfig, TrainStep};
-use tallow::kernels::cpu::gemm;
+use tallow::internals::gemm;
 use tallow::memory::tracker;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};

@@ -47,7 +47,7 @@ fn live_buffers_never_meet(
     // A buffer lives through every call that touches it.
     for (index, call) in plan.calls().iter().enumerate() {
         for operand in call.operands() {
-            assert!(plan.buffer(operand.buffer).live.contains(&index));
+            assert!(plan.buffer(operand.buffer).unwrap().live.contains(&index));
         }
     }
     // What outlives a micro-batch is not overwritten by the next one.

@@ -188,7 +188,7 @@ fn it_is_traced() {
     let columns = find("contiguous");
     let columns: Vec<_> = columns[..2].iter().map(|node| &node.inputs[0]).collect();
     assert_eq!(columns[0].value, columns[1].value);
-    assert_eq!(traced.shape_of(columns[0]), [2, 7, 1]);
+    assert_eq!(traced.shape(columns[0]).unwrap(), [2, 7, 1]);
     let normed = find("rms_norm")[0].output;
     let readers = traced
         .nodes()

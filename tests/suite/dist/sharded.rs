@@ -256,8 +256,8 @@ fn what_a_rank_does() {
             for (index, call) in plan.calls().iter().enumerate() {
                 if matches!(call.op, Op::Broadcast { .. }) && call.phase == Phase::Forward {
                     fetched += 1;
-                    let weight = &call.writes["x"];
-                    let location = plan.buffer(weight.buffer).location;
+                    let weight = call.writes.get("x").unwrap();
+                    let location = plan.buffer(weight.buffer).unwrap().location;
                     assert!(matches!(location, Location::Parameter(_)));
                     let mut before = plan.calls()[..index].iter();
                     assert!(
@@ -286,11 +286,11 @@ fn check_places(plan: &Plan) {
         .iter()
         .filter(|call| matches!(call.op, Op::SumOfSquares { .. }))
     {
-        let gradient = Some(&call.reads["x"]);
+        let gradient = Some(call.reads.get("x").unwrap());
         let mut updates = calls
             .iter()
             .filter(|call| call.reads.get("gradient") == gradient);
-        let number = places[call.writes["square"].elements.start];
+        let number = places[call.writes.get("square").unwrap().elements.start];
         let update = &updates.next().unwrap().op;
         assert!(matches!(update, Op::AdamW { parameter, .. } if *parameter == number));
         found += 1;

@@ -1,8 +1,8 @@
 //! What the kernel takes beside its arguments: asserted where attention with its probabilities would take gigabytes.
 
 use crate::child;
-use tallow::kernels::Mask;
-use tallow::kernels::cpu::attention::flash::{
+use tallow::attention::Mask;
+use tallow::internals::flash::{
     ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward,
 };
 use tallow::memory::tracker;

@@ -119,7 +119,7 @@ fn the_table_has_every_node_with_its_cost() {
             number("backward_bytes"),
             cost.backward.map(|cost| cost.bytes())
         );
-        let shape = &graph.value(cost.node.output).shape;
+        let shape = &graph.get(cost.node.output).unwrap().shape;
         assert_eq!(row.get("output").unwrap(), &format!("{shape:?}"));
     }
     let flash = table

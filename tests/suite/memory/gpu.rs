@@ -53,7 +53,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
     drop(zeros(7)); // after it
     drop(gradient);
 
-    let blocks = recording.blocks.iter();
+    let blocks = recording.blocks().iter();
     let seen: Vec<_> = blocks
         .map(|b| (b.bytes / MIB, b.kind, b.phase, b.path.to_string()))
         .collect();
@@ -70,7 +70,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
     );
     assert_eq!(recording.bytes_before(), 3 * MIB);
     assert_eq!(recording.peak_bytes(), 9 * MIB);
-    let peaks = recording.phases.iter();
+    let peaks = recording.phases().iter();
     let peaks: Vec<u64> = peaks.map(|phase| recording.peak_bytes_in(phase)).collect();
     assert_eq!(peaks, [5 * MIB, 9 * MIB]);
     assert_adds_up(&recording);

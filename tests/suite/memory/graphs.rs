@@ -7,7 +7,7 @@ use crate::custom_model::gpt2::{Gpt2, Gpt2Config};
 use candle_core::{DType, Device, Tensor, Var};
 use tallow::attention::{self, Algorithm, AttentionConfig};
 use tallow::graph::{self, Target};
-use tallow::kernels::cpu::gemm;
+use tallow::internals::gemm;
 use tallow::memory::{
     Estimate, Kernels, MemoryKind, Mode, Workload, estimate, estimate_graph, tracker,
 };
@@ -595,7 +595,7 @@ fn traced_inputs(traced: &graph::Graph) -> u64 {
             graph::Source::Input(_) | graph::Source::Constant
         )
     };
-    let values = traced.values.iter().filter(from_outside);
+    let values = traced.values().iter().filter(from_outside);
     values.map(|value| value.bytes() as u64).sum()
 }
 

@@ -3,8 +3,8 @@
 use crate::child;
 use half::bf16;
 use proptest::prelude::*;
-use tallow::kernels::cpu::Stored;
-use tallow::kernels::cpu::gemm::{MatRef, ProductSizes, Threads, matmul, packing_bytes};
+use tallow::internals::Stored;
+use tallow::internals::gemm::{MatRef, ProductSizes, Threads, matmul, packing_bytes};
 use tallow::memory::tracker;
 
 fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {

@@ -71,8 +71,8 @@ fn scripted_allocations_are_recorded_exactly() {
     assert!(blocks[5].given_back_at < blocks[6].taken_at);
 
     assert_near(recording.bytes_before(), 3_000_000);
-    let [forward, backward] = &recording.phases[..] else {
-        panic!("{:?}", recording.phases);
+    let [forward, backward] = recording.phases() else {
+        panic!("{:?}", recording.phases());
     };
     assert_eq!((forward.name, backward.name), ("forward", "backward"));
     assert_near(recording.peak_bytes_in(forward), 5_000_000);
@@ -141,7 +141,7 @@ fn threads_lose_nothing() {
     assert!(tracker::allocations().unwrap() - allocations >= threads * 500);
     for thread in 0..threads {
         let path = probe::Path::ROOT.child(&format!("thread {thread}"));
-        let of_thread = recording.blocks.iter().filter(|block| block.path == path);
+        let of_thread = recording.blocks().iter().filter(|block| block.path == path);
         let of_thread: Vec<_> = of_thread.collect();
         let bytes: Vec<u64> = of_thread.iter().map(|block| block.bytes).collect();
         assert_eq!(bytes, (5_000..5_500).collect::<Vec<u64>>());
@@ -150,7 +150,7 @@ fn threads_lose_nothing() {
     }
     // No two blocks that are alive at once share an address.
     for event in (0..recording.events()).step_by(97) {
-        let alive = recording.blocks.iter().filter(|b| b.is_alive_at(event));
+        let alive = recording.blocks().iter().filter(|b| b.is_alive_at(event));
         let mut addresses: Vec<usize> = alive.map(|block| block.address).collect();
         addresses.sort();
         let count = addresses.len();
@@ -205,7 +205,7 @@ fn what_cannot_be_recorded_is_refused_or_counted() {
         recording.bytes_at(recording.peak_at()),
         recording.peak_bytes()
     );
-    assert!(recording.phases.is_empty());
+    assert!(recording.phases().is_empty());
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
             // Records of tensors, too small to be events, since the last one.
             let unseen = profile.peak_bytes - recording.peak_bytes();
             assert!(unseen < 16 * 1024, "{mode:?}: {unseen}");
-            let names: Vec<_> = recording.phases.iter().map(|phase| phase.name).collect();
+            let names: Vec<_> = recording.phases().iter().map(|phase| phase.name).collect();
             let wanted: &[&str] = match mode {
                 Mode::Forward | Mode::ForwardKeepingGraph => &["forward"],
                 Mode::ForwardBackward => &["forward", "backward"],
@@ -271,7 +271,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
                 );
             }
             // Nothing that an op takes is nobody's.
-            let lost = recording.blocks.iter().filter(|block| {
+            let lost = recording.blocks().iter().filter(|block| {
                 block.kind == MemoryKind::Other && !block.phase.is_empty() && block.bytes > 65_536
             });
             assert_eq!(lost.count(), 0);

@@ -5,7 +5,7 @@ use super::case::{Case, KERNEL, bits};
 use super::every::large;
 use candle_core::DType;
 use rstest::rstest;
-use tallow::kernels::cpu::parallel::TASK_ELEMENTS;
+use tallow::internals::TASK_ELEMENTS;
 
 /// The bits of the output and of every gradient.
 fn all_bits(case: &Case, dtype: DType) -> Vec<Vec<u64>> {

@@ -18,7 +18,7 @@ fn check_parts(plan: &Plan) {
             Some(part) => {
                 assert!(!matches!(call.op, Op::AdamW { .. }));
                 products[part] += call.op.flops();
-                others[part] += plan.cost(call).other_flops;
+                others[part] += plan.cost_of(call).other_flops;
                 assert_eq!(call.phase, plan.costs()[part].phase, "{call:?}");
             }
             None => assert_eq!(call.op.flops(), 0.0, "{call:?}"),

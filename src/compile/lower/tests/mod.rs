@@ -170,8 +170,8 @@ fn gradients_that_pass() {
         let updated: Vec<_> = buffers
             .map(|call| {
                 (
-                    &plan.buffer(call.writes["parameter"].buffer).name,
-                    plan.buffer(call.reads["gradient"].buffer),
+                    &plan.buffer_of(call.writes.operand("parameter")).name,
+                    plan.buffer_of(call.reads.operand("gradient")),
                 )
             })
             .collect();
@@ -323,7 +323,7 @@ fn thirds_of_a_projection(
     // Of half precision, nothing is cast that was cast before.
     let casts = plan.calls()[plan.first_run_only().end..].iter();
     let casts = casts.filter(|call| call.op.name() == "cast");
-    let weights =
-        casts.filter(|call| plan.buffer(call.reads["x"].buffer).category == Category::Parameter);
+    let weights = casts
+        .filter(|call| plan.buffer_of(call.reads.operand("x")).category == Category::Parameter);
     assert_eq!(weights.count(), 0);
 }

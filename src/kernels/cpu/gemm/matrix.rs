@@ -15,7 +15,8 @@ pub struct MatRef<'a, T> {
 impl<'a, T> MatRef<'a, T> {
     /// `data` as (rows, cols), row by row.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "matrix of {rows} x {cols}");
+        let len = rows.checked_mul(cols);
+        assert_eq!(Some(data.len()), len, "matrix of {rows} x {cols}");
         Self::band(data, rows, cols, cols)
     }
 
@@ -66,7 +67,8 @@ pub struct MatMut<'a, T> {
 impl<'a, T> MatMut<'a, T> {
     /// `data` as (rows, cols).
     pub fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "matrix of {rows} x {cols}");
+        let len = rows.checked_mul(cols);
+        assert_eq!(Some(data.len()), len, "matrix of {rows} x {cols}");
         Self::band(data, rows, cols, cols)
     }
 
@@ -91,12 +93,49 @@ impl<T: Stored> MatMut<'_, T> {
     }
 }
 
-/// The bounds that unsafe code relies on.
+/// Checks the bounds that unsafe code relies on. Sizes whose product overflows are out of bounds.
 fn check_band(len: usize, rows: usize, cols: usize, row_stride: usize) {
     assert!(cols <= row_stride || rows <= 1, "rows overlap");
     let reach = match rows {
-        0 => 0,
-        rows => (rows - 1) * row_stride + cols,
+        0 => Some(0),
+        rows => (rows - 1)
+            .checked_mul(row_stride)
+            .and_then(|to_last| to_last.checked_add(cols)),
     };
-    assert!(reach <= len, "{rows} x {cols} by {row_stride} in {len}");
+    let is_inside = reach.is_some_and(|reach| reach <= len);
+    assert!(is_inside, "{rows} x {cols} by {row_stride} in {len}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::catch_unwind;
+
+    /// Sizes whose products wrap around to something small are no way past the end of the slice.
+    #[test]
+    fn a_view_beyond_its_slice_panics() {
+        const HALF: usize = 1 << (usize::BITS / 2);
+        let views: [fn(); 5] = [
+            || {
+                let _ = MatRef::<f32>::new(&[], HALF, HALF);
+            },
+            || {
+                let _ = MatRef::<f32>::band(&[], HALF + 1, HALF, HALF);
+            },
+            || {
+                let _ = MatRef::band(&[1f32; 8], 3, 2, 4);
+            },
+            || {
+                let _ = MatRef::band(&[1f32; 8], usize::MAX, 0, 2);
+            },
+            || {
+                let _ = MatMut::band(&mut [1f32; 8], HALF + 1, HALF, HALF);
+            },
+        ];
+        for (i, view) in views.into_iter().enumerate() {
+            assert!(catch_unwind(view).is_err(), "view {i}");
+        }
+        MatRef::band(&[1f32; 8], 2, 4, 4);
+        MatRef::band(&[1f32; 8], 2, 3, 5);
+    }
 }

@@ -97,6 +97,20 @@ pub fn max<T: Real>(x: &[T]) -> T {
 /// FLOP/s in f32 of every thread of the pool running independent fused multiply-adds on registers; the best of several
 /// tries, about 0.1 s in all.
 pub fn measure_multiply_add_rate() -> f64 {
+    let attempt = |_| {
+        let rates = rayon::broadcast(|_| {
+            let start = std::time::Instant::now();
+            let flops = multiply_adds();
+            flops as f64 / start.elapsed().as_secs_f64()
+        });
+        rates.iter().sum::<f64>()
+    };
+    (0..10).map(attempt).fold(0.0, f64::max)
+}
+
+/// Runs independent fused multiply-adds in f32 on registers for about 10 ms on this thread, and returns how many FLOPs
+/// they were: the same number each time.
+pub fn multiply_adds() -> u64 {
     const CHAINS: usize = 12; // a latency of 4 times two units, and some to spare
     const ROUNDS: usize = 1_000_000;
 
@@ -104,10 +118,10 @@ pub fn measure_multiply_add_rate() -> f64 {
 
     impl pulp::WithSimd for MultiplyAdds {
         /// FLOPs done.
-        type Output = f64;
+        type Output = u64;
 
         #[inline(always)]
-        fn with_simd<S: pulp::Simd>(self, simd: S) -> f64 {
+        fn with_simd<S: pulp::Simd>(self, simd: S) -> u64 {
             let factor = simd.splat_f32s(0.999);
             let term = simd.splat_f32s(0.001);
             let mut registers = [term; CHAINS];
@@ -117,19 +131,11 @@ pub fn measure_multiply_add_rate() -> f64 {
                 }
             }
             std::hint::black_box(registers);
-            (2 * S::F32_LANES * CHAINS * ROUNDS) as f64
+            (2 * S::F32_LANES * CHAINS * ROUNDS) as u64
         }
     }
 
-    let attempt = |_| {
-        let rates = rayon::broadcast(|_| {
-            let start = std::time::Instant::now();
-            let flops = pulp::Arch::new().dispatch(MultiplyAdds);
-            flops / start.elapsed().as_secs_f64()
-        });
-        rates.iter().sum::<f64>()
-    };
-    (0..10).map(attempt).fold(0.0, f64::max)
+    pulp::Arch::new().dispatch(MultiplyAdds)
 }
 
 #[cfg(test)]

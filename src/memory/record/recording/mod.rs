@@ -80,11 +80,9 @@ struct Label {
 /// What was recorded.
 #[derive(Clone, Debug)]
 pub struct MemoryRecording {
-    /// Every block that was alive while it was recorded and is known of, in the order in which they were taken; first
-    /// those that were there before.
-    pub blocks: Vec<Block>,
-    /// The phases ([`probe::phase`]), in the order in which they began.
-    pub phases: Vec<PhaseSpan>,
+    // Not public: their events are within `curve`, which sums and pictures rely on.
+    pub(super) blocks: Vec<Block>,
+    pub(super) phases: Vec<PhaseSpan>,
     /// Events that found no room: if there are any, blocks are missing, and sums are too small or too large.
     pub lost_events: u64,
     /// Blocks of a GPU that were given back and had been taken before the recording, so that their size was not known
@@ -133,7 +131,7 @@ pub(super) struct Sample {
 ///     ops::linear(&x, &weight)?
 /// };
 /// let recording = recorder.finish();
-/// let block = recording.blocks.iter().find(|block| block.kind == MemoryKind::Activations).unwrap();
+/// let block = recording.blocks().iter().find(|block| block.kind == MemoryKind::Activations).unwrap();
 /// assert_eq!((block.bytes, block.phase, block.path.name()), (4 * 32 * 256, "forward", "linear".to_string()));
 /// # drop(y);
 /// # Ok::<(), tallow::Error>(())

@@ -55,6 +55,17 @@ pub struct Origin {
 }
 
 impl MemoryRecording {
+    /// Every known block that was alive during the recording, in the order of allocation; first the blocks that were
+    /// there before it began.
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    /// The phases ([`probe::phase`](crate::probe::phase)), in the order in which they began.
+    pub fn phases(&self) -> &[PhaseSpan] {
+        &self.phases
+    }
+
     /// The event after which the most was alive; 0 if there was none.
     pub fn peak_at(&self) -> usize {
         self.worst(0, self.curve.len())
@@ -73,7 +84,7 @@ impl MemoryRecording {
 
     /// The event of a phase after which the most was alive.
     pub fn worst_in(&self, phase: &PhaseSpan) -> usize {
-        self.worst(phase.begins_at, phase.ends_at + 1)
+        self.worst(phase.begins_at, phase.ends_at.saturating_add(1))
     }
 
     /// The most that was alive while a thread was at `path` or inside of it; `None` if none took or gave back a block

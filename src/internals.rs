@@ -1,0 +1,32 @@
+//! The kernels that benches and tests of this crate call. Not part of the API: anything here may change or go.
+
+pub use crate::kernels::attention::Seen;
+pub use crate::kernels::cpu::Stored;
+pub use crate::kernels::cpu::parallel::TASK_ELEMENTS;
+pub use crate::kernels::cpu::simd::multiply_adds;
+pub use crate::kernels::{Activation, Update};
+
+/// Re-exports some functions and types of a CPU kernel's module.
+macro_rules! some_of {
+    ($($(::$parent:ident)* => $module:ident: $($item:ident),+;)+) => {$(
+        pub mod $module {
+            pub use crate::kernels::cpu$(::$parent)*::$module::{$($item),+};
+        }
+    )+};
+}
+
+some_of! {
+    => activation: backward, forward;
+    => adamw: step;
+    ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward;
+    => gemm: Batched, MatRef, ProductSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
+    => heads: HeadSizes, split;
+    => relu: backward, forward;
+    => rope: rotate;
+    ::rows => cross_entropy: backward, forward;
+    ::rows => embedding: backward, forward;
+    ::rows => layer_norm: backward, forward;
+    ::rows => rms_norm: backward, forward;
+    ::rows => softmax: backward, backward_from_scores, forward;
+    => swiglu: backward, forward;
+}
