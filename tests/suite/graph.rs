@@ -188,7 +188,7 @@ fn weights_and_inputs_have_their_names() {
         let source = Source::Input(name.into());
         assert_eq!(
             traced
-                .values
+                .values()
                 .iter()
                 .filter(|value| value.source == source)
                 .count(),
@@ -246,7 +246,7 @@ fn segments_keep_nothing() {
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let place = |wanted| {
         traced
-            .events
+            .events()
             .iter()
             .position(|event| *event == wanted)
             .unwrap()
@@ -273,7 +273,7 @@ fn a_region_ends_once() {
     let run = || autocast(Autocast::cuda(DType::BF16), || model.loss(&x, &y));
     let traced = graph::trace(Target::Cpu, run).unwrap();
     let ends = traced
-        .events
+        .events()
         .iter()
         .filter(|event| **event == TraceEvent::AutocastEnd);
     assert_eq!(ends.count(), 1);

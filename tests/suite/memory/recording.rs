@@ -47,7 +47,7 @@ fn scripted_allocations_are_recorded_exactly() {
     drop(gradient);
 
     let blocks: Vec<_> = recording
-        .blocks
+        .blocks()
         .iter()
         .filter(|b| b.bytes > 6_000)
         .collect();
@@ -109,7 +109,7 @@ pub(super) fn assert_adds_up(recording: &MemoryRecording) {
     assert_eq!(all[peak], recording.holdings_at(peak));
     let taken: u64 = recording.origins().iter().map(|o| o.at_peak_bytes).sum();
     let alive = recording
-        .blocks
+        .blocks()
         .iter()
         .filter(|block| block.is_alive_at(peak));
     let (before, since): (Vec<_>, Vec<_>) = alive.partition(|block| block.taken_at.is_none());
