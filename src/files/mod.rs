@@ -2,6 +2,7 @@
 //!
 //! - [`open`]: a file to read, opened once; pipes and devices are refused.
 //! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
+//! - [`Staged`]: new content of a file, complete before anything is replaced; [`rename`] and [`remove`] likewise sync.
 //! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
 //! - [`Manifest`]: tensors in parts, which ranks have written to a file each.
 //! - [`first_difference`]: in what saved settings and given ones differ.
@@ -9,6 +10,7 @@
 
 mod atomic;
 mod differences;
+pub(crate) mod interrupt;
 #[cfg(feature = "train")]
 mod lock;
 mod open;
@@ -16,7 +18,7 @@ mod parts;
 mod save;
 mod tensors;
 
-pub(crate) use atomic::{remove_abandoned, write_atomically, write_bytes};
+pub(crate) use atomic::{Staged, remove, remove_abandoned, rename, write_atomically, write_bytes};
 pub(crate) use differences::{Difference, first_difference};
 #[cfg(feature = "train")]
 pub(crate) use lock::PathLock;
