@@ -1,13 +1,13 @@
 //! Training that starts from a model of another family, with its tokenizer.
 
 use crate::flags::{DataFlags, ModelFlags, SampleFlags, new_model};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use tallow::hf::{self, Tokenizer};
+use tallow::hf::{self, SaveOptions, Tokenizer};
 use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
 use tallow::nn::Layer;
 use tallow::precision::Precision;
@@ -23,12 +23,41 @@ pub struct FamilyFlags {
     pub family: Option<PathBuf>,
 
     /// Begin with random weights in place of the folder's, which may then have none
-    #[arg(long, requires = "family")]
+    #[arg(long)]
     random_weights: bool,
 
-    /// Write the trained model here at the end, as transformers reads it, with the tokenizer's files
-    #[arg(long, requires = "family", value_name = "FOLDER")]
+    /// Write the trained model here at the end, as transformers reads it, with the tokenizer's files and the settings
+    /// of --family's that this crate does not use
+    #[arg(long, value_name = "FOLDER")]
     pub save_family: Option<PathBuf>,
+
+    /// The dtype of the written weights [default: that of the parameters, f32 unless --full-half]
+    #[arg(long, value_enum, requires = "save_family")]
+    save_dtype: Option<SaveDtype>,
+
+    /// Let --save-family replace a model that its folder has
+    #[arg(long, requires = "save_family")]
+    overwrite: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum SaveDtype {
+    #[value(aliases = ["float32", "fp32"])]
+    F32,
+    #[value(alias = "bfloat16")]
+    Bf16,
+    #[value(aliases = ["float16", "fp16", "half"])]
+    F16,
+}
+
+impl From<SaveDtype> for DType {
+    fn from(dtype: SaveDtype) -> Self {
+        match dtype {
+            SaveDtype::F32 => Self::F32,
+            SaveDtype::Bf16 => Self::BF16,
+            SaveDtype::F16 => Self::F16,
+        }
+    }
 }
 
 /// The model that a run starts from.
@@ -38,6 +67,9 @@ pub struct Family {
     /// None where the data are ids already.
     pub tokenizer: Option<Tokenizer>,
     random_weights: bool,
+    /// Whether the files have another head than the embedding that config.json ties it to.
+    is_untied: bool,
+    save_options: SaveOptions,
 }
 
 impl SampleFlags {
@@ -69,27 +101,22 @@ impl FamilyFlags {
     /// The family that is asked for, and whatever can be refused of it and of the folder to write.
     pub fn open(&self, model: &ModelFlags, data: &DataFlags) -> Result<Option<Family>> {
         let Some(name) = &self.family else {
-            return Ok(None);
+            return self.check_unused();
         };
         let folder = hf::find(name)?;
         let saved = hf::config(&folder)?;
+        let tied = match self.random_weights {
+            true => saved.tie_embeddings,
+            false => hf::loaded_config(&folder, &LoadOptions::default())?.tie_embeddings,
+        };
         let config = TransformerConfig {
             attention: model.attention,
             checkpointing: model.activation_checkpointing,
             dropout: model.dropout_rates().unwrap_or(saved.dropout),
+            tie_embeddings: tied,
             ..saved
         };
         config.validate()?;
-        let weights = ["model.safetensors", "model.safetensors.index.json"];
-        let has_weights = weights.iter().any(|file| folder.join(file).exists());
-        if !has_weights && !self.random_weights {
-            return Err(refuse(
-                "--family",
-                format!("a folder with {}", weights.join(" or ")),
-                format!("{}, which has neither", folder.display()),
-                "fetch the weights too, or begin with --random-weights",
-            ));
-        }
         let tokenizer = match data.tokens {
             Some(_) => None,
             None => Some(Tokenizer::open(&folder)?),
@@ -97,24 +124,48 @@ impl FamilyFlags {
         if let Some(tokenizer) = &tokenizer {
             tokenizer.check_fits(&config)?;
         }
+        let save_options = SaveOptions {
+            from: Some(folder.clone()),
+            dtype: self.save_dtype.map(DType::from),
+            overwrite: self.overwrite,
+            ..Default::default()
+        };
         if let Some(written) = &self.save_family {
             check_other(written, &folder)?;
+            hf::check_save(&config, written, &save_options)?;
         }
         Ok(Some(Family {
             folder,
+            is_untied: saved.tie_embeddings && !tied,
             config,
             tokenizer,
             random_weights: self.random_weights,
+            save_options,
         }))
+    }
+
+    /// Refuses flags that need `--family`. (clap does not, where another flag conflicts with `--family`.)
+    fn check_unused(&self) -> Result<Option<Family>> {
+        let unused = [
+            ("--save-family", self.save_family.is_some()),
+            ("--random-weights", self.random_weights),
+        ];
+        match unused.into_iter().find(|(_, is_given)| *is_given) {
+            None => Ok(None),
+            Some((flag, _)) => Err(refuse(
+                flag,
+                "given with --family".into(),
+                "no --family".into(),
+                "name the folder whose architecture and tokenizer the model has, or leave the flag out",
+            )),
+        }
     }
 }
 
-/// Makes the folder to write; it must not be the one that is read.
+/// Refuses to write the folder that is read.
 fn check_other(written: &Path, read: &Path) -> Result<()> {
-    fs::create_dir_all(written).map_err(|e| Error::io("create", written, e))?;
-    crate::common::outputs::check_writable(&written.join("config.json"))?;
-    let place = |folder: &Path| fs::canonicalize(folder).map_err(|e| Error::io("read", folder, e));
-    match place(written)? == place(read)? {
+    let place = |folder: &Path| fs::canonicalize(folder).ok();
+    match place(written).is_some_and(|written| Some(written) == place(read)) {
         false => Ok(()),
         true => Err(refuse(
             "--save-family",
@@ -162,14 +213,18 @@ impl Family {
 
     /// As the header names it.
     pub fn name(&self) -> String {
-        match self.random_weights {
-            true => format!("{}, begun with random weights", self.folder.display()),
-            false => self.folder.display().to_string(),
+        let folder = self.folder.display();
+        match (self.random_weights, self.is_untied) {
+            (true, _) => format!("{folder}, begun with random weights"),
+            (_, true) => format!(
+                "{folder}, whose head differs from the embedding and is kept (config.json has tie_word_embeddings)"
+            ),
+            _ => folder.to_string(),
         }
     }
 
     /// The trained model, with the files beside the weights that it started from.
     pub fn save(&self, model: &TransformerLM, folder: &Path) -> Result<()> {
-        hf::save_as_from(model, &self.folder, folder)
+        hf::save_with(model, folder, &self.save_options)
     }
 }

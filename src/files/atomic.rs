@@ -1,5 +1,6 @@
 //! Files that are replaced whole.
 
+use super::interrupt;
 use super::open::{naming_link, open, read_exact_at};
 use crate::{Error, Result};
 use std::ffi::OsString;
@@ -103,22 +104,93 @@ fn replace(
     write: impl FnOnce(&mut dyn Write) -> Result<()>,
 ) -> Result<()> {
     let refused = |e| Error::io("write", path, e);
-    let folder = folder_of(path);
-    let mut temporary = locked_temporary(path).map_err(refused)?;
-    let mut buffered = BufWriter::new(temporary.as_file_mut());
-    write(&mut buffered)?;
-    buffered.flush().map_err(refused)?;
-    drop(buffered);
-    temporary.as_file().sync_all().map_err(refused)?;
-    if keep > 1 && !is_same(temporary.as_file(), path).map_err(refused)? {
+    let staged = Staged::write(path, write)?;
+    if keep > 1 && !is_same(staged.temporary.as_file(), path).map_err(refused)? {
         keep_earlier(path, keep).map_err(refused)?;
     }
-    temporary.persist(path).map_err(|e| refused(e.error))?;
-    // The rename itself is on the disk once the folder is. Not every system can sync a folder.
-    if let Ok(folder) = File::open(folder) {
+    staged.persist()
+}
+
+/// The complete new content of a path in a temporary file next to it. The path changes when it is persisted; if it is
+/// dropped instead, nothing has changed.
+pub(crate) struct Staged {
+    path: PathBuf,
+    temporary: NamedTempFile,
+}
+
+impl Staged {
+    /// Stages `content` for `path`, which must not be a symbolic link.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming `path`.
+    pub(crate) fn new(path: &Path, content: &[u8]) -> Result<Self> {
+        Self::write(path, |file| {
+            let written = file.write_all(content);
+            written.map_err(|e| Error::io("write", path, e))
+        })
+    }
+
+    fn write(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Self> {
+        let refused = |e| Error::io("write", path, e);
+        interrupt::point(path).map_err(refused)?;
+        let mut temporary = locked_temporary(path).map_err(refused)?;
+        let mut buffered = BufWriter::new(temporary.as_file_mut());
+        write(&mut buffered)?;
+        buffered.flush().map_err(refused)?;
+        drop(buffered);
+        temporary.as_file().sync_all().map_err(refused)?;
+        Ok(Self {
+            path: path.into(),
+            temporary,
+        })
+    }
+
+    /// Renames the temporary file over the path.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the path, whose content stays.
+    pub(crate) fn persist(self) -> Result<()> {
+        let Self { path, temporary } = self;
+        let refused = |e| Error::io("write", &path, e);
+        interrupt::point(&path).map_err(refused)?;
+        temporary.persist(&path).map_err(|e| refused(e.error))?;
+        sync_folder(&path);
+        Ok(())
+    }
+}
+
+/// Renames a file over another of the same folder.
+///
+/// # Errors
+/// [`Error::Io`] naming `to`, whose content stays.
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
+    let renamed = interrupt::point(to).and_then(|()| fs::rename(from, to));
+    renamed.map_err(|e| Error::io("write", to, e))?;
+    sync_folder(to);
+    Ok(())
+}
+
+/// Removes a file, if it is there.
+///
+/// # Errors
+/// [`Error::Io`] naming `path`.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    let removed = interrupt::point(path).and_then(|()| fs::remove_file(path));
+    match removed {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io("remove", path, e)),
+        Ok(()) => {
+            sync_folder(path);
+            Ok(())
+        }
+    }
+}
+
+/// Writes to the disk that a file of this path was renamed or removed. Not every system can sync a folder.
+fn sync_folder(path: &Path) {
+    if let Ok(folder) = File::open(folder_of(path)) {
         let _ = folder.sync_all();
     }
-    Ok(())
 }
 
 /// A temporary file beside `path`, locked for as long as it is open: the system frees the lock when its process dies,

@@ -3,6 +3,7 @@
 //! - [`open`]: a file to read, opened once; pipes and devices are refused. [`read`]: the whole of one.
 //! - [`zeros`]: memory for what a file holds, or an error.
 //! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
+//! - [`Staged`]: new content of a file, complete before anything is replaced; [`rename`] and [`remove`] likewise sync.
 //! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
 //! - [`parts`]: tensors in parts, which ranks have written to a file each.
 //! - [`first_difference`]: in what saved settings and given ones differ.
@@ -10,6 +11,7 @@
 
 mod atomic;
 mod differences;
+pub(crate) mod interrupt;
 #[cfg(feature = "train")]
 mod lock;
 mod open;
@@ -18,7 +20,7 @@ mod room;
 mod save;
 mod tensors;
 
-pub(crate) use atomic::{remove_abandoned, write_atomically, write_bytes};
+pub(crate) use atomic::{Staged, remove, remove_abandoned, rename, write_atomically, write_bytes};
 pub(crate) use differences::{Difference, first_difference};
 #[cfg(feature = "train")]
 pub(crate) use lock::PathLock;

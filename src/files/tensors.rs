@@ -59,10 +59,17 @@ impl TensorFile {
             });
         }
         let (header, data_start, header_crc32) =
-            read_header(&file, len).map_err(|e| Error::Format {
-                path: path.into(),
-                problem: format!("not a whole safetensors file ({e})"),
-                hint: "it may be truncated; write or fetch it again".into(),
+            read_header(&file, len).map_err(|e| match is_pointer(&file) {
+                true => Error::Format {
+                    path: path.into(),
+                    problem: "it is a pointer of Git LFS, not the file with the tensors".into(),
+                    hint: "fetch the file: git lfs pull, or hf download".into(),
+                },
+                false => Error::Format {
+                    path: path.into(),
+                    problem: format!("not a whole safetensors file ({e})"),
+                    hint: "it may be truncated; write or fetch it again".into(),
+                },
             })?;
         let mut file = Self {
             path: path.into(),
@@ -158,7 +165,7 @@ impl TensorFile {
         Some(format!("{} {shape:?}", candle_name(*dtype)))
     }
 
-    /// The tensor called `name`, on `device`; `None` if there is none.
+    /// The tensor called `name`, on `device`; `None` if there is none. One of f8e4m3 comes in f32.
     ///
     /// # Errors
     /// [`Error::Format`] where its bytes are not those that were saved, or are gone meanwhile; [`Error::Weight`] for
@@ -187,7 +194,15 @@ impl TensorFile {
             self.check(name, &bytes, expected)?;
         }
         let view = TensorView::new(info.dtype, info.shape.clone(), &bytes);
-        let tensor = view.map_err(candle_core::Error::from)?.load(device);
+        let view = view.map_err(candle_core::Error::from)?;
+        let tensor = match info.dtype {
+            // candle's conversion to f64 calls itself for ever.
+            safetensors::Dtype::F8_E4M3 => view.load(&Device::Cpu).and_then(|tensor| {
+                let wide = tensor.to_dtype(DType::F32)?;
+                wide.to_device(device)
+            }),
+            _ => view.load(device),
+        };
         let tensor = tensor.map_err(|e| Error::Weight {
             path: self.path.clone().into(),
             name: name.into(),
@@ -215,6 +230,13 @@ impl TensorFile {
             hint: DAMAGED.into(),
         }
     }
+}
+
+/// Whether a file is what Git leaves in place of a large file that was not fetched.
+fn is_pointer(file: &File) -> bool {
+    const BEGINNING: &[u8] = b"version https://git-lfs";
+    let mut begins = [0; BEGINNING.len()];
+    read_exact_at(file, &mut begins, 0).is_ok() && begins == BEGINNING
 }
 
 /// The header of a file of `len` bytes, where what follows it begins, and the header's CRC-32.

@@ -2,45 +2,49 @@
 
 use crate::files::read_to_string;
 use crate::{Error, Result};
-use std::env;
+use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
+use std::{env, fs};
 
-/// The folder that `name` says: a folder of that path if there is one, else the model `org/name` as the hub's own tools
-/// have put it into their cache. That is `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`. Nothing
-/// is downloaded.
+/// Returns the folder of a model: `name` itself if it is a folder, else the snapshot of the repository `org/name` (or
+/// `name`, as `gpt2` is called) in the cache of Hugging Face's tools. Nothing is downloaded.
+///
+/// The cache is chosen as those tools choose it: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `HF_HOME/hub`, else
+/// `XDG_CACHE_HOME/huggingface/hub`, else `~/.cache/huggingface/hub`. In these variables `~`, `$NAME` and `${NAME}` are
+/// expanded.
 ///
 /// # Errors
 /// As [`find_in`].
 pub fn find(name: impl AsRef<Path>) -> Result<PathBuf> {
-    find_in(name, cache().as_deref())
+    let cache = cache(env::home_dir(), &|variable| env::var_os(variable));
+    find_in(name, cache.as_deref())
 }
 
 /// As [`find`], in the cache `root`; `None` is for a machine that has none.
 ///
 /// The revision is `main`: `models--org--name/refs/main` has the commit whose files are in
-/// `models--org--name/snapshots/<commit>`.
+/// `models--org--name/snapshots/<commit>`. Where a commit was downloaded by its hash there is no `refs/main`; the
+/// snapshot is then the only one.
 ///
 /// # Errors
-/// [`Error::Data`] where neither is there, with the places that were looked at and the command that downloads;
-/// [`Error::Format`] for a `refs/main` whose commit is no folder of the snapshots.
+/// [`Error::Data`] if the model is in neither place, with the command that downloads it, and if there are several
+/// snapshots without a `refs/main`; [`Error::Format`] for a `refs/main` whose commit is not in the snapshots.
 pub fn find_in(name: impl AsRef<Path>, root: Option<&Path>) -> Result<PathBuf> {
     let name = name.as_ref();
     if name.is_dir() {
         return Ok(name.into());
     }
-    let Some((organisation, model)) = repository(name) else {
-        return Err(missing(name, "no such folder".into(), None));
+    let Some(parts) = repository(name) else {
+        return Err(missing(name, "no such folder".into()));
     };
-    let id = format!("{organisation}/{model}");
     let Some(root) = root else {
-        let got = "no such folder, and no home folder that has a cache of the hub's";
-        return Err(missing(name, got.into(), Some(&id)));
+        let got = "no such folder, and no home folder that has a cache";
+        return Err(missing(name, got.into()));
     };
-    let cached = root.join(format!("models--{organisation}--{model}"));
+    let cached = root.join(format!("models--{}", parts.join("--")));
     let main = cached.join("refs/main");
     if !main.exists() {
-        let got = format!("no such folder, and no {}", main.display());
-        return Err(missing(name, got, Some(&id)));
+        return only_snapshot(name, &cached);
     }
     let text = read_to_string(&main)?;
     let commit = text.trim();
@@ -49,28 +53,55 @@ pub fn find_in(name: impl AsRef<Path>, root: Option<&Path>) -> Result<PathBuf> {
         true => Ok(snapshot),
         false => Err(Error::Format {
             path: main,
-            problem: format!("it says {commit:?}, which is no folder of the snapshots beside it"),
-            hint: format!("fetch the model again: hf download {id}"),
+            problem: format!("its commit is {commit:?}, which is not among the snapshots"),
+            hint: format!("download the model again: hf download {}", name.display()),
         }),
     }
 }
 
-fn missing(name: &Path, got: String, id: Option<&str>) -> Error {
-    Error::Data {
-        what: name.display().to_string(),
-        expected: "a folder, or org/name of a model in the cache of Hugging Face's hub".into(),
-        got,
-        hint: match id {
-            Some(id) => format!("fetch it with: hf download {id}"),
-            None => "check the path".into(),
-        },
+/// The snapshot in a cache entry without `refs/main`.
+fn only_snapshot(name: &Path, cached: &Path) -> Result<PathBuf> {
+    let folder = cached.join("snapshots");
+    let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    let mut snapshots: Vec<PathBuf> = paths.filter(|path| path.is_dir()).collect();
+    match (snapshots.pop(), snapshots.len()) {
+        (None, _) => {
+            let got = format!("no such folder, and no model in {}", cached.display());
+            Err(missing(name, got))
+        }
+        (Some(one), 0) => Ok(one),
+        (Some(_), others) => Err(Error::Data {
+            what: name.display().to_string(),
+            expected: "refs/main, or one snapshot".into(),
+            got: format!("{} snapshots in {}", others + 1, folder.display()),
+            hint: "name the folder of one of them".into(),
+        }),
     }
 }
 
-/// `org` and `name` of `org/name`, where it is that.
-fn repository(name: &Path) -> Option<(&str, &str)> {
-    let (organisation, model) = name.to_str()?.split_once('/')?;
-    (is_one_name(organisation) && is_one_name(model)).then_some((organisation, model))
+/// The error for a model that is not on this machine.
+pub(super) fn missing(name: &Path, got: String) -> Error {
+    let hint = match repository(name) {
+        Some(_) => format!(
+            "download it (hf download {}), or check the path",
+            name.display()
+        ),
+        None => "check the path".into(),
+    };
+    Error::Data {
+        what: name.display().to_string(),
+        expected: "a folder, or org/name of a model in the cache of Hugging Face's tools".into(),
+        got,
+        hint,
+    }
+}
+
+/// The parts of `org/name` or `name`, if it has that form.
+fn repository(name: &Path) -> Option<Vec<&str>> {
+    let parts: Vec<&str> = name.to_str()?.split('/').collect();
+    let is_id = parts.len() <= 2 && parts.iter().all(|part| is_one_name(part));
+    is_id.then_some(parts)
 }
 
 /// Whether it names one thing in a folder, and nothing above it.
@@ -79,12 +110,87 @@ fn is_one_name(name: &str) -> bool {
     matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name)
 }
 
-/// The hub's cache, as its own tools choose it. An empty variable is none.
-fn cache() -> Option<PathBuf> {
-    let folder = |variable| env::var_os(variable).filter(|value| !value.is_empty());
-    let of_home = || Some(env::home_dir()?.join(".cache/huggingface"));
-    folder("HF_HUB_CACHE").map(PathBuf::from).or_else(|| {
-        let home = folder("HF_HOME").map(PathBuf::from).or_else(of_home)?;
-        Some(home.join("hub"))
-    })
+/// The hub's cache by the variables of the environment; a variable that is empty counts as not set.
+fn cache(home: Option<PathBuf>, variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let set = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let folder = |name: &str| Some(expanded(set(name)?, home.as_deref(), &set));
+    folder("HF_HUB_CACHE")
+        .or_else(|| folder("HUGGINGFACE_HUB_CACHE"))
+        .or_else(|| Some(folder("HF_HOME")?.join("hub")))
+        .or_else(|| {
+            let caches = folder("XDG_CACHE_HOME");
+            let caches = caches.or_else(|| Some(home.as_ref()?.join(".cache")))?;
+            Some(caches.join("huggingface/hub"))
+        })
+}
+
+/// The path with its leading `~` and its variables replaced, as Python's `expanduser` and `expandvars` do it. A
+/// variable that is not set stays as it is written, and so does a path that is not UTF-8.
+fn expanded(
+    path: OsString,
+    home: Option<&Path>,
+    variable: &dyn Fn(&str) -> Option<OsString>,
+) -> PathBuf {
+    let Some(text) = path.to_str() else {
+        return path.into();
+    };
+    let text = match (text.strip_prefix('~'), home.and_then(Path::to_str)) {
+        (Some(rest), Some(home)) if rest.is_empty() || rest.starts_with('/') => {
+            format!("{home}{rest}")
+        }
+        _ => text.to_string(),
+    };
+    let is_letter = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let (mut done, mut rest) = (String::new(), text.as_str());
+    while let Some((before, after)) = rest.split_once('$') {
+        done += before;
+        let (name, next) = match after
+            .strip_prefix('{')
+            .and_then(|in_braces| in_braces.split_once('}'))
+        {
+            Some(found) => found,
+            None => after.split_at(after.find(|c| !is_letter(c)).unwrap_or(after.len())),
+        };
+        match variable(name).and_then(|value| value.into_string().ok()) {
+            Some(value) => done += &value,
+            None => done += &format!("${}", &after[..after.len() - next.len()]),
+        }
+        rest = next;
+    }
+    PathBuf::from(done + rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    /// As huggingface_hub 2.4 chooses it, but for empty variables, which name no folder.
+    #[test]
+    fn the_cache_is_chosen_by_the_environment() {
+        let of = |variables: &[(&str, &str)]| {
+            let variables: HashMap<_, _> = variables.iter().copied().collect();
+            let home = Some("/home/me".into());
+            let found = cache(home, &|name| variables.get(name).map(OsString::from));
+            found.unwrap().to_str().unwrap().to_string()
+        };
+        assert_eq!(of(&[]), "/home/me/.cache/huggingface/hub");
+        assert_eq!(of(&[("XDG_CACHE_HOME", "/x")]), "/x/huggingface/hub");
+        assert_eq!(of(&[("XDG_CACHE_HOME", "/x"), ("HF_HOME", "/h")]), "/h/hub");
+        assert_eq!(of(&[("HF_HOME", "~/hf")]), "/home/me/hf/hub");
+        assert_eq!(of(&[("HF_HOME", "~")]), "/home/me/hub");
+        assert_eq!(of(&[("HF_HOME", "~other/hf")]), "~other/hf/hub");
+        assert_eq!(
+            of(&[("HF_HOME", "$A/${B}c$D/$"), ("A", "/a"), ("B", "b")]),
+            "/a/bc$D/$/hub"
+        );
+        assert_eq!(
+            of(&[("HF_HOME", "/h"), ("HUGGINGFACE_HUB_CACHE", "~/old")]),
+            "/home/me/old"
+        );
+        let both = [("HUGGINGFACE_HUB_CACHE", "/old"), ("HF_HUB_CACHE", "~/new")];
+        assert_eq!(of(&both), "/home/me/new");
+        assert_eq!(of(&[("HF_HUB_CACHE", ""), ("HF_HOME", "/h")]), "/h/hub");
+        assert_eq!(cache(None, &|_| None), None);
+    }
 }

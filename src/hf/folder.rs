@@ -1,10 +1,11 @@
 //! A folder of weights: one safetensors file, or shards with an index.
 
-use super::weights::Names;
+use super::weights::{HEAD, Names};
 use crate::files::{TensorFile, read_to_string};
-use crate::model::{TransformerConfig, WeightSource};
+use crate::model::{WeightSource, without_prefixes};
+use crate::nn::Architecture;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,44 +13,94 @@ use std::path::{Path, PathBuf};
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
+/// The embedding, by its name here.
+const EMBEDDING: &str = "token_embeddings.weight";
+
 /// The files, and which of them has a weight.
 pub(super) struct Folder {
     path: PathBuf,
     names: &'static Names,
-    /// Whether the head is the embedding: a file may have it all the same.
-    is_tied: bool,
     files: Vec<TensorFile>,
     /// By our name, or by theirs where it is none of ours: which file, and what it is called there.
     places: BTreeMap<String, (usize, String)>,
 }
 
 impl Folder {
-    /// Opens the files of a model of this configuration.
-    pub fn open(path: &Path, config: &TransformerConfig) -> Result<Self> {
+    /// Opens the files of a model of this configuration. A `model.safetensors` goes before an index, as in
+    /// `transformers`.
+    pub fn open(
+        path: &Path,
+        architecture: Architecture,
+        strip_prefixes: &[String],
+    ) -> Result<Self> {
         let mut folder = Self {
             path: path.into(),
-            names: Names::of(config.architecture),
-            is_tied: config.tie_embeddings,
+            names: Names::of(architecture),
             files: Vec::new(),
             places: BTreeMap::new(),
         };
-        match path.join(INDEX).exists() {
-            true => folder.add_shards()?,
-            false => {
-                let file = TensorFile::open(&path.join(SINGLE))?;
-                let names = file.names();
-                folder.add(file, names)?;
-            }
+        let single = path.join(SINGLE);
+        if is_there(&single) {
+            let file = TensorFile::open(&single)?;
+            let names = file.names();
+            folder.add(file, names, strip_prefixes)?;
+        } else if is_there(&path.join(INDEX)) {
+            folder.add_shards(strip_prefixes)?;
+        } else {
+            return Err(no_weights(path));
         }
         Ok(folder)
     }
 
-    fn add_shards(&mut self) -> Result<()> {
+    /// Decides whether the head is the embedding, as `transformers` does: not if the files have another head, whatever
+    /// the configuration says. A head that equals the embedding in `dtype` is then left out, and one without an
+    /// embedding is taken for it.
+    pub fn tie_head(&mut self, tied: bool, dtype: DType) -> Result<bool> {
+        match (tied, self.places.get(HEAD), self.places.get(EMBEDDING)) {
+            (false, None, Some(_)) => Err(Error::Weight {
+                path: self.path_of(HEAD).into(),
+                name: HEAD.into(),
+                expected: "the weight of the output head".into(),
+                got: "no such weight".into(),
+                hint: "these may be the files of a base model, which has no head; take those of the causal language \
+                       model, or set tie_word_embeddings in config.json if its head is the embedding"
+                    .into(),
+            }),
+            (true, Some(_), Some(_)) => {
+                let same = self.is_same(HEAD, EMBEDDING, dtype)?;
+                if same {
+                    self.places.remove(HEAD);
+                }
+                Ok(same)
+            }
+            (true, Some(head), None) => {
+                let head = head.clone();
+                self.places.insert(EMBEDDING.into(), head);
+                self.places.remove(HEAD);
+                Ok(true)
+            }
+            (tied, ..) => Ok(tied),
+        }
+    }
+
+    /// Whether two weights are equal in `dtype`.
+    fn is_same(&self, a: &str, b: &str, dtype: DType) -> Result<bool> {
+        let [Some(a), Some(b)] = [self.get(a, &Device::Cpu)?, self.get(b, &Device::Cpu)?] else {
+            return Ok(false);
+        };
+        if a.shape() != b.shape() || a.elem_count() == 0 {
+            return Ok(a.shape() == b.shape());
+        }
+        let equal = a.to_dtype(dtype)?.eq(&b.to_dtype(dtype)?)?;
+        Ok(equal.min_all()?.to_scalar::<u8>()? == 1)
+    }
+
+    fn add_shards(&mut self, strip_prefixes: &[String]) -> Result<()> {
         let index = self.path.join(INDEX);
         let refuse = |problem: String| Error::Format {
             path: index.clone(),
             problem,
-            hint: "fetch the folder again, all of its shards".into(),
+            hint: "fetch the folder again, all of its shards, or save the model again".into(),
         };
         let text = read_to_string(&index)?;
         let json: Value =
@@ -79,18 +130,22 @@ impl Folder {
                     "{name} is in one of {shard} and its index alone"
                 )));
             }
-            self.add(file, names)?;
+            self.add(file, names, strip_prefixes)?;
         }
         Ok(())
     }
 
-    fn add(&mut self, file: TensorFile, names: impl IntoIterator<Item = String>) -> Result<()> {
+    fn add(
+        &mut self,
+        file: TensorFile,
+        names: impl IntoIterator<Item = String>,
+        strip_prefixes: &[String],
+    ) -> Result<()> {
         for theirs in names {
-            let is_other = self.is_tied && theirs == "lm_head.weight";
-            if is_other || self.names.is_table(&theirs) {
+            if self.names.is_table(&theirs) {
                 continue;
             }
-            let mut weights = self.names.ours(&theirs);
+            let mut weights = self.names.ours(without_prefixes(&theirs, strip_prefixes));
             if weights.is_empty() {
                 weights.push(theirs.clone());
             }
@@ -109,6 +164,73 @@ impl Folder {
         }
         self.files.push(file);
         Ok(())
+    }
+}
+
+/// Whether a folder has a file of this name, or a link that may lead nowhere.
+pub(super) fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+/// What folders have that are not models of this crate's, and how such a model is made of them.
+const OTHERS: [(&str, &str); 8] = [
+    (ADAPTER, MERGE),
+    ("pytorch_model.bin", CONVERT),
+    ("pytorch_model.bin.index.json", CONVERT),
+    (
+        "tf_model.h5",
+        "convert it with an older transformers, 4.x: from_pretrained(.., from_tf=True), then save_pretrained",
+    ),
+    (
+        "flax_model.msgpack",
+        "convert it with an older transformers, 4.x: from_pretrained(.., from_flax=True), then save_pretrained",
+    ),
+    (
+        "consolidated.safetensors",
+        "fetch the model's files for transformers, model.safetensors or its shards",
+    ),
+    (
+        "consolidated.00.pth",
+        "fetch the model's files for transformers, model.safetensors or its shards",
+    ),
+    ("adapter_model.safetensors", MERGE),
+];
+
+/// The file that makes a folder an adapter.
+pub(super) const ADAPTER: &str = "adapter_config.json";
+
+const CONVERT: &str = "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder) in transformers";
+
+const MERGE: &str =
+    "merge it into its base model first (merge_and_unload, then save_pretrained, in peft)";
+
+/// The error for a folder without the weights of a model: what it has in their place.
+pub(super) fn no_weights(folder: &Path) -> Error {
+    let other = OTHERS.iter().find(|(name, _)| is_there(&folder.join(name)));
+    let got = other.map_or("neither".into(), |(name, _)| match *name {
+        ADAPTER => format!("an adapter of peft ({name})"),
+        _ => format!("{name}"),
+    });
+    Error::Data {
+        what: folder.display().to_string(),
+        expected: format!("{SINGLE} or {INDEX}"),
+        got,
+        hint: other
+            .map_or("fetch the weights too", |(_, hint)| hint)
+            .into(),
+    }
+}
+
+/// Refuses the folder of an adapter, which `transformers` would apply to another model.
+pub(super) fn check_no_adapter(folder: &Path) -> Result<()> {
+    match is_there(&folder.join(ADAPTER)) {
+        true => Err(Error::Data {
+            what: folder.display().to_string(),
+            expected: "a model".into(),
+            got: format!("an adapter of peft ({ADAPTER})"),
+            hint: MERGE.into(),
+        }),
+        false => Ok(()),
     }
 }
 

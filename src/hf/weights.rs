@@ -94,10 +94,8 @@ use Kind::{Same, Third, Turned};
 
 /// The names of an architecture's weights.
 pub(super) struct Names {
-    /// What all but the head begin with,
+    /// What all names but the head's begin with, except in files of a base model, which leave it out.
     prefix: &'static str,
-    /// unless the file is one of the older ones that leave it out.
-    may_lack_prefix: bool,
     /// What blocks begin with, after it.
     blocks: &'static str,
     /// Outside of blocks.
@@ -110,7 +108,6 @@ pub(super) struct Names {
 
 const LLAMA: Names = Names {
     prefix: "model.",
-    may_lack_prefix: false,
     blocks: "layers.",
     ends: &[
         ("token_embeddings", "embed_tokens", Same),
@@ -134,7 +131,6 @@ const LLAMA: Names = Names {
 
 const GPT2: Names = Names {
     prefix: "transformer.",
-    may_lack_prefix: true,
     blocks: "h.",
     ends: &[
         ("token_embeddings", "wte", Same),
@@ -154,8 +150,8 @@ const GPT2: Names = Names {
     tables: &[".attn.bias", ".attn.masked_bias"],
 };
 
-/// The head, in all of them.
-const HEAD: &str = "lm_head.weight";
+/// The head, in all of them and here.
+pub(super) const HEAD: &str = "lm_head.weight";
 
 impl Names {
     pub fn of(architecture: Architecture) -> &'static Self {
@@ -189,10 +185,8 @@ impl Names {
             return vec![theirs.into()];
         }
         let found = || {
-            let (layer, tensor) = match theirs.strip_prefix(self.prefix) {
-                None if !self.may_lack_prefix => None,
-                name => name.unwrap_or(theirs).rsplit_once('.'),
-            }?;
+            let name = theirs.strip_prefix(self.prefix).unwrap_or(theirs);
+            let (layer, tensor) = name.rsplit_once('.')?;
             let all = |rows: &[Row], layer: &str, before: &str| {
                 let rows = rows.iter().filter(|(_, name, _)| *name == layer);
                 let names = rows.map(|(ours, ..)| format!("{before}{ours}.{tensor}"));

@@ -305,16 +305,33 @@ impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
             name: self.file.name_there(stored),
             expected: expected.into(),
             got: got.into(),
-            hint: "does the configuration belong to this file?".into(),
+            hint: "take a file whose weights can be trained, or another dtype to load them in"
+                .into(),
         };
-        let Some(weight) = self.file.get(stored, device)? else {
+        let Some(weight) = self.file.get(stored, &Device::Cpu)? else {
             return Err(refused("a weight", "no such weight").into());
         };
-        if !weight.dtype().is_float() {
+        if !matches!(
+            weight.dtype(),
+            DType::F64 | DType::F32 | DType::BF16 | DType::F16
+        ) {
             return Err(refused("a floating-point weight", weight.dtype().as_str()).into());
         }
+        if let Some(got) = Numbers::Finite.misfit(&weight)? {
+            return Err(refused("finite numbers", &got).into());
+        }
+        let narrows = match weight.dtype() {
+            DType::F64 => dtype != DType::F64,
+            DType::F32 | DType::BF16 => dtype == DType::F16,
+            _ => false,
+        };
+        let weight = weight.to_device(device)?.to_dtype(dtype)?;
+        if narrows && let Some(got) = Numbers::Finite.misfit(&weight)? {
+            let expected = format!("numbers that {} holds", dtype.as_str());
+            return Err(refused(&expected, &got).into());
+        }
         // A variable, which who asks for it then shares: the weight exists once.
-        Ok(Var::from_tensor(&weight.to_dtype(dtype)?)?.into_inner())
+        Ok(Var::from_tensor(&weight)?.into_inner())
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
@@ -337,7 +354,8 @@ fn saved_config(file: &TensorFile) -> Result<Option<TransformerConfig>> {
     Ok(Some(config))
 }
 
-fn without_prefixes<'n>(name: &'n str, prefixes: &[String]) -> &'n str {
+/// A name without any of these prefixes in front, however many.
+pub(crate) fn without_prefixes<'n>(name: &'n str, prefixes: &[String]) -> &'n str {
     let strip = |name: &'n str| {
         let mut stripped = prefixes.iter().filter(|prefix| !prefix.is_empty());
         stripped.find_map(|prefix| name.strip_prefix(prefix.as_str()))

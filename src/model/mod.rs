@@ -33,10 +33,11 @@ pub use config::TransformerConfig;
 pub(crate) use documents::MaskedTargets;
 #[cfg(feature = "files")]
 pub use file::LoadOptions;
-#[cfg(feature = "files")]
-pub(crate) use file::WeightSource;
 #[cfg(feature = "train")]
 pub(crate) use file::{HISTORY_PREFIX, STATE_PREFIX};
+#[cfg(feature = "files")]
+pub(crate) use file::{WeightSource, without_prefixes};
 pub use generate::GenerateConfig;
 pub use toy::{ToyActivations, ToyModel};
+pub(crate) use transformer::Origin;
 pub use transformer::TransformerLM;

@@ -13,6 +13,7 @@ use crate::{Error, Result, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 /// A pre-norm transformer language model: token embedding, blocks, a final norm and an output head.
 ///
@@ -47,6 +48,16 @@ pub struct TransformerLM {
     ln_final: Norm,
     lm_head: Linear,
     device: Device,
+    origin: Option<Arc<Origin>>,
+}
+
+/// Files of the folder that a model was loaded from, to be saved with it.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    /// The text of `config.json`.
+    pub config: String,
+    /// The content of `generation_config.json`.
+    pub generation: Option<Vec<u8>>,
 }
 
 impl TransformerLM {
@@ -129,7 +140,21 @@ impl TransformerLM {
             ln_final,
             lm_head,
             device: vb.device().clone(),
+            origin: None,
         })
+    }
+
+    /// The same model, which remembers the folder that it was loaded from.
+    pub(crate) fn with_origin(self, origin: Origin) -> Self {
+        Self {
+            origin: Some(Arc::new(origin)),
+            ..self
+        }
+    }
+
+    /// The files of the folder that it was loaded from.
+    pub(crate) fn origin(&self) -> Option<&Origin> {
+        self.origin.as_deref()
     }
 
     /// The same model, on the same parameters, which keeps other activations for backward.

@@ -106,6 +106,24 @@ fn what_is_refused_before_the_first_step() {
         assert!(ended.err.contains(words), "{flags}: {ended:?}");
     };
     refused("--family HERE --save-family HERE", "--save-family");
+    // Where the trained model could not be written in the end.
+    refused("--save-family HERE/new --prompt a", "--family");
+    refused("--save-family HERE/new --size tiny --prompt a", "--family");
+    refused("--random-weights --prompt a", "--family");
+    refused(
+        "--family HERE --save-family HERE/new --dropout 0.1",
+        "dropout",
+    );
+    let other = folder.path().join("other");
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("config.json"), "{}").unwrap();
+    refused("--family HERE --save-family HERE/other", "--overwrite");
+    assert_eq!(fs::read(other.join("config.json")).unwrap(), b"{}");
+    let line = "--family HERE --save-family HERE/other --overwrite --save-dtype bf16";
+    run_well(&train(folder.path(), 3, line));
+    let settings = fs::read_to_string(other.join("config.json")).unwrap();
+    assert!(settings.contains("\"bfloat16\""), "{settings}");
+    weights(&other);
     refused("--family HERE/none", "no such folder");
     refused("--family HERE --context-length 17", "sequence_length");
     refused("--family HERE --prompt \n", "drops");

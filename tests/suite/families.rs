@@ -1,6 +1,9 @@
 //! Models of other families, in Hugging Face's files, against `transformers`: logits, loss, every gradient, five steps,
 //! and what they generate, by `fixtures/families`.
 
+mod loading;
+mod saving;
+
 use crate::golden::{bounds, close, elements};
 use candle_core::{DType, Device, Tensor, safetensors};
 use proptest::prelude::*;
@@ -11,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use tallow::attention::{Algorithm, FirstKeys};
 use tallow::compile::{PlanConfig, TrainStep};
-use tallow::hf;
+use tallow::hf::{self, SaveOptions};
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
 use tallow::nn::{
@@ -316,7 +319,12 @@ fn what_is_saved_in_shards_is_loaded(#[values("qwen3", "gpt2")] name: &str) {
     hf::save(&model, folder.path()).unwrap();
     assert_eq!(shards(), ["model.safetensors"]);
     // The one file goes: `transformers` would read it.
-    hf::save_in_shards(&model, folder.path(), 24_000).unwrap();
+    let in_shards = |max_shard_bytes| SaveOptions {
+        max_shard_bytes,
+        overwrite: true,
+        ..Default::default()
+    };
+    hf::save_with(&model, folder.path(), &in_shards(24_000)).unwrap();
     let count = shards().len();
     assert!(count > 2, "{count}");
     assert_eq!(
@@ -329,7 +337,7 @@ fn what_is_saved_in_shards_is_loaded(#[values("qwen3", "gpt2")] name: &str) {
     );
     // A weight that is larger has a shard of its own.
     let each = tempdir().unwrap();
-    hf::save_in_shards(&model, each.path(), 0).unwrap();
+    hf::save_with(&model, each.path(), &in_shards(0)).unwrap();
     let weights = golden.tensors.keys().filter(|key| key.starts_with("grad."));
     assert_eq!(
         fs::read_dir(each.path()).unwrap().count(),
@@ -484,6 +492,7 @@ fn rates_of_dropout() {
     let (model, saved) = (model.unwrap(), saved.unwrap());
     hf::save(&model, saved.path()).unwrap();
     assert_eq!(hf::config(saved.path()).unwrap().dropout, wanted);
+    let saved = tempdir().unwrap();
     refused("gpt2", "attn_pdrop", json!(1.0), "dropout.attention");
 
     let golden = Golden::read("llama");
@@ -630,7 +639,21 @@ fn what_stands_beside_the_weights_is_copied() {
         target.path().join("model.safetensors.index.json"),
     )
     .unwrap();
-    hf::save_as_from(&model, source.path(), target.path()).unwrap();
+    let options = SaveOptions {
+        from: Some(source.path().into()),
+        ..Default::default()
+    };
+    let error = hf::save_with(&model, target.path(), &options).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("model.safetensors.index.json") && error.contains("overwrite"),
+        "{error}"
+    );
+    let options = SaveOptions {
+        overwrite: true,
+        ..options
+    };
+    hf::save_with(&model, target.path(), &options).unwrap();
     let files = fs::read_dir(target.path()).unwrap();
     let mut files: Vec<_> = files.map(|file| file.unwrap().file_name()).collect();
     files.sort();

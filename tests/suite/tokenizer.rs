@@ -192,6 +192,32 @@ fn a_model_in_the_cache(#[case] commit: &str) {
     assert_eq!(found, root.path().join("models--org--name/snapshots/abc"));
 }
 
+/// As `gpt2` is called, from before there were owners.
+#[test]
+fn a_model_without_an_owner() {
+    let root = cache("abc");
+    let [from, to] = ["models--org--name", "models--name"].map(|name| root.path().join(name));
+    fs::rename(from, &to).unwrap();
+    let found = hf::find_in("name", Some(root.path())).unwrap();
+    assert_eq!(found, to.join("snapshots/abc"));
+}
+
+/// A commit that was downloaded by its hash has no name in `refs`.
+#[test]
+fn a_cache_without_a_main_revision() {
+    let root = cache("abc");
+    let model = root.path().join("models--org--name");
+    fs::remove_file(model.join("refs/main")).unwrap();
+    let find = || hf::find_in("org/name", Some(root.path()));
+    assert_eq!(find().unwrap(), model.join("snapshots/abc"));
+    fs::create_dir(model.join("snapshots/def")).unwrap();
+    let error = find().unwrap_err().to_string();
+    assert!(error.contains("2 snapshots"), "{error}");
+    fs::remove_dir_all(model.join("snapshots")).unwrap();
+    let error = find().unwrap_err().to_string();
+    assert!(error.contains("hf download org/name"), "{error}");
+}
+
 #[test]
 fn a_folder_of_that_path_wins() {
     let folder = cache("abc");
@@ -209,7 +235,7 @@ fn what_is_not_there_is_said() {
             assert!(error.contains(words), "{error}");
         }
     };
-    let wanted = root.path().join("models--org--other/refs/main");
+    let wanted = root.path().join("models--org--other");
     let wanted = wanted.to_str().unwrap();
     refused(
         "org/other",
@@ -221,8 +247,12 @@ fn what_is_not_there_is_said() {
         None,
         &["no home folder", "hf download org/name"],
     );
+    refused(
+        "gpt3",
+        Some(root.path()),
+        &["models--gpt3", "hf download gpt3"],
+    );
     for name in [
-        "name",
         "",
         "/org/name",
         "org/name/more",

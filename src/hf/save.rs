@@ -1,0 +1,516 @@
+//! Folders written: weights, settings and the tokenizer's files, so that a reader never finds two models mixed.
+
+use super::folder::{ADAPTER, INDEX, SINGLE, check_no_adapter, is_there};
+use super::weights::{Names, Theirs};
+use super::written_back;
+use super::{CONFIG, GENERATION, content};
+use crate::files::{Entry, Staged, read_to_string, remove, rename, save_tensors};
+use crate::model::{Origin, TransformerConfig, TransformerLM};
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// How [`save_with`] writes a folder.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::hf::SaveOptions;
+///
+/// // A model that was loaded from SmolLM2-135M and trained in f32, as it was published: in bf16, with its tokenizer.
+/// let options = SaveOptions {
+///     from: Some("SmolLM2-135M".into()),
+///     dtype: Some(DType::BF16),
+///     ..Default::default()
+/// };
+/// # let _ = options;
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct SaveOptions {
+    /// A folder whose tokenizer's files, templates of chats and licences are copied. Its `config.json` and
+    /// `generation_config.json` take the place of those that the model was loaded with, for a model that has been
+    /// through a training. `None` copies nothing.
+    pub from: Option<PathBuf>,
+    /// The dtype of the weights in the files: f64, f32, f16 or bf16. `None` is that of the parameters.
+    pub dtype: Option<DType>,
+    /// Whether a model that is in the folder already, or another file to be written, is replaced. Otherwise it is an
+    /// error.
+    pub overwrite: bool,
+    /// How many bytes a shard has at most; a weight of more bytes has a shard of its own. 5 GB by default.
+    pub max_shard_bytes: usize,
+}
+
+/// The parameters' dtype, nothing copied, nothing replaced, shards of 5 GB.
+impl Default for SaveOptions {
+    fn default() -> Self {
+        Self {
+            from: None,
+            dtype: None,
+            overwrite: false,
+            max_shard_bytes: 5_000_000_000,
+        }
+    }
+}
+
+/// What is copied of [`SaveOptions::from`].
+const COPIED: [&str; 13] = [
+    GENERATION,
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "LICENSE.txt",
+];
+
+/// Files of which a folder with one has a model.
+const MODEL_FILES: [&str; 6] = [
+    CONFIG,
+    SINGLE,
+    INDEX,
+    ADAPTER,
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+];
+
+/// Writes a folder that [`load`](super::load) and `transformers` read: `config.json`, and the weights in their dtype,
+/// in shards with an index where they have more than 5 GB.
+///
+/// A model that was loaded from such a folder keeps its settings: those of `config.json` that this crate does not use
+/// (the ids of special tokens, the class of the model) and `generation_config.json` are written as they were read.
+///
+/// # Errors
+/// As [`save_with`].
+pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
+    save_with(model, folder, &SaveOptions::default())
+}
+
+/// As [`save()`], in another dtype, with the tokenizer's files, or over a model that is there.
+///
+/// All weights are written before anything is replaced; a process that dies then leaves the old model. The switch
+/// itself is one rename where the settings stay the same. Otherwise `config.json` is removed before the switch and
+/// written after it: a process that dies in between leaves a folder that cannot be loaded, never one that mixes two
+/// models. What is left of the old model, and of saves that were cut short, is removed last.
+///
+/// # Errors
+/// A folder that has a model, or files that would be replaced, without [`overwrite`](SaveOptions::overwrite); an
+/// adapter there; a symbolic link in place of a file to be written; a path that cannot be written; a model of none of
+/// the families (one that rotates adjacent pairs, for example); a weight with an element that is not finite, or too
+/// large for the dtype. Until all is written the folder keeps what it has.
+pub fn save_with(
+    model: &TransformerLM,
+    folder: impl AsRef<Path>,
+    options: &SaveOptions,
+) -> Result<()> {
+    let folder = folder.as_ref();
+    let weights = weights(model, options.dtype);
+    let dtype = weights.first().map_or(DType::F32, |weight| weight.dtype);
+    let files = files(model.config(), model.origin(), dtype, options)?;
+    let old = Old::find(folder, &files, options)?;
+    fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+
+    let shards = split(&weights, options.max_shard_bytes);
+    let paths: Vec<PathBuf> = (1..=shards.len())
+        .map(|number| folder.join(shard_name(old.next_set(), number, shards.len())))
+        .collect();
+    let is_stale =
+        !files.iter().any(|(name, _)| *name == GENERATION) && is_there(&folder.join(GENERATION));
+    let mut replacement = Replacement {
+        folder,
+        paths: &paths,
+        index: None,
+        changed: Vec::new(),
+        old_config: None,
+    };
+    let switched = replacement
+        .prepare(&shards, &files, &old, is_stale)
+        .and_then(|()| replacement.switch());
+    if let Err(error) = switched {
+        replacement.undo();
+        return Err(error);
+    }
+    if is_stale {
+        remove(&folder.join(GENERATION))?;
+    }
+    for file in replacement.changed {
+        file.persist()?;
+    }
+    for shard in &old.shards {
+        remove(&folder.join(shard))?;
+    }
+    Ok(())
+}
+
+/// Checks whether [`save_with`] could write a model of this configuration there, as far as this is known without its
+/// weights, and makes the folder: before a training, not after it.
+///
+/// # Errors
+/// As [`save_with`].
+pub fn check_save(
+    config: &TransformerConfig,
+    folder: impl AsRef<Path>,
+    options: &SaveOptions,
+) -> Result<()> {
+    let folder = folder.as_ref();
+    let files = files(config, None, options.dtype.unwrap_or(DType::F32), options)?;
+    Old::find(folder, &files, options)?;
+    fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+    Staged::new(&folder.join(CONFIG), &[]).map(|_| ())
+}
+
+/// A file's name in the folder, and its content.
+type Content = (&'static str, Vec<u8>);
+
+/// What is written besides weights, `config.json` last.
+fn files(
+    config: &TransformerConfig,
+    origin: Option<&Origin>,
+    dtype: DType,
+    options: &SaveOptions,
+) -> Result<Vec<Content>> {
+    let mut files = Vec::new();
+    let mut read = None;
+    if let Some(from) = &options.from {
+        for name in COPIED.iter().filter(|name| is_there(&from.join(name))) {
+            files.push((*name, content(&from.join(name))?));
+        }
+        let has_settings = is_there(&from.join(CONFIG));
+        read = has_settings.then(|| super::origin(from)).transpose()?;
+    }
+    let origin = read.as_ref().or(origin);
+    if let Some(generation) = origin.and_then(|origin| origin.generation.clone())
+        && !files.iter().any(|(name, _)| *name == GENERATION)
+    {
+        files.push((GENERATION, generation));
+    }
+    let text = origin.map(|origin| origin.config.as_str());
+    let settings = written_back::settings(config, dtype_name(dtype)?, text)?;
+    files.push((CONFIG, pretty(&settings).into_bytes()));
+    Ok(files)
+}
+
+/// The name that `transformers` has for a dtype.
+fn dtype_name(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F16 => Ok("float16"),
+        DType::BF16 => Ok("bfloat16"),
+        DType::F32 => Ok("float32"),
+        DType::F64 => Ok("float64"),
+        other => Err(Error::DType {
+            op: "hf::save",
+            expected: "weights of f64, f32, f16 or bf16".into(),
+            got: other.as_str().into(),
+            hint: "set another SaveOptions::dtype".into(),
+        }),
+    }
+}
+
+/// What a folder has before a save.
+struct Old {
+    /// The shards, those of saves that were cut short among them.
+    shards: BTreeSet<String>,
+    /// The numbers of the sets that the shards belong to.
+    sets: BTreeSet<usize>,
+    /// Files that have the content to be written already.
+    same: BTreeSet<&'static str>,
+}
+
+impl Old {
+    /// Finds what a save of these files replaces and removes.
+    fn find(folder: &Path, files: &[Content], options: &SaveOptions) -> Result<Self> {
+        let mut old = Self {
+            shards: BTreeSet::new(),
+            sets: BTreeSet::new(),
+            same: BTreeSet::new(),
+        };
+        let entries = match fs::read_dir(folder) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(old),
+            Err(e) => return Err(Error::io("read", folder, e)),
+        };
+        for entry in entries {
+            let entry = entry.map_err(|e| Error::io("read", folder, e))?;
+            let Ok(name) = entry.file_name().into_string() else {
+                continue;
+            };
+            if let Some(set) = set_of(&name) {
+                old.sets.insert(set);
+                old.shards.insert(name);
+            }
+        }
+        old.shards.extend(indexed(folder));
+        let others = [SINGLE, INDEX, GENERATION];
+        let names = files.iter().map(|(name, _)| *name).chain(others);
+        for name in names.chain(old.shards.iter().map(String::as_str)) {
+            check_no_link(&folder.join(name))?;
+        }
+        check_no_adapter(folder)?;
+        let is_new = |name: &str| !is_there(&folder.join(name));
+        for (name, content) in files.iter().filter(|(name, _)| !is_new(name)) {
+            if super::content(&folder.join(name))? == *content {
+                old.same.insert(name);
+            }
+        }
+        if !options.overwrite {
+            let is_replaced = |name: &&str| !is_new(name) && !old.same.contains(name);
+            let mut model = MODEL_FILES.iter().copied().filter(|name| !is_new(name));
+            let mut replaced = files.iter().map(|(name, _)| *name).filter(is_replaced);
+            let first = model.next().or_else(|| replaced.next());
+            if let Some(name) = first.or(old.shards.first().map(String::as_str)) {
+                return Err(Error::Data {
+                    what: folder.display().to_string(),
+                    expected: "a folder without a model, or files that a save replaces".into(),
+                    got: name.into(),
+                    hint: "name another folder, or allow it (SaveOptions::overwrite, --overwrite)"
+                        .into(),
+                });
+            }
+        }
+        Ok(old)
+    }
+
+    /// The number of a set of shards that the folder has none of.
+    fn next_set(&self) -> usize {
+        (1..).find(|set| !self.sets.contains(set)).unwrap_or(1)
+    }
+}
+
+/// Refuses a symbolic link: the file that it leads to (in the hub's cache, for example) is not the folder's.
+fn check_no_link(path: &Path) -> Result<()> {
+    match fs::read_link(path) {
+        Ok(target) => Err(Error::Format {
+            path: path.into(),
+            problem: format!("it is a symbolic link to {}", target.display()),
+            hint: "a save does not write through links; name another folder".into(),
+        }),
+        Err(_) => Ok(()),
+    }
+}
+
+/// The shards that the folder's index names, whatever they are called.
+fn indexed(folder: &Path) -> Vec<String> {
+    let text = read_to_string(&folder.join(INDEX)).unwrap_or_default();
+    let json: Value = serde_json::from_str(&text).unwrap_or_default();
+    let map = json.get("weight_map").and_then(Value::as_object);
+    let shards = map
+        .into_iter()
+        .flat_map(Map::values)
+        .filter_map(Value::as_str);
+    let is_ours = |name: &&str| {
+        let path = Path::new(name);
+        path.file_name() == Some(name.as_ref())
+            && path.extension().is_some_and(|end| end == "safetensors")
+    };
+    shards.filter(is_ours).map(String::from).collect()
+}
+
+/// `model-00001-of-00003.safetensors`, or `model-2-00001-of-00003.safetensors` of a second set in the same folder.
+fn shard_name(set: usize, number: usize, count: usize) -> String {
+    let set = match set {
+        1 => String::new(),
+        _ => format!("{set}-"),
+    };
+    format!("model-{set}{number:05}-of-{count:05}.safetensors")
+}
+
+/// The set of a shard by its name; `None` for another file.
+fn set_of(name: &str) -> Option<usize> {
+    let name = name.strip_prefix("model-")?.strip_suffix(".safetensors")?;
+    let (before, count) = name.rsplit_once("-of-")?;
+    let (set, number) = match before.split_once('-') {
+        Some((set, number)) => (set.parse().ok()?, number),
+        None => (1, before),
+    };
+    let is_number = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    (is_number(number) && is_number(count)).then_some(set)
+}
+
+/// A new model next to the old one, complete before it takes its place.
+struct Replacement<'a> {
+    folder: &'a Path,
+    /// Where the new shards are.
+    paths: &'a [PathBuf],
+    /// The index of several shards.
+    index: Option<Staged>,
+    /// The other files that differ from what is there, `config.json` last.
+    changed: Vec<Staged>,
+    /// The old `config.json`, if it has to be away during the switch.
+    old_config: Option<Staged>,
+}
+
+impl Replacement<'_> {
+    /// Writes the shards and stages the other files. A reader of the folder still finds the old model.
+    fn prepare(
+        &mut self,
+        shards: &[&[Weight]],
+        files: &[Content],
+        old: &Old,
+        is_stale: bool,
+    ) -> Result<()> {
+        let mut weight_map = Map::new();
+        let mut total = 0;
+        for (shard, path) in shards.iter().zip(self.paths) {
+            let file = path.file_name().unwrap_or_default().to_string_lossy();
+            for weight in *shard {
+                weight_map.insert(weight.theirs.name.clone(), json!(file));
+                total += weight.bytes();
+            }
+            let entries = shard.iter().map(|weight| weight.entry(path));
+            let entries: Vec<Entry> = entries.collect::<Result<_>>()?;
+            save_tensors(path, entries, &[("format", "pt".into())], 1)?;
+        }
+        if shards.len() > 1 {
+            let json = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            let text = pretty(&json);
+            self.index = Some(Staged::new(&self.folder.join(INDEX), text.as_bytes())?);
+        }
+        for (name, content) in files.iter().filter(|(name, _)| !old.same.contains(name)) {
+            let staged = Staged::new(&self.folder.join(name), content)?;
+            self.changed.push(staged);
+        }
+        let config = self.folder.join(CONFIG);
+        if (is_stale || !self.changed.is_empty()) && is_there(&config) {
+            self.old_config = Some(Staged::new(&config, &content(&config)?)?);
+        }
+        Ok(())
+    }
+
+    /// Puts the new weights in the place of the old ones. Where other files change too, the folder has no
+    /// `config.json` from here on, and cannot be loaded.
+    fn switch(&mut self) -> Result<()> {
+        let [config, single, index] = [CONFIG, SINGLE, INDEX].map(|name| self.folder.join(name));
+        if self.old_config.is_some() {
+            remove(&config)?;
+        }
+        match self.index.take() {
+            // A reader prefers the single file: it is the new model once it is there,
+            None => {
+                rename(&self.paths[0], &single)?;
+                remove(&index)
+            }
+            // and the old one until it is gone.
+            Some(index) => {
+                index.persist()?;
+                remove(&single)
+            }
+        }
+    }
+
+    /// Removes what was written, if the old weights are still in their place, and restores the old settings. The error
+    /// that is reported is the one that led here.
+    fn undo(self) {
+        let is_single = self.paths.len() == 1;
+        let [single, index] = [SINGLE, INDEX].map(|name| self.folder.join(name));
+        let is_switched = match is_single {
+            true => !is_there(&self.paths[0]) && is_there(&single),
+            false => {
+                !is_there(&single)
+                    && indexed(self.folder)
+                        .iter()
+                        .any(|shard| self.paths.contains(&self.folder.join(shard)))
+            }
+        };
+        if is_switched {
+            return;
+        }
+        if !is_single && is_there(&single) {
+            let _ = remove(&index);
+        }
+        for path in self.paths {
+            let _ = remove(path);
+        }
+        if let Some(config) = self.old_config {
+            let _ = config.persist();
+        }
+    }
+}
+
+/// A weight there, and what it is made of.
+struct Weight {
+    theirs: Theirs,
+    /// One of ours, or the three that are one there.
+    ours: Vec<Entry>,
+    /// In the file.
+    dtype: DType,
+}
+
+/// The model's weights as they are there, in its order.
+fn weights(model: &TransformerLM, dtype: Option<DType>) -> Vec<Weight> {
+    let names = Names::of(model.config().architecture);
+    let mut weights: Vec<Weight> = Vec::new();
+    for entry in model.entries() {
+        let theirs = names.theirs(&entry.name);
+        let theirs = theirs.unwrap_or_else(|| Theirs::as_here(entry.name.clone()));
+        let mut known = weights.iter_mut().rev();
+        match known.find(|weight| weight.theirs.name == theirs.name) {
+            Some(weight) => weight.ours.push(entry),
+            None => weights.push(Weight {
+                theirs,
+                dtype: dtype.unwrap_or(entry.tensor.dtype()),
+                ours: vec![entry],
+            }),
+        }
+    }
+    weights
+}
+
+/// The weights in shards of at most so many bytes, of one weight at least.
+fn split(weights: &[Weight], max_bytes: usize) -> Vec<&[Weight]> {
+    let mut shards = Vec::new();
+    let mut rest = weights;
+    while let Some(first) = rest.first() {
+        let mut size = first.bytes();
+        let more = rest[1..].iter().take_while(|weight| {
+            size += weight.bytes();
+            size <= max_bytes
+        });
+        let (shard, others) = rest.split_at(1 + more.count());
+        shards.push(shard);
+        rest = others;
+    }
+    shards
+}
+
+impl Weight {
+    fn bytes(&self) -> usize {
+        let ours = self.ours.iter().map(|entry| entry.tensor.elem_count());
+        ours.sum::<usize>() * self.dtype.size_in_bytes()
+    }
+
+    /// The weight as it is saved to `path`. It is a copy where its layout or dtype is another there.
+    fn entry(&self, path: &Path) -> Result<Entry> {
+        let tensors: Vec<Tensor> = self.ours.iter().map(|entry| entry.tensor.clone()).collect();
+        let joined = self.theirs.joined(&tensors)?;
+        let tensor = joined.to_dtype(self.dtype)?;
+        let numbers = self.ours[0].numbers;
+        if tensor.dtype() != joined.dtype()
+            && numbers.misfit(&joined)?.is_none()
+            && let Some(got) = numbers.misfit(&tensor)?
+        {
+            return Err(Error::Weight {
+                path: path.into(),
+                name: self.theirs.name.clone(),
+                expected: format!("numbers that {} holds", self.dtype.as_str()),
+                got,
+                hint: "nothing was saved; save it in bf16 or f32".into(),
+            });
+        }
+        Ok(Entry {
+            name: self.theirs.name.clone(),
+            tensor,
+            numbers,
+        })
+    }
+}
+
+fn pretty(json: &Value) -> String {
+    format!("{json:#}\n")
+}

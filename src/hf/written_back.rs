@@ -1,0 +1,115 @@
+//! The `config.json` of a saved model: what was read and has not changed is written back.
+
+use super::{CONFIG, config};
+use crate::model::TransformerConfig;
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Settings that have a second name, and what is removed when they change.
+const SECOND_NAMES: [(&str, &str); 3] = [
+    ("rope_parameters", "rope_scaling"),
+    ("rope_theta", "rope_scaling"),
+    ("n_positions", "n_ctx"),
+];
+
+/// Settings that belong to the tokenizer or to training, whatever the architecture.
+const NEUTRAL: [&str; 4] = [
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+];
+
+/// The settings of a model whose weights are saved in `dtype`. `read` is the text of the `config.json` that the model
+/// comes from, or one of another model, of which then only the tokens and `initializer_range` are kept.
+///
+/// # Errors
+/// A model that is none of the families'; a text that is no JSON object.
+pub(super) fn settings(
+    model: &TransformerConfig,
+    dtype: &str,
+    read: Option<&str>,
+) -> Result<Value> {
+    let now = config::to_json(model, dtype)?;
+    let Some(text) = read else {
+        return Ok(now);
+    };
+    let Ok(Value::Object(read)) = serde_json::from_str(text) else {
+        return Err(Error::Format {
+            path: CONFIG.into(),
+            problem: "the settings that the model was loaded with are no JSON object".into(),
+            hint: "load it again, or save without SaveOptions::from".into(),
+        });
+    };
+    let mut candidates = Vec::new();
+    if let Ok(was) = parsed_again(text, dtype) {
+        candidates.push(changed(&read, &was, &now, dtype));
+    }
+    let mut neutral = now.clone();
+    for key in NEUTRAL {
+        if let Some(value) = read.get(key) {
+            neutral[key] = value.clone();
+        }
+    }
+    candidates.push(neutral);
+    // What was read may contradict what has changed since: a list of the layers' types, for example.
+    let is_same = |candidate: &Value| {
+        parsed_again(&candidate.to_string(), dtype).is_ok_and(|again| again == now)
+    };
+    Ok(candidates.into_iter().find(is_same).unwrap_or(now))
+}
+
+/// The settings that a configuration of this text is written with.
+fn parsed_again(text: &str, dtype: &str) -> Result<Value> {
+    config::to_json(&config::parse(text, Path::new(CONFIG))?, dtype)
+}
+
+/// The settings as they were read, but for those in which `now` differs from `was`.
+fn changed(read: &Map<String, Value>, was: &Value, now: &Value, dtype: &str) -> Value {
+    let mut settings = read.clone();
+    let keys = [was, now].map(|settings| settings.as_object().into_iter().flat_map(Map::keys));
+    let keys: BTreeSet<&String> = keys.into_iter().flatten().collect();
+    for key in keys {
+        if was.get(key) == now.get(key) {
+            continue;
+        }
+        // Null: without the setting the library has a default of its own.
+        settings.insert(key.clone(), now.get(key).cloned().unwrap_or(Value::Null));
+        for (_, second) in SECOND_NAMES.iter().filter(|(first, _)| first == key) {
+            settings.remove(*second);
+        }
+        if *key == "rope_theta" || *key == "rope_parameters" {
+            for key in ["rope_theta", "rope_parameters"] {
+                settings.insert(key.into(), now[key].clone());
+            }
+        }
+    }
+    let names = ["dtype", "torch_dtype"].map(|name| (name, settings.contains_key(name)));
+    for (name, is_there) in names {
+        if is_there || !names.iter().any(|(_, is_there)| *is_there) && name == "dtype" {
+            settings.insert(name.into(), dtype.into());
+        }
+    }
+    // What is saved has a head, also where the folder was a base model's.
+    let is_with_head = |class: &Value| {
+        let class = class.as_str().unwrap_or_default();
+        class.ends_with("ForCausalLM") || class.ends_with("LMHeadModel")
+    };
+    let classes = settings.get("architectures").and_then(Value::as_array);
+    if !classes.is_some_and(|classes| classes.iter().all(is_with_head) && !classes.is_empty()) {
+        settings.insert("architectures".into(), class_of(&settings, now));
+    }
+    Value::Object(settings)
+}
+
+/// The class of a model with a head, for its `model_type`.
+fn class_of(settings: &Map<String, Value>, now: &Value) -> Value {
+    let class = match settings.get("model_type").and_then(Value::as_str) {
+        Some("llama") => "LlamaForCausalLM",
+        Some("mistral") => "MistralForCausalLM",
+        _ => return now["architectures"].clone(),
+    };
+    Value::Array(vec![class.into()])
+}
