@@ -3,8 +3,8 @@
 use super::folder::{ADAPTER, INDEX, SINGLE, check_no_adapter, is_there};
 use super::weights::{Names, Theirs};
 use super::written_back;
-use super::{CONFIG, GENERATION, content};
-use crate::files::{Entry, Staged, read_to_string, remove, rename, save_tensors};
+use super::{CONFIG, GENERATION};
+use crate::files::{Entry, Staged, read, read_to_string, remove, rename, save_tensors};
 use crate::model::{Origin, TransformerConfig, TransformerLM};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -180,7 +180,7 @@ fn files(
     let mut read = None;
     if let Some(from) = &options.from {
         for name in COPIED.iter().filter(|name| is_there(&from.join(name))) {
-            files.push((*name, content(&from.join(name))?));
+            files.push((*name, read(&from.join(name))?));
         }
         let has_settings = is_there(&from.join(CONFIG));
         read = has_settings.then(|| super::origin(from)).transpose()?;
@@ -255,7 +255,7 @@ impl Old {
         check_no_adapter(folder)?;
         let is_new = |name: &str| !is_there(&folder.join(name));
         for (name, content) in files.iter().filter(|(name, _)| !is_new(name)) {
-            if super::content(&folder.join(name))? == *content {
+            if read(&folder.join(name))? == *content {
                 old.same.insert(name);
             }
         }
@@ -378,7 +378,7 @@ impl Replacement<'_> {
         }
         let config = self.folder.join(CONFIG);
         if (is_stale || !self.changed.is_empty()) && is_there(&config) {
-            self.old_config = Some(Staged::new(&config, &content(&config)?)?);
+            self.old_config = Some(Staged::new(&config, &read(&config)?)?);
         }
         Ok(())
     }
