@@ -67,7 +67,7 @@ impl PathLock {
             if !is_at(&file, &lock_path) {
                 continue; // its owner removed it in between
             }
-            let host = sysinfo::System::host_name().unwrap_or_else(|| "this host".into());
+            let host = sysinfo::System::host_name().unwrap_or_else(|_| "this host".into());
             file.set_len(0)?;
             io::Seek::rewind(&mut file)?;
             writeln!(file, "{MARK}pid {} on {host}", std::process::id())?;

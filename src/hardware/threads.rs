@@ -52,6 +52,9 @@ mod tests {
         assert_eq!(of(Some("4096"), Some("1")), None);
         assert_eq!(of(Some("many"), Some("")), None);
         assert_eq!(of(Some("70000"), None), Some(("RAYON_NUM_THREADS", 70_000)));
-        assert_eq!(of(Some("2"), Some("4097")), Some(("CANDLE_NUM_THREADS", 4097)));
+        assert_eq!(
+            of(Some("2"), Some("4097")),
+            Some(("CANDLE_NUM_THREADS", 4097))
+        );
     }
 }

@@ -119,9 +119,15 @@ mod tests {
             refused.map_or_else(|error| error.to_string(), |()| String::new())
         };
         let named = text(Some("ln.weight"));
-        assert!(named.starts_with("the gradient of parameter ln.weight in step 3: expected finite"), "{named}");
+        assert!(
+            named.starts_with("the gradient of parameter ln.weight in step 3: expected finite"),
+            "{named}"
+        );
         let other = text(None);
-        assert!(other.starts_with("a gradient of another rank's shard in step 3: expected finite"), "{other}");
+        assert!(
+            other.starts_with("a gradient of another rank's shard in step 3: expected finite"),
+            "{other}"
+        );
         assert!(refuse_if_hopeless(2.0 * SMALLEST_SCALE, None, 3).is_ok());
     }
 }

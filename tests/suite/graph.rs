@@ -138,7 +138,10 @@ fn a_trace_is_what_eager_does(
 
     let line = |node: &Node| -> Line {
         let output = traced.get(node.output).unwrap();
-        let inputs = node.inputs.iter().map(|x| traced.shape(x).unwrap().to_vec());
+        let inputs = node
+            .inputs
+            .iter()
+            .map(|x| traced.shape(x).unwrap().to_vec());
         let (path, shape) = (node.path.clone(), output.shape.clone());
         (path, inputs.collect(), shape, output.dtype)
     };
@@ -258,7 +261,9 @@ fn segments_keep_nothing() {
         .filter(|event| matches!(event, TraceEvent::Drop(_)));
     // All but the output, which the segment copies when it has ended.
     assert_eq!(dropped.count(), made.count() - 1);
-    assert!(matches!(&traced.events()[ends + 1], TraceEvent::Node(node) if node.op == "checkpoint"));
+    assert!(
+        matches!(&traced.events()[ends + 1], TraceEvent::Node(node) if node.op == "checkpoint")
+    );
 }
 
 #[test]
@@ -364,7 +369,10 @@ fn flash_without_a_kernel_is_one_node() {
     let nodes: Vec<&Node> = traced.nodes().collect();
     assert_eq!(nodes.len(), 1);
     assert!(nodes[0].composed && nodes[0].op == "attention::flash");
-    let shapes = traced.outputs().iter().map(|x| traced.shape(x).unwrap().to_vec());
+    let shapes = traced
+        .outputs()
+        .iter()
+        .map(|x| traced.shape(x).unwrap().to_vec());
     assert_eq!(
         shapes.collect::<Vec<_>>(),
         [vec![1, 4, 5, 8], vec![1, 4, 5]]
@@ -493,6 +501,8 @@ fn the_largest_preset_is_traced_without_its_memory() {
         sum(|c| c.backward),
         flops::backward(&config, 4, 1024).total(),
     );
-    let weights = traced.weights().map(|(id, _)| traced.get(id).unwrap().elements());
+    let weights = traced
+        .weights()
+        .map(|(id, _)| traced.get(id).unwrap().elements());
     assert_eq!(weights.sum::<usize>(), config.num_parameters());
 }

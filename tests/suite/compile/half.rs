@@ -153,7 +153,8 @@ fn weights_are_copied_once_a_step(
     };
     let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
     let copies = plan.calls().iter().enumerate().filter(|(_, call)| {
-        let is_copy = |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
+        let is_copy =
+            |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
         call.op.name() == "cast" && is_copy(call.writes.get("y").unwrap())
     });
     let copies: Vec<usize> = copies.map(|(index, _)| plan.times(index)).collect();

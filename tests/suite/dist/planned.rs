@@ -119,7 +119,9 @@ fn buckets_in_backward() {
     let total = |plan: &Plan| -> u64 {
         let calls = plan.calls().iter();
         let exchanged = calls.filter(|call| matches!(call.op, Op::AllReduce { .. }));
-        exchanged.map(|call| plan.bytes_moved(call).unwrap() / 2).sum()
+        exchanged
+            .map(|call| plan.bytes_moved(call).unwrap() / 2)
+            .sum()
     };
     assert_eq!(total(&each), bytes + 8); // the loss is one f64
     for plan in [&flat, &buckets] {

@@ -118,7 +118,11 @@ fn is_traced() {
         ops,
         [("attention::naive", false), ("attention::naive lse", true)]
     );
-    let outputs: Vec<_> = trace.outputs().iter().map(|x| trace.get(x.value).unwrap()).collect();
+    let outputs: Vec<_> = trace
+        .outputs()
+        .iter()
+        .map(|x| trace.get(x.value).unwrap())
+        .collect();
     assert_eq!(outputs[1].shape, [2, 3, 5]);
     assert_eq!(outputs[1].dtype, DType::F32);
     assert_eq!([outputs[0].tracked, outputs[1].tracked], [true, false]);
