@@ -188,7 +188,7 @@ fn weights_and_inputs_have_their_names() {
         let source = Source::Input(name.into());
         assert_eq!(
             traced
-                .values
+                .values()
                 .iter()
                 .filter(|value| value.source == source)
                 .count(),
@@ -246,7 +246,7 @@ fn segments_keep_nothing() {
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let place = |wanted| {
         traced
-            .events
+            .events()
             .iter()
             .position(|event| *event == wanted)
             .unwrap()
@@ -273,7 +273,7 @@ fn a_region_ends_once() {
     let run = || autocast(Autocast::cuda(DType::BF16), || model.loss(&x, &y));
     let traced = graph::trace(Target::Cpu, run).unwrap();
     let ends = traced
-        .events
+        .events()
         .iter()
         .filter(|event| **event == TraceEvent::AutocastEnd);
     assert_eq!(ends.count(), 1);
@@ -505,4 +505,28 @@ fn the_largest_preset_is_traced_without_its_memory() {
         .weights()
         .map(|(id, _)| traced.get(id).unwrap().elements());
     assert_eq!(weights.sum::<usize>(), config.num_parameters());
+}
+
+/// A value or operand that only another graph has is answered with `None`.
+#[test]
+fn what_a_graph_does_not_have_is_none() {
+    let graph_of = |layers: usize| {
+        let config = TransformerConfig {
+            num_layers: layers,
+            ..config(Algorithm::Naive, Checkpointing::None)
+        };
+        let model = TransformerLM::from_var_builder(&config, graph::weights(DType::F32)).unwrap();
+        let tokens = graph::input("tokens", (2, 8), DType::U32).unwrap();
+        graph::trace(Target::Cpu, || model.forward(&tokens)).unwrap()
+    };
+    let (small, large) = (graph_of(1), graph_of(4));
+    let output = &large.outputs()[0];
+    assert_eq!(large.shape(output), Some(&[2, 8, 20][..]));
+    assert!(large.get(output.value).is_some());
+    assert_eq!(small.shape(output), None);
+    assert_eq!(small.get(output.value), None);
+    let empty = Graph::default();
+    assert_eq!((empty.values().len(), empty.get(output.value)), (0, None));
+    assert!(!empty.to_dot().is_empty());
+    assert!(profile::node_costs(&empty).is_empty());
 }

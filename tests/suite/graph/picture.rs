@@ -88,7 +88,7 @@ fn all_of_a_model_is_drawn_once(
         .collect();
     assert_eq!(ids.len(), drawn.len());
     let outside = graph
-        .values
+        .values()
         .iter()
         .filter(|value| value.source != Source::Node);
     assert_eq!(drawn.len(), graph.nodes().count() + outside.count());
