@@ -33,7 +33,7 @@ impl Shard {
     }
 
     /// This rank's part of a tensor of so many elements that all ranks have a part of, in the order of the ranks: of
-    /// one size, but for the last ranks', which may have less or none.
+    /// one size, but for the last ranks', which may have less or none. A rank beyond the number of ranks has none.
     ///
     /// ```
     /// use tallow::dist::Shard;
@@ -42,9 +42,13 @@ impl Shard {
     /// assert_eq!(parts, [0..24, 24..48, 48..50]); // whole 16 bytes, were they of bf16
     /// ```
     pub fn part(&self, elements: usize) -> Range<usize> {
+        if self.rank >= self.world_size {
+            return elements..elements;
+        }
         let each = elements.div_ceil(self.world_size);
-        let each = each.next_multiple_of(PART_ELEMENTS);
-        let begin = |rank: usize| (rank * each).min(elements);
+        let each = each.checked_next_multiple_of(PART_ELEMENTS);
+        let each = each.unwrap_or(usize::MAX);
+        let begin = |rank: usize| rank.saturating_mul(each).min(elements);
         begin(self.rank)..begin(self.rank + 1)
     }
 
@@ -94,5 +98,19 @@ mod tests {
             Shard::owners(8, parameters.into_iter())
         );
         assert!(Shard::owners(3, [].into_iter()).is_empty());
+    }
+
+    /// No rank and no number of elements is too large, and none too small.
+    #[test]
+    fn every_rank_has_a_part() {
+        let part = |rank, world_size, elements| Shard { rank, world_size }.part(elements);
+        assert_eq!(part(0, 0, 50), 50..50);
+        assert_eq!(part(3, 3, 50), 50..50);
+        assert_eq!(part(usize::MAX, usize::MAX, 50), 50..50);
+        assert_eq!(part(0, 1, usize::MAX), 0..usize::MAX);
+        assert_eq!(part(usize::MAX - 1, usize::MAX, 50), 50..50);
+        let halves = [0, 1].map(|rank| part(rank, 2, usize::MAX));
+        assert_eq!(halves[0].end, halves[1].start);
+        assert_eq!(halves[1].end, usize::MAX);
     }
 }

@@ -87,7 +87,7 @@ impl PathLock {
             if !is_at(&file, &lock_path) {
                 continue; // its owner removed it in between
             }
-            let host = sysinfo::System::host_name().unwrap_or_else(|| "this host".into());
+            let host = sysinfo::System::host_name().unwrap_or_else(|_| "this host".into());
             let owner = format!("{MARK}pid {} on {host}\n", std::process::id());
             let written = file
                 .set_len(0)

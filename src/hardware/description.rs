@@ -10,9 +10,10 @@ pub fn description(device: &Device) -> String {
         return cuda::description(device).unwrap_or_else(|| device_name(device));
     }
     let threads = rayon::current_num_threads();
-    let mut system = sysinfo::System::new();
-    system.refresh_cpu_specifics(sysinfo::CpuRefreshKind::nothing());
-    let model = system.cpus().first().map(|cpu| cpu.brand().trim());
+    let model = sysinfo::System::new().ok().and_then(|mut system| {
+        system.refresh_cpu_specifics(sysinfo::CpuRefreshKind::nothing());
+        Some(system.cpus().first()?.brand().trim().to_string())
+    });
     match model {
         Some(model) if !model.is_empty() => format!("{model}, {threads} threads"),
         _ => format!("cpu, {threads} threads"),

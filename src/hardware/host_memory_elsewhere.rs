@@ -10,7 +10,7 @@ pub(super) struct Room {
 
 /// `None` if the system does not say.
 pub(super) fn room(_root: &Path) -> Option<Room> {
-    let mut system = sysinfo::System::new();
+    let mut system = sysinfo::System::new().ok()?;
     system.refresh_memory();
     let total_bytes = Some(system.total_memory()).filter(|bytes| *bytes > 0)?;
     Some(Room {

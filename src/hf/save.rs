@@ -177,15 +177,15 @@ fn files(
     options: &SaveOptions,
 ) -> Result<Vec<Content>> {
     let mut files = Vec::new();
-    let mut read = None;
+    let mut origin_of = None;
     if let Some(from) = &options.from {
         for name in COPIED.iter().filter(|name| is_there(&from.join(name))) {
             files.push((*name, read(&from.join(name))?));
         }
         let has_settings = is_there(&from.join(CONFIG));
-        read = has_settings.then(|| super::origin(from)).transpose()?;
+        origin_of = has_settings.then(|| super::origin(from)).transpose()?;
     }
-    let origin = read.as_ref().or(origin);
+    let origin = origin_of.as_ref().or(origin);
     if let Some(generation) = origin.and_then(|origin| origin.generation.clone())
         && !files.iter().any(|(name, _)| *name == GENERATION)
     {

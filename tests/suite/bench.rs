@@ -1,7 +1,5 @@
 //! The benchmark harness: phases, rows, and memory that is not there.
 
-#[cfg(feature = "cuda")]
-mod gpu;
 mod planned;
 mod precisions;
 

@@ -506,3 +506,27 @@ fn the_largest_preset_is_traced_without_its_memory() {
         .map(|(id, _)| traced.get(id).unwrap().elements());
     assert_eq!(weights.sum::<usize>(), config.num_parameters());
 }
+
+/// A value or operand that only another graph has is answered with `None`.
+#[test]
+fn what_a_graph_does_not_have_is_none() {
+    let graph_of = |layers: usize| {
+        let config = TransformerConfig {
+            num_layers: layers,
+            ..config(Algorithm::Naive, Checkpointing::None)
+        };
+        let model = TransformerLM::from_var_builder(&config, graph::weights(DType::F32)).unwrap();
+        let tokens = graph::input("tokens", (2, 8), DType::U32).unwrap();
+        graph::trace(Target::Cpu, || model.forward(&tokens)).unwrap()
+    };
+    let (small, large) = (graph_of(1), graph_of(4));
+    let output = &large.outputs()[0];
+    assert_eq!(large.shape(output), Some(&[2, 8, 20][..]));
+    assert!(large.get(output.value).is_some());
+    assert_eq!(small.shape(output), None);
+    assert_eq!(small.get(output.value), None);
+    let empty = Graph::default();
+    assert_eq!((empty.values().len(), empty.get(output.value)), (0, None));
+    assert!(!empty.to_dot().is_empty());
+    assert!(profile::node_costs(&empty).is_empty());
+}

@@ -1,9 +1,10 @@
 //! Plans as data: what they cost, that no two buffers meet, and how they are shown.
 
 use super::{batch, config, model_and_optimizer};
+use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Call, Forward, Op, PlanConfig, TrainStep};
+use tallow::compile::{BufferRange, Call, Forward, Named, Op, PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, flops};
 use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
@@ -266,4 +267,49 @@ fn no_plan_takes_less_than_the_lower_bound(
         "{least} {}",
         plan.total_bytes()
     );
+}
+
+/// Ids, numbers, calls and names that a plan does not have are answered with `None`.
+#[test]
+fn what_a_plan_does_not_have_is_none() {
+    let plan_of = |num_layers| {
+        let model = TransformerConfig {
+            num_layers,
+            ..TransformerConfig::tiny()
+        };
+        let (plan, _) = TrainStep::plan_for(&model, &PlanConfig::default()).unwrap();
+        plan
+    };
+    let (small, large) = (plan_of(1), plan_of(3));
+    let is_beyond = |call: &&Call| {
+        let mut operands = call.operands();
+        operands.any(|operand| operand.buffer.index() >= small.buffers().len())
+    };
+    let foreign = large.calls().iter().find(is_beyond).unwrap();
+    let id = foreign.operands().map(|operand| operand.buffer).max();
+    assert_eq!(small.buffer(id.unwrap()), None);
+    assert!(large.buffer(id.unwrap()).is_some());
+    assert_eq!(small.table(999), None);
+    assert_eq!(small.times(usize::MAX), 0);
+
+    let own = &small.calls()[0];
+    let mut of_no_part = own.clone();
+    of_no_part.part = Some(999);
+    let mut too_long = own.clone();
+    let everything = BufferRange {
+        buffer: own.operands().next().unwrap().buffer,
+        elements: 0..usize::MAX,
+    };
+    too_long.reads = Named::from([("x", everything)]);
+    for call in [foreign, &of_no_part, &too_long] {
+        assert_eq!(small.bytes_moved(call), None, "{call:?}");
+        assert_eq!(small.compute_dtype(call), None, "{call:?}");
+        assert_eq!(small.cost(call), None, "{call:?}");
+    }
+    for call in small.calls() {
+        assert!(small.bytes_moved(call) > Some(0), "{call:?}");
+        assert_eq!(small.compute_dtype(call), Some(DType::F32), "{call:?}");
+        assert!(small.cost(call).is_some(), "{call:?}");
+    }
+    assert_eq!(own.reads.get("nope"), None);
 }

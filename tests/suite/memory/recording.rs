@@ -6,7 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use std::hint::black_box;
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
-use tallow::memory::{MemoryKind, MemoryRecording, Mode, RecordConfig, record, timeline, tracker};
+use tallow::memory::{
+    MemoryKind, MemoryRecording, Mode, PhaseSpan, RecordConfig, record, timeline, tracker,
+};
 use tallow::precision::Precision;
 use tallow::{Error, probe};
 
@@ -206,6 +208,19 @@ fn what_cannot_be_recorded_is_refused_or_counted() {
         recording.peak_bytes()
     );
     assert!(recording.phases().is_empty());
+    // A span of another recording, beyond this one's events.
+    let beyond = PhaseSpan {
+        name: "forward",
+        begins_at: recording.events(),
+        ends_at: usize::MAX,
+    };
+    assert_eq!(recording.peak_bytes_in(&beyond), 0);
+    assert_eq!(recording.bytes_at(usize::MAX), 0);
+    let all = PhaseSpan {
+        begins_at: 0,
+        ..beyond
+    };
+    assert_eq!(recording.peak_bytes_in(&all), recording.peak_bytes());
 }
 
 #[test]

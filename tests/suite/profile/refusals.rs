@@ -3,8 +3,9 @@
 use super::alone;
 use rstest::rstest;
 use std::path::Path;
-use tallow::profile::{self, Profiler, Recording};
-use tallow::{Error, probe};
+use tallow::Error;
+use tallow::probe::{self, Kind};
+use tallow::profile::{self, Balance, Grouping, ProfileReport, Profiler, Recording, Selection};
 
 #[test]
 fn one_profiler_at_a_time() {
@@ -92,4 +93,36 @@ fn paths_that_cannot_be_written(#[values("no/such/folder/file", ".")] path: &str
             "{error}"
         );
     }
+}
+
+/// A recording is data that a program may put together itself: numbers of spans that are not there are left out.
+#[test]
+fn recordings_that_point_at_missing_spans_are_read() {
+    let mut recording = super::kernels::made_up();
+    recording.spans[0].parent = Some(99);
+    recording.spans[3].parent = Some(5);
+    recording.spans[6].end_ns = 0;
+    recording.kernels[1].span = Some(99);
+    recording.duration_ns = u64::MAX;
+    recording.threads.push("another".into());
+    let read = |recording: &Recording| {
+        for grouping in [
+            Grouping::Name,
+            Grouping::Path,
+            Grouping::Layer,
+            Grouping::Kernel,
+        ] {
+            ProfileReport::new(recording, &Selection::default(), grouping).unwrap();
+        }
+        assert!(!Balance::new(recording).lines.is_empty());
+        assert!(recording.flame_graph().contains("</svg>"));
+        assert!(recording.trace().is_object());
+    };
+    read(&recording);
+    recording.spans[0].kind = Kind::Range; // without steps
+    read(&recording);
+    recording.kernels.clear();
+    let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Name);
+    report.unwrap();
+    Balance::new(&recording);
 }
