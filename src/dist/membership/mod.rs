@@ -11,6 +11,7 @@ mod tests;
 mod values;
 
 pub use heartbeat::Watch;
+pub(crate) use values::encoded;
 
 use super::Collective;
 use super::ranks::Ranks;
@@ -122,6 +123,11 @@ impl Membership {
         }
     }
 
+    /// Whether this membership has no store of the job: a job of one, or ranks that are threads.
+    pub(crate) fn is_alone(&self) -> bool {
+        matches!(self.store, Store::Alone(_))
+    }
+
     fn wait_for_all(&self, began: Instant, timeout: Duration) -> Result<()> {
         let Store::Joined { client, .. } = &self.store else {
             return Ok(());
@@ -183,7 +189,7 @@ impl Membership {
     /// As [`fail`](Self::fail), for what may well follow from another rank's failure (a connection between ranks that
     /// has ended): waits for a second whether that is heard of first.
     pub(crate) fn fail_unless_known(&self, during: &str, problem: &str) {
-        if matches!(self.store, Store::Alone(_)) {
+        if self.is_alone() {
             return; // there is nobody to tell
         }
         self.wait_for_failure();

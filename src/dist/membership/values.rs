@@ -74,26 +74,44 @@ impl Membership {
         let number = self.agreements.fetch_add(1, Ordering::Relaxed);
         let key = |rank: usize| format!("agree/{number}/{rank}");
         let go_on = || self.check();
-        let about = [("agreement", what)].into_iter();
-        let facts = about.chain(facts.iter().map(|(name, value)| (*name, value.as_str())));
-        let mine = facts.fold(Message::default(), |message, (name, value)| {
-            message.bytes(name.as_bytes()).bytes(value.as_bytes())
-        });
-        let Message(mine) = mine;
+        let mine = encoded(what, facts);
         if self.rank != 0 {
             self.set(&key(self.rank), &mine)?;
             return self.wait_for(&key(0), &go_on).map(drop);
         }
         for rank in 1..self.world_size {
             let theirs = self.wait_for(&key(rank), &go_on)?;
-            if let Some(problem) = difference(&mine, &theirs) {
-                let hint = "start all ranks with the same program, arguments and files";
-                self.declare(Failure::new(rank, what, problem, hint));
-            }
-            self.check()?;
+            self.compare(what, &mine, (rank, &theirs))?;
         }
         self.set(&key(0), &[])
     }
+
+    /// Compares a rank's [`encoded`] facts with those of rank 0.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] for a difference, which is declared, or for a failure that was declared before.
+    pub(crate) fn compare(
+        &self,
+        what: &str,
+        rank_0: &[u8],
+        (rank, facts): (usize, &[u8]),
+    ) -> Result<()> {
+        if let Some(problem) = difference(rank_0, facts) {
+            let hint = "start all ranks with the same program, arguments and files";
+            self.declare(Failure::new(rank, what, problem, hint));
+        }
+        self.check()
+    }
+}
+
+/// Facts as bytes, in order: what they are for, then name and value of each.
+pub(crate) fn encoded(what: &str, facts: &[(&str, String)]) -> Vec<u8> {
+    let about = [("agreement", what)].into_iter();
+    let facts = about.chain(facts.iter().map(|(name, value)| (*name, value.as_str())));
+    let message = facts.fold(Message::default(), |message, (name, value)| {
+        message.bytes(name.as_bytes()).bytes(value.as_bytes())
+    });
+    message.0
 }
 
 /// The first fact that is not rank 0's.
