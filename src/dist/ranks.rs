@@ -67,10 +67,10 @@ const MAX_TOKEN_BYTES: usize = 256;
 /// A shorter secret can be guessed.
 const MIN_SECRET_BYTES: usize = 16;
 
-const START: &str =
-    "start the ranks with torchrun, srun, mpirun, or with tallow's own launch";
+const START: &str = "start the ranks with torchrun, srun, mpirun, or with tallow's own launch";
 
 /// Variables of other launchers around this process, which say nothing of the ranks that it starts.
+#[cfg_attr(not(unix), allow(dead_code))] // of `launch`
 pub(super) fn outer_variables() -> impl Iterator<Item = &'static str> {
     let launchers = [TORCHRUN, OPEN_MPI, PMI, SLURM, SLURM_STEP].into_iter();
     let variables = launchers.flat_map(|launcher| {
@@ -124,6 +124,12 @@ impl fmt::Debug for Token {
             Self::Name(name) => f.debug_tuple("Name").field(name).finish(),
         }
     }
+}
+
+/// A secret of a new job.
+#[cfg_attr(not(any(unix, feature = "mpi")), allow(dead_code))]
+pub(super) fn made_token() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 impl Ranks {
@@ -385,7 +391,7 @@ mod tests {
         let place = |ranks: &Ranks| (ranks.rank, ranks.local_rank, ranks.world_size);
         assert_eq!(place(&torchrun), (2, 0, 4));
         assert_eq!(torchrun.master, Some(("node-0".into(), 29500)));
-        assert_eq!(torchrun.token, "");
+        assert_eq!(torchrun.token, Token::Name(String::new()));
 
         let agent = from(&format!("{TWO_OF_FOUR} TORCHELASTIC_USE_AGENT_STORE=True"));
         assert_eq!(agent.unwrap().unwrap().master.unwrap().1, 29501);
@@ -395,8 +401,8 @@ mod tests {
         let mpi = from(&format!("{MPI} MASTER_ADDR=::1 MASTER_PORT=1"));
         assert_eq!(mpi.unwrap().unwrap().master, Some(("::1".into(), 1)));
         // torchrun under mpirun: the inner one started this process.
-        let both = from(&format!("{MPI} {TWO_OF_FOUR}")).unwrap().unwrap();
-        assert_eq!(both.rank, 2);
+        let both = from(&format!("{MPI} {TWO_OF_FOUR} TORCHELASTIC_RUN_ID=none"));
+        assert_eq!(both.unwrap().unwrap().rank, 2);
 
         let token = |more: &str| {
             from(&format!("{TWO_OF_FOUR} {more}"))
@@ -404,8 +410,150 @@ mod tests {
                 .unwrap()
                 .token
         };
-        assert_eq!(token("SLURM_JOB_ID=7 TORCHELASTIC_RUN_ID=run"), "run");
-        assert_eq!(token("SLURM_JOB_ID=7 TALLOW_JOB_TOKEN="), "");
+        let name = |name: &str| Token::Name(name.into());
+        let secret = |secret: &str| Token::Secret(secret.into());
+        assert_eq!(token("SLURM_JOB_ID=7 TORCHELASTIC_RUN_ID=run"), name("run"));
+        assert_eq!(token("SLURM_JOB_ID=7"), name("7"));
+        assert_eq!(token("SLURM_JOB_ID=7 TALLOW_JOB_TOKEN="), secret(""));
+        assert_eq!(
+            token("TORCHELASTIC_RUN_ID=run TALLOW_JOB_TOKEN=s"),
+            secret("s")
+        );
+    }
+
+    const SLURM: &str = "SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4";
+
+    #[test]
+    fn places_of_slurm_and_pmi_are_read() {
+        let place = |variables: &str| {
+            let ranks = from(variables).unwrap();
+            ranks.map(|ranks| (ranks.rank, ranks.local_rank, ranks.world_size))
+        };
+        assert_eq!(place(SLURM), Some((3, 1, 4)));
+        let ranks = from(SLURM).unwrap().unwrap();
+        assert_eq!((ranks.master, ranks.is_one_host), (None, false));
+        let with_master = format!("{SLURM} MASTER_ADDR=node-0 MASTER_PORT=29500");
+        let master = from(&with_master).unwrap().unwrap().master;
+        assert_eq!(master, Some(("node-0".into(), 29500)));
+        // An srun of fewer tasks than the allocation, on one of its hosts.
+        let step =
+            "SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=2";
+        assert_eq!(place(step), Some((1, 1, 2)));
+        let step = format!("{step} SLURM_STEP_NUM_NODES=1");
+        assert!(from(&step).unwrap().unwrap().is_one_host);
+        // srun in a batch script, and the script itself.
+        let script = "ENVIRONMENT=BATCH SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4";
+        assert_eq!(place(script), None);
+        assert_eq!(place(&format!("{script} SLURM_STEP_ID=0")), Some((0, 0, 4)));
+        // A shell of salloc.
+        assert_eq!(place("SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_NNODES=2"), None);
+        assert_eq!(
+            place("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1"),
+            Some((0, 0, 1))
+        );
+
+        assert_eq!(place("PMI_RANK=1 PMI_SIZE=2"), Some((1, 1, 2)));
+        assert_eq!(
+            place("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1"),
+            Some((3, 1, 4))
+        );
+        // mpirun's helpers are tasks of Slurm, and its ranks inherit their variables.
+        assert_eq!(place(&format!("{MPI} {SLURM}")), Some((1, 1, 2)));
+        // A script that gives torchrun's variables their values from Slurm's, and each rank one GPU.
+        let same = format!("{SLURM} RANK=3 WORLD_SIZE=4 LOCAL_RANK=0");
+        assert_eq!(place(&same), Some((3, 0, 4)));
+        assert_eq!(place(&format!("{SLURM} WORLD_SIZE=4")), Some((3, 1, 4)));
+    }
+
+    #[test]
+    fn a_single_process_is_no_job() {
+        for variables in [
+            "MASTER_ADDR=node-0",
+            "MASTER_PORT=29500",
+            "MASTER_ADDR=node-0 MASTER_PORT=what",
+            "WORLD_SIZE=1",
+            "WORLD_SIZE=1 MASTER_ADDR=node-0",
+            "OMPI_COMM_WORLD_SIZE=1",
+        ] {
+            assert_eq!(from(variables).unwrap(), None, "{variables}");
+        }
+        let alone = from("RANK=0 WORLD_SIZE=1 MASTER_ADDR=node-0")
+            .unwrap()
+            .unwrap();
+        assert_eq!((alone.rank, alone.local_rank, alone.world_size), (0, 0, 1));
+    }
+
+    #[test]
+    fn variables_that_contradict_each_other_are_both_named() {
+        for (variables, words) in [
+            (
+                format!("{SLURM} RANK=0 WORLD_SIZE=4"),
+                "RANK must be 3, as SLURM_PROCID is, got 0",
+            ),
+            (
+                format!("{SLURM} {TWO_OF_FOUR}"),
+                "RANK must be 3, as SLURM_PROCID is, got 2",
+            ),
+            (
+                format!("{SLURM} WORLD_SIZE=1"),
+                "WORLD_SIZE must be 4, as SLURM_NTASKS is, got 1",
+            ),
+            (
+                format!("{MPI} {TWO_OF_FOUR}"),
+                "WORLD_SIZE must be 2, as OMPI_COMM_WORLD_SIZE is, got 4",
+            ),
+            (
+                "PMI_RANK=0 PMI_SIZE=2 RANK=1".into(),
+                "RANK must be 0, as PMI_RANK is, got 1",
+            ),
+        ] {
+            let text = from(&variables).unwrap_err().to_string();
+            assert!(text.contains(words), "{variables}: {text}");
+        }
+    }
+
+    /// Ranks of one host meet there, whatever name it has.
+    #[test]
+    fn ranks_of_one_host_meet_on_loopback() {
+        let here = format!("{TWO_OF_FOUR} LOCAL_WORLD_SIZE=4");
+        let ranks = from(&here).unwrap().unwrap();
+        assert_eq!(ranks.master, Some(("127.0.0.1".into(), 29500)));
+        let slurm = format!("{SLURM} SLURM_NNODES=1 MASTER_ADDR=node-0 MASTER_PORT=1");
+        let ranks = from(&slurm).unwrap().unwrap();
+        assert_eq!(ranks.master, Some(("127.0.0.1".into(), 1)));
+        let hosts = format!("{TWO_OF_FOUR} LOCAL_WORLD_SIZE=2 SLURM_NNODES=1");
+        let ranks = from(&hosts).unwrap().unwrap();
+        assert_eq!(ranks.master, Some(("node-0".into(), 29500)));
+    }
+
+    #[test]
+    fn a_store_that_other_hosts_reach_has_a_secret() {
+        let check = |more: &str, host: &str| {
+            let ranks = from(&format!("{TWO_OF_FOUR} {more}")).unwrap().unwrap();
+            ranks.check_secret(&(host.into(), 29500))
+        };
+        let secret = "TALLOW_JOB_TOKEN=0123456789abcdef";
+        for (more, host, got) in [
+            ("", "node-0", "got nothing"),
+            ("TALLOW_JOB_TOKEN=", "10.0.0.1", "got nothing"),
+            ("TALLOW_JOB_TOKEN=0123456789abcde", "node-0", "got 15 bytes"),
+            ("TORCHELASTIC_RUN_ID=0123456789abcdef", "::", "got nothing"),
+            ("SLURM_JOB_ID=0123456789abcdef", "0.0.0.0", "got nothing"),
+        ] {
+            let text = check(more, host).unwrap_err().to_string();
+            let what = "TALLOW_JOB_TOKEN must be a secret of at least 16 bytes";
+            assert!(text.contains(what) && text.contains(got), "{more}: {text}");
+            assert!(
+                text.contains("openssl rand -hex 16") && text.contains("each host"),
+                "{text}"
+            );
+            check(secret, host).unwrap();
+        }
+        for host in ["localhost", "127.0.0.1", "::1"] {
+            check("", host).unwrap();
+        }
+        let ranks = from(&format!("{TWO_OF_FOUR} {secret}")).unwrap().unwrap();
+        assert!(!format!("{ranks:?}").contains("0123456789"), "{ranks:?}");
     }
 
     #[test]
@@ -429,12 +577,9 @@ mod tests {
                 format!("{MPI} MASTER_ADDR=a"),
                 "MASTER_PORT must be set, as MASTER_ADDR is",
             ),
+            ("WORLD_SIZE=2".into(), "RANK must be set, as WORLD_SIZE is"),
             (
-                "MASTER_PORT=1".into(),
-                "WORLD_SIZE must be set, as MASTER_PORT is",
-            ),
-            (
-                "OMPI_COMM_WORLD_SIZE=1".into(),
+                "OMPI_COMM_WORLD_SIZE=2".into(),
                 "OMPI_COMM_WORLD_RANK must be set",
             ),
             (with("RANK=4"), "RANK must be a number from 0 to 3, got 4"),
