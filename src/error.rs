@@ -9,9 +9,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// Why an operation refused.
 ///
-/// It converts into [`candle_core::Error`] (wrapped, so that the text survives), and candle's own errors convert
-/// into it, so `?` works in both directions. `Debug` prints the same sentence as `Display`, so a `main` that returns an
-/// error, `unwrap` and `expect` print it too.
+/// It converts into [`candle_core::Error`] and candle's errors convert into it, so `?` works in both directions. One of
+/// this crate's errors that passes through a [`candle_core::Result`] comes out as itself. `Debug` prints the same
+/// sentence as `Display`, so a `main` that returns an error, `unwrap` and `expect` print it too.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -238,7 +238,7 @@ pub enum Error {
 
     /// candle's own error.
     #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    Candle(candle_core::Error),
 }
 
 /// Text that may come from a file (a name, a value, a path), as errors and tables show it: characters that would control the
@@ -332,12 +332,125 @@ impl Error {
     }
 }
 
-/// Inside candle (a custom op's forward, say) our errors travel wrapped.
+/// Inside candle (in a custom op's forward, for example) an error of this crate travels as the payload of an
+/// [`std::io::Error`]: candle's `Wrapped` keeps only the text, which cannot be converted back.
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(inner) => inner,
-            other => candle_core::Error::wrap(other),
+            other => candle_core::Error::Io(std::io::Error::other(other)).bt(),
+        }
+    }
+}
+
+/// An error of this crate that candle returns is converted back to itself; candle's context, paths and backtraces
+/// around it are dropped.
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        unwrapped(error).unwrap_or_else(Error::Candle)
+    }
+}
+
+/// The error of this crate inside candle's, or candle's unchanged.
+fn unwrapped(error: candle_core::Error) -> std::result::Result<Error, candle_core::Error> {
+    use candle_core::Error as Candle;
+    match error {
+        Candle::Io(error) => error.downcast().map_err(Candle::Io),
+        Candle::WithBacktrace { inner, backtrace } => unwrapped(*inner).map_err(|inner| {
+            let inner = Box::new(inner);
+            Candle::WithBacktrace { inner, backtrace }
+        }),
+        Candle::Context { inner, context } => unwrapped(*inner).map_err(|inner| {
+            let inner = Box::new(inner);
+            Candle::Context { inner, context }
+        }),
+        Candle::WithPath { inner, path } => unwrapped(*inner).map_err(|inner| {
+            let inner = Box::new(inner);
+            Candle::WithPath { inner, path }
+        }),
+        Candle::WrappedContext { wrapped, context } => match wrapped.downcast::<Error>() {
+            Ok(error) => Ok(*error),
+            Err(wrapped) => match wrapped.downcast::<Candle>() {
+                Ok(inner) => unwrapped(*inner).map_err(|inner| {
+                    let wrapped = Box::new(inner);
+                    Candle::WrappedContext { wrapped, context }
+                }),
+                Err(wrapped) => Err(Candle::WrappedContext { wrapped, context }),
+            },
+        },
+        other => Err(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Context;
+
+    fn rank() -> Error {
+        Error::Rank {
+            rank: 2,
+            during: "all_reduce".into(),
+            problem: "its process has ended".into(),
+            hint: "start the job again".into(),
+        }
+    }
+
+    #[test]
+    fn an_error_that_passes_through_candle_comes_out_as_itself() {
+        let text = rank().to_string();
+        let through = || candle_core::Error::from(rank());
+        assert!(through().to_string().starts_with(&text));
+        let failed = |error| -> candle_core::Result<()> { Err(error) };
+        let own: Result<()> = Err(rank());
+        let layers = [
+            through(),
+            through().bt(),
+            candle_core::Error::WithBacktrace {
+                inner: Box::new(through()),
+                backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
+            },
+            through()
+                .context("while training")
+                .with_path("weights.safetensors"),
+            failed(through()).context("a step").unwrap_err(),
+            failed(through().bt().context("a step"))
+                .with_context(|| "a run")
+                .unwrap_err(),
+            own.context("a step").unwrap_err(),
+            candle_core::Error::from(Error::from(through())),
+        ];
+        for error in layers {
+            let error = Error::from(error);
+            assert!(matches!(error, Error::Rank { rank: 2, .. }), "{error}");
+            assert_eq!(error.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn other_errors_of_candle_are_unchanged() {
+        let missing = || std::io::Error::new(std::io::ErrorKind::NotFound, "no such file");
+        let msg = || candle_core::Error::Msg("a message".into());
+        let failed: candle_core::Result<()> = Err(msg());
+        let errors = [
+            (msg(), "a message"),
+            (missing().into(), "no such file"),
+            (std::io::Error::from_raw_os_error(2).into(), "os error 2"),
+            (
+                msg().context("while training").with_path("weights"),
+                "while training\na message",
+            ),
+            (failed.context("a step").unwrap_err(), "a message"),
+            (candle_core::Error::wrap("any text"), "any text"),
+        ];
+        for (error, words) in errors {
+            let before = error.to_string();
+            let error = Error::from(error);
+            assert!(matches!(error, Error::Candle(_)), "{error}");
+            assert!(
+                before.contains(words) && error.to_string() == before,
+                "{error}"
+            );
         }
     }
 }

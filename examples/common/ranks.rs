@@ -16,7 +16,7 @@ use tallow::{Error, Result};
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Ranks")]
 pub struct RankFlags {
-    /// Start so many ranks on this host, each with its GPU. Not with torchrun or mpirun, which start them
+    /// Start so many ranks on this host, each with its GPU. Not with torchrun, srun or mpirun, which start them
     #[arg(long, value_name = "N")]
     pub gpus: Option<NonZeroUsize>,
 
@@ -92,18 +92,25 @@ impl RankFlags {
 
     /// Starts the ranks and waits for them, if that is what this process is for: its exit code then.
     pub fn launched(&self) -> Option<ExitCode> {
-        let is_rank = matches!(Ranks::from_env(), Ok(Some(_)) | Err(_));
-        let count = self.gpus.filter(|_| !is_rank)?;
-        Some(super::code_of(launch(count.get())))
+        let count = self.gpus?.get();
+        let starts = match Ranks::from_env() {
+            Ok(None) => true,
+            // The one task of an srun starts ranks, too.
+            Ok(Some(ranks)) => ranks.world_size == 1 && count > 1,
+            Err(_) => false, // `join` reports it
+        };
+        starts.then(|| super::code_of(launch(count)))
     }
 
     /// Joins the job; a job of one rank where this process is no rank. Ranks but the first print nothing from here on.
     pub fn join(&self, common: &Common) -> Result<Communicator> {
-        if self.gpus.is_some() && Ranks::from_env()?.is_none() {
+        let started = Ranks::from_env()?.map_or(1, |ranks| ranks.world_size);
+        if let Some(count) = self.gpus.filter(|count| count.get() != started) {
             return Err(Error::Order {
                 op: "--gpus",
-                problem: "this process did not start its ranks".into(),
-                hint: "call RankFlags::launched first".into(),
+                problem: format!("expected {count} ranks, and {started} are started"),
+                hint: "torchrun, srun and mpirun start the ranks themselves: leave --gpus out"
+                    .into(),
             });
         }
         let config = DistConfig {

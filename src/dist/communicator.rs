@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 use super::gpu_queue::GpuQueue;
 use super::host_queue::{Exchanged, HostQueue};
-use super::membership::{Membership, Watch};
+use super::membership::{Membership, Watch, encoded};
 use super::pending::Pending;
 use super::{Collective, Reduce, Shard, is_exchanged};
 use crate::hardware::device_name;
@@ -255,7 +255,32 @@ impl Communicator {
     /// # Errors
     /// [`Error::Rank`] on every rank, naming the first that has another than rank 0, and both.
     pub fn agree(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
-        self.0.membership.agree(what, facts)
+        match &self.0.backend {
+            Backend::Host(_) if self.0.membership.is_alone() => {
+                self.agree_by_gathering(what, facts)
+            }
+            _ => self.0.membership.agree(what, facts),
+        }
+    }
+
+    /// [`agree`](Self::agree) of threads, which have no store: every rank gathers all facts and compares them.
+    fn agree_by_gathering(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
+        self.check()?;
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let own = encoded(what, facts);
+        let mut lengths = vec![0i64; world_size];
+        lengths[rank] = own.len() as i64;
+        self.run_on_host(Collective::AllGather, &mut lengths)?;
+        let longest = lengths.iter().map(|length| *length as usize).max();
+        let longest = longest.unwrap_or_default();
+        let mut all = vec![0u8; longest * world_size];
+        all[rank * longest..][..own.len()].copy_from_slice(&own);
+        self.run_on_host(Collective::AllGather, &mut all)?;
+        let of_rank = |rank: usize| &all[rank * longest..][..lengths[rank] as usize];
+        (1..world_size).try_for_each(|rank| {
+            let membership = &self.0.membership;
+            membership.compare(what, of_rank(0), (rank, of_rank(rank)))
+        })
     }
 
     pub(crate) fn start(&self, collective: Collective, tensor: &Tensor) -> Result<Pending> {

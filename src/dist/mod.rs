@@ -1,7 +1,8 @@
 //! Several processes that train together: a process a rank, each with its GPU.
 //!
-//! A program calls [`init`], which reads its place from the variables that torchrun sets (Slurm and mpirun can set them
-//! too), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs by NCCL, on CPUs by MPI.
+//! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun
+//! ([`Ranks::from_env`] lists them), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs
+//! by NCCL, on CPUs by MPI.
 //! What a rank does by itself is written as for one process.
 //!
 //! ```no_run
@@ -11,7 +12,7 @@
 //! use tallow::train::{TrainConfig, Trainer};
 //!
 //! # fn main() -> tallow::Result<()> {
-//! // Without torchrun's variables this is a job of one rank: the same program runs alone.
+//! // Without a launcher's variables this is a job of one rank: the same program runs alone.
 //! let communicator = dist::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
 //! let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
 //! let config = TransformerConfig { vocab_size: 256, ..TransformerConfig::small() };
@@ -40,6 +41,23 @@
 //! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started
 //! by `mpirun --bind-to none`: it gives each one core otherwise, which all of a rank's threads then share.
 //!
+//! Ranks on several hosts have to know a secret, which rank 0 asks of every process that connects. The ranks of
+//! `mpirun` make one. Slurm and torchrun supply none: set `TALLOW_JOB_TOKEN` to the same on each host. In a batch
+//! script of Slurm:
+//!
+//! ```sh
+//! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
+//! export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500
+//! srun target/release/my-program
+//! ```
+//!
+//! With torchrun on two hosts, on each of them:
+//!
+//! ```sh
+//! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` has printed, the same on both
+//! torchrun --nnodes 2 --node-rank $N --master-addr host-0 --nproc-per-node 8 --no-python target/release/my-program
+//! ```
+//!
 //! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
 //! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
 //! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
@@ -56,7 +74,7 @@
 //! Each rank tells rank 0 that it is alive, several times a second, and what it is in. A rank whose process ends, or
 //! that is waited for longer than [`DistConfig::timeout`], is a failure that all ranks hear of: what they wait in ends
 //! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
-//! checkpoint.
+//! checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time is no waiting.
 
 mod ahead;
 mod buckets;

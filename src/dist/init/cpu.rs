@@ -5,6 +5,7 @@ use crate::dist::host::HostBackend;
 use crate::dist::host_queue::HostQueue;
 use crate::dist::membership::Membership;
 use crate::dist::mpi::MpiBackend;
+use crate::dist::ranks::{Token, made_token};
 use crate::dist::{Communicator, DistConfig, Ranks};
 use crate::{Error, Result};
 use candle_core::Device;
@@ -13,16 +14,17 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-/// Ranks that mpirun has started.
+/// Ranks that mpirun, or srun with MPI, has started.
 pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
     let place = (ranks.rank, ranks.world_size);
     let (tell, told) = channel();
-    let (known, timeout) = (ranks.master.clone(), config.timeout);
+    let (known, timeout) = (ranks.clone(), config.timeout);
     let (queue, of_mpi) = HostQueue::new(move || {
         let mut backend = MpiBackend::new()?;
-        let meeting = match known {
-            None if backend.world_size() == place.1 => Some(meeting(&mut backend, timeout)?),
-            _ => None,
+        let is_whole = (backend.rank(), backend.world_size()) == place;
+        let meeting = match is_whole {
+            true => Some(meeting(&mut backend, &known, timeout)?),
+            false => None,
         };
         drop(tell.send(meeting)); // it is waited for
         Ok(backend)
@@ -34,23 +36,31 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
                 "the environment says rank {} of {}, and MPI rank {} of {}",
                 place.0, place.1, of_mpi.0, of_mpi.1
             ),
-            hint: "start ranks on CPUs with mpirun, which MPI knows them by".into(),
+            hint:
+                "start ranks on CPUs with mpirun, or with srun --mpi=pmix, which MPI knows them by"
+                    .into(),
         });
     }
-    if let Ok(Some((master, token))) = told.recv() {
-        (ranks.master, ranks.token) = (Some(master), token);
-    }
-    let Some(master) = ranks.master.clone() else {
-        let unset = Error::config("environment", "MASTER_ADDR", "nothing");
-        return Err(unset.must_be("set, for ranks on CPUs", "rank 0's host, and MASTER_PORT"));
+    let Ok(Some((master, token))) = told.recv() else {
+        return Err(Error::Order {
+            op: "dist::init",
+            problem: "rank 0 has not told by MPI where it listens".into(),
+            hint: "look for the first error, on any rank".into(),
+        });
     };
+    ranks.token = token;
     let membership = Arc::new(Membership::join(&ranks, master, config.timeout)?);
     let backend = Backend::Host(queue);
     Ok(Communicator::new(place, Device::Cpu, backend, membership))
 }
 
-/// Where rank 0's store will listen, and the job's token: rank 0 says so to all by MPI.
-fn meeting(backend: &mut MpiBackend, timeout: Duration) -> Result<((String, u16), String)> {
+/// Where rank 0's store will listen, and the job's secret: rank 0 tells all by MPI what its environment says, or what
+/// it makes.
+fn meeting(
+    backend: &mut MpiBackend,
+    ranks: &Ranks,
+    timeout: Duration,
+) -> Result<((String, u16), Token)> {
     let began = Instant::now();
     let check = || match began.elapsed() < timeout {
         true => Ok(()),
@@ -63,37 +73,46 @@ fn meeting(backend: &mut MpiBackend, timeout: Duration) -> Result<((String, u16)
     };
     let own = match backend.rank() {
         0 => {
-            let listener = TcpListener::bind(("0.0.0.0", 0));
-            let address = listener.and_then(|listener| listener.local_addr());
-            let address = address.map_err(|error| Error::io("listen", "0.0.0.0", error))?;
-            let token = rand::random::<u128>();
-            format!(
-                "{} {} {token:032x}",
-                host(backend.world_size())?,
-                address.port()
-            )
+            let (host, port) = match &ranks.master {
+                Some(master) => master.clone(),
+                None => (host(ranks)?, free_port()?),
+            };
+            let token = match &ranks.token {
+                Token::Secret(token) if !token.is_empty() => token.clone(),
+                _ => made_token(),
+            };
+            format!("{host} {port} {token}")
         }
         _ => String::new(),
     };
     let told = backend.tell(0, own.as_bytes(), &check)?;
     let told = String::from_utf8_lossy(&told);
-    let mut words = told.split(' ');
+    let mut words = told.splitn(3, ' ');
     let (host, port, token) = (words.next(), words.next(), words.next());
     match (host, port.and_then(|port| port.parse().ok()), token) {
-        (Some(host), Some(port), Some(token)) => Ok(((host.into(), port), token.into())),
+        (Some(host), Some(port), Some(token)) => {
+            Ok(((host.into(), port), Token::Secret(token.into())))
+        }
         _ => Err(Error::Data {
             what: "rank 0's address".into(),
             expected: "a host, a port and a token".into(),
-            got: told.to_string(),
+            got: format!("{} bytes that are none", told.len()),
             hint: "do all ranks run the same program?".into(),
         }),
     }
 }
 
+/// A port that is free now, for the store.
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind(("0.0.0.0", 0));
+    let address = listener.and_then(|listener| listener.local_addr());
+    let address = address.map_err(|error| Error::io("listen", "0.0.0.0", error))?;
+    Ok(address.port())
+}
+
 /// How other ranks call this host: itself, where all are here.
-fn host(world_size: usize) -> Result<String> {
-    let here = std::env::var("OMPI_COMM_WORLD_LOCAL_SIZE");
-    if here.is_ok_and(|here| here.parse() == Ok(world_size)) {
+fn host(ranks: &Ranks) -> Result<String> {
+    if ranks.is_one_host {
         return Ok("127.0.0.1".into());
     }
     let mut name = [0u8; 256];

@@ -17,7 +17,11 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
     let place = (ranks.rank, ranks.world_size);
     let Some(master) = ranks.master.clone() else {
         let unset = Error::config("environment", "MASTER_ADDR", "nothing");
-        return Err(unset.must_be("set, for ranks on GPUs", "rank 0's host, and MASTER_PORT"));
+        return Err(unset.must_be(
+            "set to rank 0's host, for ranks on GPUs, and MASTER_PORT to a port that is free there",
+            "in a batch script of Slurm: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) \
+             MASTER_PORT=29500",
+        ));
     };
     let device = device_of(&ranks, config)?;
     let gpu = device.as_cuda_device()?;

@@ -19,16 +19,16 @@ use crate::{Error, Result};
 use candle_core::Device;
 use std::sync::Arc;
 
-/// Joins the job that this process was started in, and returns when all ranks are there. Without torchrun's or mpirun's
-/// [variables](Ranks::from_env) it is a job of one rank.
+/// Joins the job that this process was started in, and returns when all ranks are there. Without the
+/// [variables](Ranks::from_env) of torchrun, Slurm or mpirun it is a job of one rank.
 ///
 /// GPUs exchange by NCCL, which is loaded here (`libnccl.so.2`, from `LD_LIBRARY_PATH` or where `TALLOW_NCCL_LIBRARY`
 /// says; PyTorch's wheels bring one). CPUs exchange by MPI, in builds with the feature `mpi`; `mpirun` starts them.
 ///
 /// # Errors
-/// [`Error::Config`] for variables that cannot be; [`Error::Device`] for a device that is not there, or that ranks
-/// cannot exchange on; [`Error::Order`] where NCCL or MPI cannot be used, or rank 0 refuses this one;
-/// [`Error::Rank`] for ranks that have not come in time.
+/// [`Error::Config`] for variables that cannot be, or a secret that is missing; [`Error::Device`] for a device that is
+/// not there, or that ranks cannot exchange on; [`Error::Order`] where NCCL or MPI cannot be used, or rank 0 refuses
+/// this one; [`Error::Rank`] for ranks that have not come in time.
 pub fn init(config: &DistConfig) -> Result<Communicator> {
     match Ranks::from_env()? {
         Some(ranks) if ranks.world_size > 1 => join(ranks, config),
@@ -38,7 +38,8 @@ pub fn init(config: &DistConfig) -> Result<Communicator> {
 }
 
 /// The ranks of a job that are threads of one process, in order, on the CPU: for tests, and to try a strategy out. Each
-/// is for a thread of its own; sums are in the order of the ranks.
+/// is for a thread of its own; sums are in the order of the ranks. Threads compare what processes compare: they refuse
+/// to train with different settings.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

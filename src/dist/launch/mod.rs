@@ -7,6 +7,7 @@ mod signals;
 #[cfg(test)]
 mod tests;
 
+use super::ranks::{made_token, outer_variables};
 use crate::{Error, Result};
 use children::{Children, GRACE, Grace, end_with_parent};
 use relay::{Sink, relay};
@@ -91,7 +92,7 @@ fn launch_commands(
     let port = address
         .map_err(|error| Error::io("listen", "127.0.0.1", error))?
         .port();
-    let token = format!("{:032x}", rand::random::<u128>());
+    let token = made_token();
 
     let signals = Signals::listen();
     let mut children = Children::default();
@@ -103,6 +104,8 @@ fn launch_commands(
         } else {
             Stdio::null()
         };
+        // Those of a torchrun or srun around this process.
+        outer_variables().for_each(|name| _ = command.env_remove(name));
         command
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", rank.to_string())
@@ -111,7 +114,6 @@ fn launch_commands(
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
             .env("TALLOW_JOB_TOKEN", &token)
-            .env_remove("TORCHELASTIC_USE_AGENT_STORE") // of a torchrun around this process
             .stdin(stdin)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

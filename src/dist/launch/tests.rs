@@ -51,6 +51,26 @@ fn ranks_know_their_places_and_their_lines_come_out_whole() {
     assert_eq!(sorted(&err), lines);
 }
 
+/// The ranks' places are theirs, whatever started this process.
+#[test]
+fn variables_of_other_launchers_are_removed() {
+    let command = |_| {
+        let mut command = Command::new("sh");
+        let outer =
+            "SLURM_PROCID=7 OMPI_COMM_WORLD_RANK=7 PMI_RANK=7 TORCHELASTIC_RUN_ID=7".split(' ');
+        command.envs(outer.map(|pair| pair.split_once('=').unwrap()));
+        command.args([
+            "-c",
+            "echo $RANK.$SLURM_PROCID$OMPI_COMM_WORLD_RANK$PMI_RANK$TORCHELASTIC_RUN_ID",
+        ]);
+        command
+    };
+    let out = Arc::new(Mutex::new(Vec::<u8>::new()));
+    let sinks: [Sink; 2] = [out.clone(), Arc::new(Mutex::new(Vec::new()))];
+    assert_eq!(launch_commands(1, command, sinks, PATIENT).unwrap(), None);
+    assert_eq!(out.lock().unwrap().as_slice(), b"0.\n");
+}
+
 /// Rank 0 fails once rank 1 has done `first`; rank 1 would never end.
 fn fails_beside(first: &str, grace: Grace) -> String {
     let ready = std::env::temp_dir().join(format!("tallow-launch-{}", rand::random::<u64>()));

@@ -56,6 +56,8 @@ pub(super) struct State {
     /// What it is in, the oldest first.
     open: Vec<Open>,
     last: Option<Open>,
+    /// When the heartbeat's thread ran last.
+    ran: Option<Instant>,
     is_leaving: bool,
     /// The heartbeat's thread has ended, or there is none.
     pub(super) has_ended: bool,
@@ -94,6 +96,26 @@ impl State {
             what: shown.map_or_else(String::new, |open| open.what.clone()),
             number: shown.map_or(0, |open| open.number),
             inside: open.map(|open| open.since.elapsed()),
+        }
+    }
+}
+
+impl State {
+    /// When the operation began that this rank is in.
+    #[cfg(test)]
+    pub(super) fn doing_since(&self) -> Option<Instant> {
+        self.open.first().map(|open| open.since)
+    }
+
+    /// Notes that this process runs. Time in which it was stopped does not count as waiting for others: they may have
+    /// been stopped with it, and done nothing wrong.
+    pub(super) fn run(&mut self, now: Instant, silence: Duration) {
+        let gap = self.ran.map(|ran| now.saturating_duration_since(ran));
+        self.ran = Some(now);
+        if let Some(gap) = gap.filter(|gap| *gap > silence) {
+            for open in &mut self.open {
+                open.since = (open.since + gap).min(now);
+            }
         }
     }
 }
@@ -187,7 +209,8 @@ impl Shared {
             let woken =
                 self.changed
                     .wait_timeout_while(locked(&self.state), self.pace.interval, sleeps);
-            let (state, _) = woken.unwrap_or_else(PoisonError::into_inner);
+            let (mut state, _) = woken.unwrap_or_else(PoisonError::into_inner);
+            state.run(Instant::now(), self.pace.silence);
             let untold = state.untold.clone();
             let (is_leaving, has_failed, doing) =
                 (state.is_leaving, state.failure.is_some(), state.doing());
@@ -217,13 +240,13 @@ impl Shared {
         let asked = Instant::now();
         let overdue = self.is_overdue(&doing);
         let beat = Request::Beat { doing, overdue }.encode();
-        let answer = connection.send(&beat).and_then(|()| {
-            connection.frame(|| {
-                let state = locked(&self.state);
-                let is_lost =
-                    asked.elapsed() > self.pace.silence && self.is_overdue(&state.doing());
-                !(is_lost || state.is_leaving || state.failure.is_some())
-            })
+        // What cannot be sent shows when the answer is read, behind what rank 0 said before it ended.
+        let _ = connection.send(&beat);
+        let answer = connection.frame(|| {
+            let mut state = locked(&self.state);
+            state.run(Instant::now(), self.pace.silence);
+            let is_lost = asked.elapsed() > self.pace.silence && self.is_overdue(&state.doing());
+            !(is_lost || state.is_leaving || state.failure.is_some())
         });
         let (problem, hint) = match answer.as_ref().map(|frame| Reply::decode(frame)) {
             Ok(Some(Reply::Done)) => return None,
@@ -263,7 +286,7 @@ impl Shared {
 /// Tells rank 0 of a failure. Returns the job's first, unless rank 0 does not answer.
 fn tell(connection: &mut Connection, failure: Failure) -> Option<Failure> {
     let began = Instant::now();
-    connection.send(&Request::Fail(failure).encode()).ok()?;
+    let _ = connection.send(&Request::Fail(failure).encode()); // as in `beat_once`
     loop {
         let frame = connection.frame(|| began.elapsed() < LAST_WORDS).ok()?;
         if let Reply::Failed(first) = Reply::decode(&frame)? {

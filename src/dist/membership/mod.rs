@@ -11,6 +11,7 @@ mod tests;
 mod values;
 
 pub use heartbeat::Watch;
+pub(crate) use values::encoded;
 
 use super::Collective;
 use super::ranks::Ranks;
@@ -50,17 +51,13 @@ impl Membership {
     /// # Errors
     /// [`Error::Rank`] naming the ranks that are not there after `timeout`, or rank 0 if nothing answers at `master`;
     /// [`Error::Order`] if this rank is refused (another token, world size or version, a rank that is there already),
-    /// or if rank 0 cannot listen.
+    /// or if rank 0 cannot listen; [`Error::Config`] if other hosts could reach the store, and there is no secret.
     pub(crate) fn join(ranks: &Ranks, master: (String, u16), timeout: Duration) -> Result<Self> {
+        ranks.check_secret(&master)?;
         let pace = Pace::new(timeout);
-        let Ranks {
-            rank,
-            world_size,
-            ref token,
-            ..
-        } = *ranks;
+        let (token, world_size) = (ranks.token.as_str(), ranks.world_size);
         let start = || Server::start(listen(&master)?, token, world_size, pace.silence);
-        let server = (rank == 0).then(start).transpose()?;
+        let server = (ranks.rank == 0).then(start).transpose()?;
         Self::join_at(ranks, &master, server, timeout, pace)
     }
 
@@ -81,7 +78,7 @@ impl Membership {
         let master = own.as_ref().unwrap_or(master);
         let began = Instant::now();
         let connect = |purpose| {
-            let hello = Hello::new(purpose, rank, world_size, token);
+            let hello = Hello::new(purpose, rank, world_size, token.as_str());
             connect(master, &hello, timeout.saturating_sub(began.elapsed()))
         };
         let client = Client::new(connect(Purpose::Store)?);
@@ -120,6 +117,11 @@ impl Membership {
             agreements: AtomicU64::new(0),
             store: Store::Alone(Mutex::default()),
         }
+    }
+
+    /// Whether this membership has no store of the job: a job of one, or ranks that are threads.
+    pub(crate) fn is_alone(&self) -> bool {
+        matches!(self.store, Store::Alone(_))
     }
 
     fn wait_for_all(&self, began: Instant, timeout: Duration) -> Result<()> {
@@ -183,18 +185,21 @@ impl Membership {
     /// As [`fail`](Self::fail), for what may well follow from another rank's failure (a connection between ranks that
     /// has ended): waits for a second whether that is heard of first.
     pub(crate) fn fail_unless_known(&self, during: &str, problem: &str) {
-        if matches!(self.store, Store::Alone(_)) {
+        if self.is_alone() {
             return; // there is nobody to tell
         }
         self.wait_for_failure();
         self.fail(during, problem);
     }
 
-    /// Returns when a failure is heard of, or after a second.
+    /// Returns when a failure is heard of, or after a second, in which this process runs: time in which it is stopped
+    /// does not count, since it hears of nothing then.
     fn wait_for_failure(&self) {
-        let began = Instant::now();
-        while self.check().is_ok() && began.elapsed() < LAST_WORDS {
-            thread::sleep(Duration::from_millis(5));
+        const POLL: Duration = Duration::from_millis(5);
+        let mut left = LAST_WORDS;
+        while self.check().is_ok() && !left.is_zero() {
+            thread::sleep(POLL);
+            left = left.saturating_sub(POLL);
         }
     }
 

@@ -11,7 +11,8 @@ impl Membership {
     /// Gives `key` a value that other ranks [`get`](Self::get).
     ///
     /// # Errors
-    /// [`Error::Data`] if it is too long (64 KiB, 16 MiB), [`Error::Rank`] for a failure that was declared.
+    /// [`Error::Data`] if it is too long (64 KiB, 16 MiB), or one too many; [`Error::Rank`] for a failure that was
+    /// declared.
     pub(crate) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         match &self.store {
             Store::Alone(values) => {
@@ -38,6 +39,14 @@ impl Membership {
             }
             self.check()
         })
+    }
+
+    /// As [`wait_for`](Self::wait_for), and the key has no value any more.
+    fn take(&self, key: &str) -> Result<Vec<u8>> {
+        match &self.store {
+            Store::Alone(values) => Ok(locked(values).remove(key).unwrap_or_default()),
+            Store::Joined { client, .. } => self.or_failure(client.take(key, &|| self.check())),
+        }
     }
 
     fn wait_for(&self, key: &str, go_on: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
@@ -72,28 +81,50 @@ impl Membership {
         // While this is open a rank that does not come is declared after the timeout: no other is needed below.
         let _watch = self.enter("agree");
         let number = self.agreements.fetch_add(1, Ordering::Relaxed);
-        let key = |rank: usize| format!("agree/{number}/{rank}");
-        let go_on = || self.check();
-        let about = [("agreement", what)].into_iter();
-        let facts = about.chain(facts.iter().map(|(name, value)| (*name, value.as_str())));
-        let mine = facts.fold(Message::default(), |message, (name, value)| {
-            message.bytes(name.as_bytes()).bytes(value.as_bytes())
-        });
-        let Message(mine) = mine;
+        let key_of = |number: u64, rank: usize| format!("agree/{number}/{rank}");
+        let key = |rank: usize| key_of(number, rank);
+        let mine = encoded(what, facts);
         if self.rank != 0 {
             self.set(&key(self.rank), &mine)?;
-            return self.wait_for(&key(0), &go_on).map(drop);
+            return self.wait_for(&key(0), &|| self.check()).map(drop);
         }
         for rank in 1..self.world_size {
-            let theirs = self.wait_for(&key(rank), &go_on)?;
-            if let Some(problem) = difference(&mine, &theirs) {
-                let hint = "start all ranks with the same program, arguments and files";
-                self.declare(Failure::new(rank, what, problem, hint));
-            }
-            self.check()?;
+            let theirs = self.take(&key(rank))?;
+            self.compare(what, &mine, (rank, &theirs))?;
+        }
+        // All have read the last answer: they are here. So the store does not grow with the agreements.
+        if let Some(last) = number.checked_sub(1) {
+            self.take(&key_of(last, 0))?;
         }
         self.set(&key(0), &[])
     }
+
+    /// Compares a rank's [`encoded`] facts with those of rank 0.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] for a difference, which is declared, or for a failure that was declared before.
+    pub(crate) fn compare(
+        &self,
+        what: &str,
+        rank_0: &[u8],
+        (rank, facts): (usize, &[u8]),
+    ) -> Result<()> {
+        if let Some(problem) = difference(rank_0, facts) {
+            let hint = "start all ranks with the same program, arguments and files";
+            self.declare(Failure::new(rank, what, problem, hint));
+        }
+        self.check()
+    }
+}
+
+/// Facts as bytes, in order: what they are for, then name and value of each.
+pub(crate) fn encoded(what: &str, facts: &[(&str, String)]) -> Vec<u8> {
+    let about = [("agreement", what)].into_iter();
+    let facts = about.chain(facts.iter().map(|(name, value)| (*name, value.as_str())));
+    let message = facts.fold(Message::default(), |message, (name, value)| {
+        message.bytes(name.as_bytes()).bytes(value.as_bytes())
+    });
+    message.0
 }
 
 /// The first fact that is not rank 0's.

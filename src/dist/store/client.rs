@@ -118,31 +118,39 @@ impl Client {
     /// Gives `key` a value, or another one. `go_on` is asked while it waits, and its error is returned.
     ///
     /// # Errors
-    /// [`Error::Data`] for a key or value that is too long, [`Error::Rank`] if rank 0's process has ended.
+    /// [`Error::Data`] for a key or value that is too long, or one too many; [`Error::Rank`] if rank 0's process has
+    /// ended.
     pub(crate) fn set(
         &self,
         key: &str,
         value: &[u8],
         go_on: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
+        let refused = |what: &str, expected: String, length: usize| {
+            let key: String = key.chars().take(80).collect();
+            Err(Error::Data {
+                what: format!("store, {what} of {key:?}"),
+                expected,
+                got: format!("{length} bytes"),
+                hint: "the store is for what ranks need to meet; send data with a collective"
+                    .into(),
+            })
+        };
         for (what, length, most) in [
             ("key", key.len(), MAX_KEY),
             ("value", value.len(), MAX_VALUE),
         ] {
             if length > most {
-                let key: String = key.chars().take(80).collect();
-                return Err(Error::Data {
-                    what: format!("store, {what} of {key:?}"),
-                    expected: format!("at most {most} bytes"),
-                    got: format!("{length} bytes"),
-                    hint: "the store is for what ranks need to meet; send data with a collective"
-                        .into(),
-                });
+                return refused(what, format!("at most {most} bytes"), length);
             }
         }
-        let (key, value) = (key.into(), value.to_vec());
-        match self.ask(&Request::Set { key, value }, go_on)? {
+        let set = Request::Set {
+            key: key.into(),
+            value: value.to_vec(),
+        };
+        match self.ask(&set, go_on)? {
             Reply::Done => Ok(()),
+            Reply::Full(bound) => refused("value", bound, value.len()),
             _ => Err(lost("does not answer as a store does")),
         }
     }
@@ -152,9 +160,21 @@ impl Client {
     /// # Errors
     /// [`Error::Rank`] if rank 0's process has ended.
     pub(crate) fn get(&self, key: &str, go_on: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
+        self.wait_for(&Request::Get { key: key.into() }, go_on)
+    }
+
+    /// As [`get`](Self::get), and the key has no value any more.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if rank 0's process has ended.
+    pub(crate) fn take(&self, key: &str, go_on: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
+        self.wait_for(&Request::Take { key: key.into() }, go_on)
+    }
+
+    fn wait_for(&self, request: &Request, go_on: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
         let mut pause = FIRST_PAUSE;
         loop {
-            match self.ask(&Request::Get { key: key.into() }, go_on)? {
+            match self.ask(request, go_on)? {
                 Reply::Value(value) => return Ok(value),
                 Reply::Absent => go_on()?,
                 _ => return Err(lost("does not answer as a store does")),

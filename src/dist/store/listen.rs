@@ -16,17 +16,16 @@ pub(crate) fn listen(master: &(String, u16)) -> Result<TcpListener> {
     let (host, port) = (master.0.as_str(), master.1);
     let bind = || {
         let mut addresses = (host, port).to_socket_addrs()?;
-        let is_loopback =
-            host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
         match (
-            is_loopback,
+            is_loopback(host),
             addresses
                 .clone()
                 .find(SocketAddr::is_ipv4)
                 .or(addresses.next()),
         ) {
             (_, None) => Err(ErrorKind::AddrNotAvailable.into()),
-            (true, Some(address)) => TcpListener::bind(address),
+            (true, Some(address)) if address.ip().is_loopback() => TcpListener::bind(address),
+            (true, Some(_)) => Err(ErrorKind::AddrNotAvailable.into()), // a strange /etc/hosts
             (false, Some(SocketAddr::V4(_))) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
             (false, Some(SocketAddr::V6(_))) => TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)),
         }
@@ -36,4 +35,9 @@ pub(crate) fn listen(master: &(String, u16)) -> Result<TcpListener> {
         problem: format!("rank 0 cannot listen at {host}:{port}: {error}"),
         hint: "MASTER_ADDR must be rank 0's host, and MASTER_PORT a port that is free there".into(),
     })
+}
+
+/// Whether a host is this one by its very name, so that nobody outside reaches what listens there.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }

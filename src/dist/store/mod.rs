@@ -14,12 +14,13 @@ mod roll;
 mod server;
 #[cfg(test)]
 mod tests;
+mod values;
 
 pub(crate) use client::{Client, connect};
 pub(crate) use connection::Connection;
 pub(crate) use failure::{Doing, Failure};
 pub(crate) use fields::{Fields, Message};
-pub(crate) use listen::listen;
+pub(crate) use listen::{is_loopback, listen};
 pub(crate) use protocol::{Hello, Purpose, Reply, Request};
 pub(crate) use roll::{ENDED, LEFT, SILENT, seconds};
 pub(crate) use server::Server;

@@ -3,7 +3,9 @@
 //! A rank begins with a line, [`Hello`], and is answered by one: `welcome`, or `refused: ` and why. Then it sends
 //! [`Request`]s in frames: a length (4 bytes), a letter that says which request, and its fields in order. A number is
 //! 8 bytes; bytes and texts have their length (4 bytes) before them; all integers are little-endian. The store answers
-//! each request with a [`Reply`], framed alike, but for `Goodbye`, which closes the connection.
+//! each request with a [`Reply`], framed alike, but for `Goodbye`, which closes the connection. How the job ends
+//! (`Failed`, `Left`) it sends to heartbeats at once, unasked: a rank that is stopped reads it when it goes on, if need
+//! be after rank 0 has ended.
 
 use super::failure::{Doing, Failure};
 use super::fields::{Fields, Message};
@@ -21,7 +23,7 @@ pub(crate) const MAX_FRAME: usize = MAX_KEY + MAX_VALUE + 16;
 /// What a connection is for. A rank has one of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// `Set`, `Get` and `Missing`.
+    /// `Set`, `Get`, `Take` and `Missing`.
     Store,
     /// `Beat`, `Fail` and `Goodbye`. That it is open says that the rank's process lives.
     Heartbeat,
@@ -91,10 +93,12 @@ pub(crate) fn escaped(token: &str) -> String {
 /// What a rank asks or tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request {
-    /// The key's value, from now on: `Done`.
+    /// The key's value, from now on: `Done` or `Full`.
     Set { key: String, value: Vec<u8> },
     /// `Value` or `Absent`.
     Get { key: String },
+    /// As `Get`, and the key has no value any more.
+    Take { key: String },
     /// The ranks that have not come: `Missing`.
     Missing,
     /// It lives, and does this; `overdue` if it has been in it for too long: `Done`, `Failed` or `Left`.
@@ -111,6 +115,8 @@ pub(crate) enum Reply {
     Done,
     Value(Vec<u8>),
     Absent,
+    /// The value would exceed this bound of the store.
+    Full(String),
     Missing(Vec<usize>),
     /// The first failure that was declared.
     Failed(Failure),
@@ -126,6 +132,7 @@ impl Request {
         match self {
             Self::Set { key, value } => message.letter(b'S').bytes(key.as_bytes()).bytes(value),
             Self::Get { key } => message.letter(b'G').bytes(key.as_bytes()),
+            Self::Take { key } => message.letter(b'T').bytes(key.as_bytes()),
             Self::Missing => message.letter(b'M'),
             Self::Beat { doing, overdue } => message
                 .letter(b'B')
@@ -148,6 +155,9 @@ impl Request {
             b'G' => Self::Get {
                 key: fields.text()?,
             },
+            b'T' => Self::Take {
+                key: fields.text()?,
+            },
             b'M' => Self::Missing,
             b'B' => Self::Beat {
                 doing: fields.doing()?,
@@ -168,6 +178,7 @@ impl Reply {
             Self::Done => message.letter(b'd'),
             Self::Value(value) => message.letter(b'v').bytes(value),
             Self::Absent => message.letter(b'a'),
+            Self::Full(bound) => message.letter(b'x').bytes(bound.as_bytes()),
             Self::Missing(ranks) => {
                 let message = message.letter(b'm').number(ranks.len() as u64);
                 ranks
@@ -187,6 +198,7 @@ impl Reply {
             b'd' => Self::Done,
             b'v' => Self::Value(fields.bytes()?.to_vec()),
             b'a' => Self::Absent,
+            b'x' => Self::Full(fields.text()?),
             // Collected as far as there are numbers: no length is believed.
             b'm' => Self::Missing(
                 (0..fields.number()?)

@@ -20,6 +20,8 @@ struct Member {
     doing: Doing,
     /// When its last two heartbeats came.
     heard: [Instant; 2],
+    /// How many heartbeats in a row said that it has waited for too long.
+    overdue: usize,
     has_left: bool,
     /// Whether it knows how the job ends.
     is_told: bool,
@@ -50,6 +52,7 @@ impl Roll {
         let member = Member {
             doing: Doing::default(),
             heard: [now; 2],
+            overdue: 0,
             has_left: false,
             is_told: false,
         };
@@ -75,16 +78,24 @@ impl Roll {
         self.failure.get_or_insert(failure)
     }
 
-    /// A heartbeat. One that is overdue has a failure declared.
+    /// A heartbeat. The second in a row that is overdue has a failure declared: if rank 0 was stopped, it learns
+    /// between them of ranks that have ended or gone on meanwhile, and judges by what is true now.
     pub(crate) fn beat(&mut self, rank: usize, doing: Doing, overdue: bool, now: Instant) {
         let Some(member) = self.members.get_mut(&rank) else {
             return;
         };
+        let was_stopped = now.saturating_duration_since(member.heard[0]) > self.silence;
+        member.overdue = match overdue {
+            true if was_stopped => 1,
+            true => member.overdue + 1,
+            false => 0,
+        };
         member.doing = doing;
         member.heard = [now, member.heard[0]];
+        let is_certain = member.overdue > 1;
         let failure = self
             .waits_for_left(rank)
-            .or_else(|| overdue.then(|| self.culprit(rank, now))?);
+            .or_else(|| is_certain.then(|| self.culprit(rank, now))?);
         if let Some(failure) = failure {
             self.declare(failure);
         }
@@ -114,6 +125,11 @@ impl Roll {
         if let Some(member) = self.members.get_mut(&rank) {
             member.is_told = true;
         }
+    }
+
+    pub(crate) fn is_told(&self, rank: usize) -> bool {
+        let member = self.members.get(&rank);
+        member.is_none_or(|member| member.is_told)
     }
 
     /// Whether all ranks but 0 know how the job ends, or are gone.
@@ -216,4 +232,62 @@ fn waits(rank: usize, member: &Member) -> String {
 
 pub(crate) fn seconds(time: Duration) -> String {
     format!("{:.1} s", time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SILENCE: Duration = Duration::from_secs(5);
+
+    fn doing(operation: u64, inside: Option<u64>) -> Doing {
+        Doing {
+            entered: operation,
+            what: "all_reduce".into(),
+            number: operation,
+            inside: inside.map(Duration::from_secs),
+        }
+    }
+
+    /// Ranks 0, 1 and 2, of which rank 1 has begun an operation.
+    fn roll(now: Instant) -> Roll {
+        let mut roll = Roll::new(3, SILENCE);
+        for rank in 0..3 {
+            assert!(roll.come(rank, now));
+            roll.beat(rank, doing(1, None), false, now);
+        }
+        roll.beat(1, doing(2, Some(0)), false, now);
+        roll
+    }
+
+    /// Rank 0, which keeps the roll, was stopped while rank 2 died. Rank 1's heartbeat may be read first.
+    #[test]
+    fn a_rank_0_that_was_stopped_is_not_blamed_for_the_one_that_died() {
+        let began = Instant::now();
+        for stopped in [4, 60] {
+            let mut roll = roll(began);
+            let resumed = began + Duration::from_secs(stopped);
+            roll.beat(1, doing(2, Some(stopped)), true, resumed);
+            assert_eq!(roll.failure(), None);
+            roll.end(2, "its process has ended");
+            roll.beat(1, doing(2, Some(stopped)), true, resumed + SILENCE / 20);
+            let failure = roll.failure().unwrap();
+            assert_eq!(
+                (failure.rank, failure.problem.as_str()),
+                (2, "its process has ended")
+            );
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_behind_is_declared_at_the_second_heartbeat() {
+        let began = Instant::now();
+        let mut roll = roll(began);
+        roll.beat(0, doing(2, Some(0)), false, began);
+        let second = |seconds| began + Duration::from_secs(seconds);
+        for (seconds, rank) in [(3, None), (4, Some(2))] {
+            roll.beat(1, doing(2, Some(seconds)), true, second(seconds));
+            assert_eq!(roll.failure().map(|failure| failure.rank), rank);
+        }
+    }
 }

@@ -5,8 +5,10 @@ use super::failure::Failure;
 use super::locked;
 use super::protocol::{Hello, MAGIC, Purpose, REFUSED, Reply, Request, WELCOME, escaped};
 use super::roll::Roll;
+use super::values::Values;
 use crate::{Error, Result};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
+use std::hint::black_box;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -16,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// How long a stranger may take for its first line.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// Connections without a first line, beside those that the ranks themselves may just be making.
+/// Connections without a first line, in addition to those that the ranks themselves may just be making.
 const STRANGERS: usize = 64;
 /// How long rank 0 waits, when it ends, for the others to hear of it.
 const LINGER: Duration = Duration::from_secs(1);
@@ -43,7 +45,7 @@ struct Shared {
 }
 
 struct State {
-    values: HashMap<String, Vec<u8>>,
+    values: Values,
     /// The ranks whose store connection is open.
     stores: BTreeSet<usize>,
     roll: Roll,
@@ -61,7 +63,7 @@ impl Server {
         silence: Duration,
     ) -> Result<Self> {
         let state = State {
-            values: HashMap::new(),
+            values: Values::default(),
             stores: BTreeSet::new(),
             roll: Roll::new(world_size, silence),
         };
@@ -209,15 +211,16 @@ impl Shared {
         let Hello {
             rank, world_size, ..
         } = *hello;
+        // First of all: one who does not know the token learns nothing else.
+        if !is_same(&hello.token, &self.token) {
+            return Err("the job's token is another".into());
+        }
         let version = env!("CARGO_PKG_VERSION");
         if hello.version != version {
             return Err(format!(
                 "rank 0 runs tallow {version}, and this rank {}",
                 hello.version.escape_default()
             ));
-        }
-        if hello.token != self.token {
-            return Err("the job's token is another".into());
         }
         if world_size != self.world_size || rank >= world_size {
             return Err(format!(
@@ -239,15 +242,18 @@ impl Shared {
         while let Ok(frame) = connection.frame(|| !self.is_closed()) {
             let mut state = locked(&self.state);
             let reply = match Request::decode(&frame) {
-                Some(Request::Set { key, value }) => {
-                    state.values.insert(key, value);
-                    Reply::Done
+                Some(Request::Set { key, value }) => match state.values.set(rank, key, value) {
+                    Ok(()) => Reply::Done,
+                    Err(bound) => Reply::Full(bound),
+                },
+                Some(Request::Get { key }) => {
+                    let value = state.values.get(&key).map(<[u8]>::to_vec);
+                    value.map_or(Reply::Absent, Reply::Value)
                 }
-                Some(Request::Get { key }) => state
-                    .values
-                    .get(&key)
-                    .cloned()
-                    .map_or(Reply::Absent, Reply::Value),
+                Some(Request::Take { key }) => {
+                    let value = state.values.take(&key);
+                    value.map_or(Reply::Absent, Reply::Value)
+                }
                 Some(Request::Missing) => Reply::Missing(state.roll.missing()),
                 _ => break,
             };
@@ -261,7 +267,7 @@ impl Shared {
 
     fn serve_heartbeat(&self, connection: &mut Connection, rank: usize) {
         loop {
-            let frame = connection.frame(|| !self.is_closed());
+            let frame = connection.frame(|| !(self.is_closed() || self.has_news_for(rank)));
             let mut state = locked(&self.state);
             match frame.as_ref().map(|frame| Request::decode(frame)) {
                 Ok(Some(Request::Beat { doing, overdue })) => {
@@ -272,15 +278,14 @@ impl Shared {
                 }
                 Ok(Some(Request::Goodbye(doing))) => return state.roll.leave(rank, doing),
                 Ok(_) => return state.roll.end(rank, "sends what is no heartbeat"),
-                Err(error) if error.kind() == ErrorKind::TimedOut => return, // the server has closed
+                Err(error) if error.kind() == ErrorKind::TimedOut => {
+                    if self.is_closed() {
+                        return;
+                    }
+                }
                 Err(_) => return state.roll.end(rank, "its process has ended"),
             }
-            let entered = state.roll.entered(0);
-            let reply = match state.roll.failure() {
-                Some(failure) => Reply::Failed(failure.clone()),
-                None if self.is_ending.load(Ordering::Acquire) => Reply::Left { entered },
-                None => Reply::Done,
-            };
+            let reply = self.end(&state).unwrap_or(Reply::Done);
             drop(state);
             // A rank that does not read has ended, or said goodbye meanwhile: the next read says.
             let _ = connection.send(&reply.encode());
@@ -289,4 +294,27 @@ impl Shared {
             }
         }
     }
+
+    /// How the job ends, if it does.
+    fn end(&self, state: &State) -> Option<Reply> {
+        let entered = state.roll.entered(0);
+        match state.roll.failure() {
+            Some(failure) => Some(Reply::Failed(failure.clone())),
+            None if self.is_ending.load(Ordering::Acquire) => Some(Reply::Left { entered }),
+            None => None,
+        }
+    }
+
+    /// Whether the job ends, and the rank has not been told how.
+    fn has_news_for(&self, rank: usize) -> bool {
+        let state = locked(&self.state);
+        self.end(&state).is_some() && !state.roll.is_told(rank)
+    }
+}
+
+/// Compares tokens in a time that does not depend on how much of them is right.
+fn is_same(token: &str, other: &str) -> bool {
+    let pairs = token.bytes().zip(other.bytes());
+    let difference = pairs.fold(0, |difference, (a, b)| black_box(difference | (a ^ b)));
+    token.len() == other.len() && difference == 0
 }

@@ -61,6 +61,62 @@ fn those_of_another_job_are_refused() {
     refused(&beat, "rank 1 is already there"); // it has ended, and the job with it
 }
 
+/// Without the token nothing is done: no place is taken, no value set, no failure declared, and no answer tells more.
+#[test]
+fn a_stranger_can_do_nothing() {
+    let server = serve();
+    let failure = Failure::new(2, "nothing", "declared by a stranger", LEFT);
+    let set = Request::Set {
+        key: "key".into(),
+        value: vec![1],
+    };
+    for token in ["", "a token\nof two line", "a token\nof two lines "] {
+        for purpose in [Purpose::Store, Purpose::Heartbeat] {
+            let mut hello = Hello::new(purpose, 1, 9, token);
+            hello.version = "0.0.1".into();
+            let (host, port) = server.master();
+            let stream = std::net::TcpStream::connect((host, port)).unwrap();
+            let mut stranger = Connection::new(stream, LONG).unwrap();
+            stranger.send_line(&hello.line()).unwrap();
+            let _ = stranger.send(&set.encode());
+            let _ = stranger.send(&Request::Fail(failure.clone()).encode());
+            let answer = stranger.line(|| true);
+            if let Ok(answer) = answer {
+                assert_eq!(answer, "refused: the job's token is another");
+            }
+            assert!(stranger.line(|| true).is_err(), "it is closed");
+        }
+    }
+    let client = Client::new(connect(&server.master(), &hello(1), LONG).unwrap());
+    assert_eq!(client.missing(&|| Ok(())).unwrap(), [0, 1, 2, 3]);
+    client.set("mine", &[2], &|| Ok(())).unwrap();
+    let absent = client.get("key", &|| {
+        Err(Error::Plot("asked once".into())) // it is not there
+    });
+    assert!(matches!(absent, Err(Error::Plot(_))), "{absent:?}");
+}
+
+#[test]
+fn a_rank_that_stores_too_much_is_refused() {
+    let server = serve();
+    let client = Client::new(connect(&server.master(), &hello(1), LONG).unwrap());
+    let go_on = || Ok(());
+    let value = vec![0; (16 << 20) - (64 << 10)];
+    for key in ["0", "1"] {
+        client.set(key, &value, &go_on).unwrap();
+    }
+    let error = client.set("2", &value, &go_on).unwrap_err().to_string();
+    let words = "value of \"2\": expected at most 1024 values and 33554432 bytes of a rank";
+    assert!(error.contains(words), "{error}");
+    assert!(client.take("0", &go_on).unwrap() == value);
+    client.set("2", &value, &go_on).unwrap();
+    for number in 0..1021 {
+        client.set(&format!("small {number}"), &[], &go_on).unwrap();
+    }
+    client.set("small", &[], &go_on).unwrap();
+    assert!(client.set("too many", &[], &go_on).is_err());
+}
+
 #[test]
 fn a_store_that_is_not_there_is_waited_for_and_named() {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -105,6 +161,7 @@ fn messages_are_read_as_written_and_nothing_else_is() {
             value: vec![1, 2],
         },
         Request::Get { key: "k".into() },
+        Request::Take { key: "k".into() },
         Request::Missing,
         Request::Beat {
             doing: doing.clone(),
@@ -123,6 +180,7 @@ fn messages_are_read_as_written_and_nothing_else_is() {
         Reply::Done,
         Reply::Value(vec![5]),
         Reply::Absent,
+        Reply::Full("at most 2".into()),
         Reply::Missing(vec![1, 3]),
         Reply::Failed(failure),
         Reply::Left { entered: 9 },

@@ -140,3 +140,31 @@ fn not_the_same() {
         assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
     }
 }
+
+/// Facts that differ: an error on all that names the first rank that has another than rank 0. One that does not come is
+/// named too.
+#[test]
+fn facts_are_compared() {
+    let errors = on_ranks(3, |ranks| {
+        let same = [("model", "tiny".into()), ("seed", "1".into())];
+        for _ in 0..3 {
+            ranks.agree("the run", &same)?;
+        }
+        let batch_size = "1".repeat(1 + ranks.rank() / 2);
+        let other = [("model", "tiny".into()), ("batch size", batch_size)];
+        let error = ranks.agree("the run", &other).unwrap_err();
+        let later = ranks.barrier().unwrap_err();
+        Ok([error, later])
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(matches!(error, Error::Rank { rank: 2, .. }), "{error}");
+        let words = "rank 2, in the run: batch size is 11, and 1 on rank 0";
+        assert!(error.to_string().contains(words), "{error}");
+    }
+    let ended = on_ranks(2, |ranks| match ranks.rank() {
+        0 => Ok(ranks.agree("the run", &[]).err()),
+        _ => Ok(None),
+    });
+    let error = ended[0].as_ref().unwrap();
+    assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
+}

@@ -4,6 +4,7 @@ use super::{EXCHANGES, batch, batches, bits, config_of_six_layers, distance, mod
 use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
+use tallow::Error;
 use tallow::compile::{Op, Plan, PlanConfig, TrainStep};
 use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
@@ -79,6 +80,25 @@ fn as_eager(
             assert!(error < bound, "{name}, {exchange}: {error}");
         }
     }
+}
+
+/// A rank that ends is an error of the others' planned steps that names it, as of eager ones.
+#[test]
+fn a_rank_that_ends_is_named() {
+    let errors = on_ranks(2, |ranks| {
+        let model = model(1);
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+        let mut step = TrainStep::replicated(&model, &optimizer, &plan_config(1), &replicated)?;
+        let [tokens, targets] = batch(ranks.rank());
+        step.run(&mut optimizer, &tokens, &targets)?;
+        Ok(match ranks.rank() {
+            0 => Some(step.run(&mut optimizer, &tokens, &targets).unwrap_err()),
+            _ => None,
+        })
+    });
+    let error = errors[0].as_ref().unwrap();
+    assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
 }
 
 /// Where the calls are: as soon as a bucket's last gradient is there; and how large they are.

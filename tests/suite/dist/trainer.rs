@@ -8,7 +8,7 @@ use tallow::data::Tokens;
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, DropoutRates};
-use tallow::optim::GradScalerConfig;
+use tallow::optim::{GradScalerConfig, Schedule};
 use tallow::precision::Precision;
 use tallow::train::{TrainConfig, Trainer};
 use tallow::{Error, Result};
@@ -189,6 +189,42 @@ fn what_is_refused() {
         .replicate(&ranks, ReplicatedConfig::default())
         .unwrap_err();
     assert!(matches!(error, Error::Order { .. }), "{error}");
+}
+
+/// Ranks whose settings or data differ train nothing: all of them get an error that names the one and what differs.
+#[rstest]
+#[case::learning_rate(|config: &mut TrainConfig| config.schedule = Schedule::Constant { lr: 2e-3 }, "lr: 0.002")]
+#[case::seed(|config: &mut TrainConfig| config.seed += 1, "seed")]
+#[case::batch(|config: &mut TrainConfig| config.batch_size += 1, "batch_size")]
+fn ranks_of_other_settings_are_refused(
+    #[case] change: fn(&mut TrainConfig),
+    #[case] field: &str,
+    #[values(false, true)] in_parts: bool,
+) {
+    let errors = on_ranks(3, |ranks| {
+        let mut config = TrainConfig {
+            accumulation: 3,
+            ..train_config(1)
+        };
+        if ranks.rank() == 1 {
+            change(&mut config);
+        }
+        Ok(match in_parts {
+            true => {
+                let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
+                of_parts(&sharded, config).unwrap_err()
+            }
+            false => replicated(&ranks, config).unwrap_err(),
+        })
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(matches!(error, Error::Rank { rank: 1, .. }), "{text}");
+        assert!(
+            text.contains("configuration is") && text.contains(field),
+            "{text}"
+        );
+    }
 }
 
 /// A run whose ranks have parts of everything is that of ranks that have all, eager and planned, clipped and not. Two

@@ -1,6 +1,7 @@
 //! Whose failure it is that the ranks hear of.
 
 use super::*;
+use crate::dist::store::Failure;
 
 #[test]
 fn ranks_that_do_not_come_are_named_to_all() {
@@ -176,6 +177,84 @@ fn a_rank_0_that_ends_or_stands_still_is_named() {
             drop(kept);
         });
     }
+}
+
+/// Rank 1 is stopped while rank 2 dies and rank 0, which hears of it, ends: it reads what has come meanwhile.
+#[test]
+fn a_rank_that_was_stopped_hears_which_one_died() {
+    let mut others = Vec::new();
+    let mut job = join(1, 3, LONG, FAST, |master| {
+        others.extend([1, 2].map(|rank| bare(master, rank, 3)));
+    });
+    let rank_0 = job.remove(0).unwrap();
+    drop(others.pop());
+    assert_words(&failure(&rank_0), &["rank 2, in "]);
+    let began = Instant::now();
+    drop(rank_0);
+    assert!(began.elapsed() < LAST_WORDS, "nobody is waited for");
+    let mut resumed = others.pop().unwrap();
+    match Reply::decode(&resumed.frame(|| true).unwrap()).unwrap() {
+        Reply::Failed(failure) => assert_eq!(failure.rank, 2),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The same, where the resumed one is a rank as it is, whose connection has been closed.
+#[test]
+fn what_rank_0_said_before_it_ended_is_read() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let master = (
+        "127.0.0.1".to_string(),
+        listener.local_addr().unwrap().port(),
+    );
+    // Between its heartbeats there is time for all that happens here.
+    let pace = Pace {
+        interval: SHORT,
+        ..FAST
+    };
+    scope(|scope| {
+        let accept = || {
+            let (stream, _) = listener.accept().unwrap();
+            let mut connection = Connection::new(stream, LONG).unwrap();
+            connection.line(|| true).unwrap();
+            connection.send_line("welcome\n").unwrap();
+            connection
+        };
+        let joining = scope.spawn(|| Membership::join_at(&ranks(1, 3), &master, None, LONG, pace));
+        let mut store = accept();
+        let mut heartbeat = accept();
+        store.frame(|| true).unwrap();
+        store.send(&Reply::Missing(Vec::new()).encode()).unwrap();
+        let member = joining.join().unwrap().unwrap();
+        let died = Failure::new(2, "all_reduce", "its process has ended", "");
+        heartbeat.send(&Reply::Failed(died).encode()).unwrap();
+        drop((store, heartbeat));
+        assert_words(
+            &failure(&member),
+            &["rank 2, in all_reduce: its process has ended"],
+        );
+    });
+}
+
+/// A process that was stopped in an operation has not waited for the others meanwhile, which may have been stopped with
+/// it.
+#[test]
+fn time_in_which_a_rank_was_stopped_is_no_waiting() {
+    let shared = Shared::new(1, Pace::new(Duration::from_secs(60)));
+    let began = Instant::now();
+    locked(&shared.state).run(began, SILENCE);
+    let _watch = shared.enter("all_reduce", true);
+    let inside = |now: Instant| {
+        let mut state = locked(&shared.state);
+        state.run(now, SILENCE);
+        now - state.doing_since().unwrap()
+    };
+    let hour = Duration::from_secs(3600);
+    assert!(inside(began + SILENCE) <= SILENCE);
+    let resumed = began + SILENCE + hour;
+    assert!(inside(resumed) <= SILENCE, "stopped for an hour");
+    // Now it runs, and waits.
+    assert!(inside(resumed + SILENCE) >= SILENCE);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 mod failures;
 
 use super::*;
+use crate::dist::ranks::Token;
 use crate::dist::store::{Connection, Doing, Reply, Request};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +30,8 @@ fn ranks(rank: usize, world_size: usize) -> Ranks {
         local_rank: rank,
         world_size,
         master: None,
-        token: "a token".into(),
+        is_one_host: true,
+        token: Token::Secret("a token".into()),
     }
 }
 
@@ -136,6 +138,22 @@ fn ranks_meet_exchange_agree_and_leave() {
                         .unwrap();
                 }
                 member.check().unwrap();
+            });
+        }
+    });
+}
+
+/// Agreements leave nothing in the store but the last answer.
+#[test]
+fn agreements_do_not_fill_the_store() {
+    let job = job(2, FAST);
+    scope(|scope| {
+        for member in &job {
+            scope.spawn(move || {
+                for step in 0..1100 {
+                    let facts = [("number", step.to_string())];
+                    member.agree("step", &facts).unwrap();
+                }
             });
         }
     });
