@@ -26,6 +26,11 @@ pub struct FamilyFlags {
     #[arg(long, requires = "family")]
     random_weights: bool,
 
+    /// Read the folder's config.json without this key: a setting that is not known is refused otherwise, since it may
+    /// stand for another model
+    #[arg(long, requires = "family", value_name = "KEY")]
+    ignore_config_key: Vec<String>,
+
     /// Write the trained model here at the end, as transformers reads it, with the tokenizer's files
     #[arg(long, requires = "family", value_name = "FOLDER")]
     pub save_family: Option<PathBuf>,
@@ -38,6 +43,7 @@ pub struct Family {
     /// None where the data are ids already.
     pub tokenizer: Option<Tokenizer>,
     random_weights: bool,
+    ignore_keys: Vec<String>,
 }
 
 impl SampleFlags {
@@ -72,7 +78,11 @@ impl FamilyFlags {
             return Ok(None);
         };
         let folder = hf::find(name)?;
-        let saved = hf::config(&folder)?;
+        let options = LoadOptions {
+            ignore_keys: self.ignore_config_key.clone(),
+            ..Default::default()
+        };
+        let saved = hf::config_with(&folder, &options)?;
         let config = TransformerConfig {
             attention: model.attention,
             checkpointing: model.activation_checkpointing,
@@ -105,6 +115,7 @@ impl FamilyFlags {
             config,
             tokenizer,
             random_weights: self.random_weights,
+            ignore_keys: options.ignore_keys,
         }))
     }
 }
@@ -143,6 +154,7 @@ impl Family {
         }
         let options = LoadOptions {
             dtype: precision.parameter_dtype(),
+            ignore_keys: self.ignore_keys.clone(),
             ..Default::default()
         };
         let model = hf::load_with(&self.folder, &options, device)?;

@@ -57,10 +57,37 @@ const SHARD_BYTES: usize = 5_000_000_000;
 /// The configuration of the model in a folder: its `config.json`. Its attention is flash where heads are not too wide.
 ///
 /// # Errors
-/// A file that cannot be read or is no JSON; an architecture or a setting that is not known; sizes that make no model.
+/// A file that cannot be read or is no JSON; an architecture or a setting that is not known (a key that `transformers`
+/// ignores too is known); sizes that make no model. Each names the file.
 pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
+    config_with(folder, &LoadOptions::default())
+}
+
+/// The configuration of the model in a folder, as [`config()`] reads it, without the keys that the options
+/// [ignore](LoadOptions::ignore_keys). The other options change nothing here.
+///
+/// ```
+/// use tallow::hf;
+/// use tallow::model::LoadOptions;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-config-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2,
+///                "trained_by": "me"}"#;
+/// std::fs::write(folder.join("config.json"), text).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let error = hf::config(&folder).unwrap_err();
+/// assert!(error.to_string().contains("trained_by"));
+/// let options = LoadOptions { ignore_keys: vec!["trained_by".into()], ..Default::default() };
+/// assert_eq!(hf::config_with(&folder, &options)?.d_model, 16);
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`config()`].
+pub fn config_with(folder: impl AsRef<Path>, options: &LoadOptions) -> Result<TransformerConfig> {
     let path = folder.as_ref().join(CONFIG);
-    config::parse(&read_to_string(&path)?, &path)
+    config::parse(&read_to_string(&path)?, &path, &options.ignore_keys)
 }
 
 /// What a weight of a [`TransformerLM`] is called there, or what it is a part of; `None` for what is none.
@@ -97,7 +124,7 @@ pub fn load_with(
     options: &LoadOptions,
     device: &Device,
 ) -> Result<TransformerLM> {
-    let config = config(&folder)?;
+    let config = config_with(&folder, options)?;
     let files = Folder::open(folder.as_ref(), &config)?;
     TransformerLM::read_weights(&config, &files, options, device, |vb| vb)
 }
