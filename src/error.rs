@@ -453,11 +453,6 @@ mod tests {
             );
         }
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     /// Names in a crafted file used to reach the terminal as they were.
     #[test]

@@ -26,6 +26,11 @@ pub struct FamilyFlags {
     #[arg(long)]
     random_weights: bool,
 
+    /// Read the folder's config.json without this key: a setting that is not known is refused otherwise, since it may
+    /// stand for another model
+    #[arg(long, requires = "family", value_name = "KEY")]
+    ignore_config_key: Vec<String>,
+
     /// Write the trained model here at the end, as transformers reads it, with the tokenizer's files and the settings
     /// of --family's that this crate does not use
     #[arg(long, value_name = "FOLDER")]
@@ -70,6 +75,7 @@ pub struct Family {
     /// Whether the files have another head than the embedding that config.json ties it to.
     is_untied: bool,
     save_options: SaveOptions,
+    ignore_keys: Vec<String>,
 }
 
 impl SampleFlags {
@@ -104,10 +110,14 @@ impl FamilyFlags {
             return self.check_unused();
         };
         let folder = hf::find(name)?;
-        let saved = hf::config(&folder)?;
+        let options = LoadOptions {
+            ignore_keys: self.ignore_config_key.clone(),
+            ..Default::default()
+        };
+        let saved = hf::config_with(&folder, &options)?;
         let tied = match self.random_weights {
             true => saved.tie_embeddings,
-            false => hf::loaded_config(&folder, &LoadOptions::default())?.tie_embeddings,
+            false => hf::loaded_config(&folder, &options)?.tie_embeddings,
         };
         let config = TransformerConfig {
             attention: model.attention,
@@ -141,6 +151,7 @@ impl FamilyFlags {
             tokenizer,
             random_weights: self.random_weights,
             save_options,
+            ignore_keys: options.ignore_keys,
         }))
     }
 
@@ -194,6 +205,7 @@ impl Family {
         }
         let options = LoadOptions {
             dtype: precision.parameter_dtype(),
+            ignore_keys: self.ignore_keys.clone(),
             ..Default::default()
         };
         let model = hf::load_with(&self.folder, &options, device)?;

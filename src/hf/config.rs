@@ -5,14 +5,14 @@ use super::settings::Settings;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling};
-use crate::ops::RotaryPairs;
+use crate::ops::{Gelu, RotaryPairs};
 use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-/// The configuration that the text of a `config.json` says.
-pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
+/// The configuration that the text of a `config.json` says. Keys in `ignored` are treated as absent.
+pub(super) fn parse(text: &str, path: &Path, ignored: &[String]) -> Result<TransformerConfig> {
     let values: Value = serde_json::from_str(text).map_err(|e| Error::Format {
         path: path.into(),
         problem: format!("it is not JSON: {e}"),
@@ -25,12 +25,13 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
             hint: "hf::load reads the config.json that save_pretrained writes".into(),
         });
     };
-    let s = Settings::new(path, &values);
+    let s = Settings::new(path, &values, ignored);
     let kind = s.needed("model_type", s.text("model_type"))?;
     let config = match kind.as_str() {
-        "llama" | "mistral" => llama(&s, false, false)?,
-        "qwen2" => llama(&s, true, false)?,
-        "qwen3" => llama(&s, false, true)?,
+        "llama" => llama(&s, Family::Llama)?,
+        "mistral" => llama(&s, Family::Mistral)?,
+        "qwen2" => llama(&s, Family::Qwen2)?,
+        "qwen3" => llama(&s, Family::Qwen3)?,
         "gpt2" => gpt2::parse(&s)?,
         _ => return s.refuse(format!("model_type is {kind:?}")),
     };
@@ -41,15 +42,55 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<TransformerConfig> {
         },
         false => config,
     };
-    config.validate()?;
+    config.validate().map_err(|error| in_file(error, path))?;
     Ok(config)
 }
 
-/// A model that is like Llama's, or is.
-fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerConfig> {
+/// Names the file in an error about a field of the configuration that was read from it.
+fn in_file(error: Error, path: &Path) -> Error {
+    match error {
+        Error::Config {
+            field,
+            expected,
+            got,
+            hint,
+            ..
+        } => Error::Format {
+            path: path.into(),
+            problem: format!("{field} must be {expected}, got {got}"),
+            hint,
+        },
+        other => other,
+    }
+}
+
+/// The families whose layers are Llama's.
+#[derive(Clone, Copy, PartialEq)]
+enum Family {
+    Llama,
+    Mistral,
+    Qwen2,
+    Qwen3,
+}
+
+fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
     let (scaling, theta) = rotary(s)?;
+    // The library's own, of a file that does not have the key.
+    let (kv_heads, head_dim) = match family {
+        Family::Llama => (None, None),
+        Family::Mistral => (Some(8), None),
+        Family::Qwen2 => (Some(32), None),
+        Family::Qwen3 => (Some(32), Some(128)),
+    };
+    let has_bias = s.flag("attention_bias", false)?;
+    let (qkv_bias, output_bias) = match family {
+        Family::Llama | Family::Qwen3 => (has_bias, has_bias),
+        Family::Mistral => (false, false), // which does not read the setting
+        Family::Qwen2 => (true, false),    // nor does this
+    };
+    let vocab_size = s.needed("vocab_size", s.size("vocab_size"))?;
     let config = TransformerConfig {
-        vocab_size: s.needed("vocab_size", s.size("vocab_size"))?,
+        vocab_size,
         context_length: s.needed("max_position_embeddings", s.size("max_position_embeddings"))?,
         d_model: s.needed("hidden_size", s.size("hidden_size"))?,
         num_layers: s.needed("num_hidden_layers", s.size("num_hidden_layers"))?,
@@ -59,57 +100,95 @@ fn llama(s: &Settings<'_>, qkv_bias: bool, qk_norm: bool) -> Result<TransformerC
         rms_norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
         attention: Algorithm::Flash,
         checkpointing: Checkpointing::None,
-        num_kv_heads: s.size("num_key_value_heads")?,
-        head_dim: s.size("head_dim")?,
+        num_kv_heads: s.size_or("num_key_value_heads", kv_heads)?,
+        head_dim: s.size_or("head_dim", head_dim)?,
         qkv_bias,
-        qk_norm,
+        output_bias,
+        qk_norm: family == Family::Qwen3,
         tie_embeddings: s.flag("tie_word_embeddings", false)?,
         rope_pairs: RotaryPairs::Halves,
         rope_scaling: scaling,
-        sliding_window: match s.text("model_type")?.as_deref() {
-            Some("mistral") => window(s)?,
+        sliding_window: match family {
+            Family::Mistral => window(s)?,
             _ => None,
         },
         dropout: DropoutRates {
             attention: s.number("attention_dropout")?.unwrap_or(0.0),
             ..Default::default()
         },
+        padding_id: padding(s, vocab_size)?,
+        gelu: Gelu::Tanh,
         architecture: Architecture::Llama,
     };
-    if let Some(window) = s.size("sliding_window")?
-        && window < config.context_length
-        && config.sliding_window.is_none()
-        && s.values.get("use_sliding_window") != Some(&Value::Bool(false))
-    {
-        return s.refuse(format!(
-            "sliding_window is {window}, which only Mistral models are known to have"
-        ));
-    }
     let kinds = s.get("layer_types").and_then(Value::as_array);
     let mut kinds = kinds.into_iter().flatten();
     if let Some(kind) = kinds.find(|kind| *kind != "full_attention") {
         return s.refuse(format!("a layer is of the type {kind}"));
     }
+    for key in ["max_window_layers", "use_sliding_window"] {
+        s.get(key); // the families without windows in some layers do not read them
+    }
+    if family != Family::Mistral
+        && let Some(window) = window_of_some_layers(s, family, config.num_layers)?
+        && window < config.context_length
+    {
+        return s.refuse(format!(
+            "sliding_window is {window}, which only Mistral models are known to have"
+        ));
+    }
     s.check_rest(&[
         ("hidden_act", json!("silu")),
-        ("attention_bias", json!(false)),
         ("mlp_bias", json!(false)),
-        ("use_sliding_window", json!(false)),
-        ("pretraining_tp", json!(1)),
         ("partial_rotary_factor", json!(1.0)),
         ("rope_interleaved", json!(false)),
     ])?;
     Ok(config)
 }
 
+/// The token whose embedding the library does not train. A negative id counts from the end, as in PyTorch.
+fn padding(s: &Settings<'_>, vocab_size: usize) -> Result<Option<u32>> {
+    let Some(id) = s.parsed("pad_token_id", "a token id", Value::as_i64)? else {
+        return Ok(None);
+    };
+    let from_start = match id {
+        ..0 => i64::try_from(vocab_size).map_or(id, |size| size.saturating_add(id)),
+        _ => id,
+    };
+    match u32::try_from(from_start) {
+        Ok(row) if (row as usize) < vocab_size => Ok(Some(row)),
+        _ => s.refuse(format!(
+            "pad_token_id is {id}, outside the vocabulary of {vocab_size}"
+        )),
+    }
+}
+
+/// The window of a Qwen model's last layers, or that a Llama should not have. `None` if no layer has one.
+fn window_of_some_layers(
+    s: &Settings<'_>,
+    family: Family,
+    num_layers: usize,
+) -> Result<Option<usize>> {
+    // The library's own.
+    const FIRST_LAYER: usize = 28;
+    const WINDOW: usize = 4096;
+    if family == Family::Llama {
+        let is_on = s.flag("use_sliding_window", true)?;
+        return Ok(s.size("sliding_window")?.filter(|_| is_on));
+    }
+    let is_on = s.flag("use_sliding_window", false)?;
+    let first_layer = s.size_or("max_window_layers", Some(FIRST_LAYER))?;
+    let window = s.size_or("sliding_window", Some(WINDOW))?;
+    // Where the layers' types are listed, they decide, and none of them has a window.
+    let is_in_use = is_on
+        && s.get("layer_types").is_none()
+        && first_layer.is_none_or(|first| first < num_layers);
+    Ok(window.filter(|_| is_in_use))
+}
+
 /// How many tokens each attends to in a Mistral model; none if they are all.
 fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
     const WINDOW: usize = 4096; // the library's own
-    let window = match s.values.contains_key("sliding_window") {
-        true => s.size("sliding_window")?,
-        false => Some(WINDOW),
-    };
-    let Some(window) = window else {
+    let Some(window) = s.size_or("sliding_window", Some(WINDOW))? else {
         return Ok(None);
     };
     let Some(keys) = NonZeroUsize::new(window) else {
@@ -119,19 +198,20 @@ fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
     Ok((context.is_none_or(|context| window < context)).then_some(keys))
 }
 
-/// How angles are scaled, and their base: under `rope_parameters`, or as older files have it.
+/// How angles are scaled, and their base: under `rope_scaling` or, where that is empty, `rope_parameters`. The library
+/// takes them in this order.
 fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
     const THETA: f64 = 10_000.0; // the library's own
     let theta = s.number("rope_theta")?;
-    let older = s.get("rope_scaling");
-    let given = s.get("rope_parameters").or(older);
-    let Some(given) = given else {
+    let [older, newer] = ["rope_scaling", "rope_parameters"].map(|key| s.get(key));
+    let is_set = |given: &&Value| given.as_object().is_none_or(|values| !values.is_empty());
+    let Some(given) = older.filter(is_set).or(newer) else {
         return Ok((RopeScaling::None, theta.unwrap_or(THETA)));
     };
     let Some(values) = given.as_object() else {
         return s.refuse(format!("the scaling of its angles is {given}"));
     };
-    let r = Settings::new(s.path, values);
+    let r = s.inside(values);
     let theta = r.number("rope_theta")?.or(theta).unwrap_or(THETA);
     let old_kind = r.text("type")?;
     let kind = r
@@ -198,12 +278,23 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
         return refuse("dropout", format!("{dropout:?}"), "that of attention alone");
     }
     let window = config.sliding_window;
-    let (kind, class) = match (config.qkv_bias, config.qk_norm, window) {
-        (false, false, None) => ("llama", "LlamaForCausalLM"),
-        (false, false, Some(_)) => ("mistral", "MistralForCausalLM"),
-        (true, false, None) => ("qwen2", "Qwen2ForCausalLM"),
-        (false, true, None) => ("qwen3", "Qwen3ForCausalLM"),
-        (true, true, _) => return refuse("qk_norm", "true".into(), "false where qkv_bias is true"),
+    let biases = [config.qkv_bias, config.output_bias];
+    let (kind, class) = match (biases, config.qk_norm, window) {
+        ([false, false] | [true, true], false, None) => ("llama", "LlamaForCausalLM"),
+        ([false, false], false, Some(_)) => ("mistral", "MistralForCausalLM"),
+        ([true, false], false, None) => ("qwen2", "Qwen2ForCausalLM"),
+        ([false, false] | [true, true], true, None) => ("qwen3", "Qwen3ForCausalLM"),
+        ([false, true], false, _) => {
+            return refuse(
+                "output_bias",
+                "true".into(),
+                "false where qkv_bias is false",
+            );
+        }
+        ([qkv_bias, output_bias], true, None) => {
+            let expected = format!("{qkv_bias}, as qkv_bias is, where heads are normalised");
+            return refuse("output_bias", output_bias.to_string(), &expected);
+        }
         (_, _, Some(keys)) => {
             let expected = "None where there are biases, or norms of heads";
             return refuse("sliding_window", keys.to_string(), expected);
@@ -259,12 +350,15 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": false,
+        "attention_bias": config.output_bias,
         "attention_dropout": config.dropout.attention,
         "dtype": dtype,
     });
     if let Some(keys) = window {
         values["sliding_window"] = json!(keys);
+    }
+    if let Some(id) = config.padding_id {
+        values["pad_token_id"] = json!(id);
     }
     Ok(values)
 }

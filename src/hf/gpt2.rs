@@ -5,22 +5,8 @@ use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::{Architecture, DropoutRates};
+use crate::ops::Gelu;
 use serde_json::{Value, json};
-
-/// What changes nothing that is computed here: heads of other tasks, and what older files have.
-const INERT: [&str; 11] = [
-    "_num_labels",
-    "gradient_checkpointing",
-    "n_special",
-    "output_past",
-    "predict_special_tokens",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-    "task_specific_params",
-];
 
 /// The configuration that these settings say.
 pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
@@ -42,21 +28,30 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
             attention: rate("attn_pdrop")?,
             residual: rate("resid_pdrop")?,
         },
+        gelu: gelu(s)?,
         architecture: Architecture::Gpt2,
         ..TransformerConfig::tiny()
     };
-    for key in INERT {
-        s.get(key);
-    }
+    s.get("pad_token_id"); // this family's embedding has no padding row
     s.check_rest(&[
-        ("activation_function", json!("gelu_new")),
-        ("add_cross_attention", json!(false)),
         ("n_ctx", json!(n_positions)),
         ("reorder_and_upcast_attn", json!(false)),
         ("scale_attn_by_inverse_layer_idx", json!(false)),
         ("scale_attn_weights", json!(true)),
     ])?;
     Ok(config)
+}
+
+/// The activation, by any of the library's names for the two forms of GELU.
+fn gelu(s: &Settings<'_>) -> Result<Gelu> {
+    let name = s.text("activation_function")?;
+    match name.as_deref() {
+        None | Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_python_tanh") => Ok(Gelu::Tanh),
+        Some("gelu" | "gelu_python") => Ok(Gelu::Erf),
+        Some(other) => s.refuse(format!(
+            "activation_function is {other:?}, and only gelu_new, gelu_pytorch_tanh and gelu are known"
+        )),
+    }
 }
 
 /// The settings of a configuration.
@@ -70,7 +65,10 @@ pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
         "n_inner": config.d_ff,
-        "activation_function": "gelu_new",
+        "activation_function": match config.gelu {
+            Gelu::Tanh => "gelu_new",
+            Gelu::Erf => "gelu",
+        },
         "layer_norm_epsilon": config.rms_norm_eps,
         "scale_attn_weights": true,
         "scale_attn_by_inverse_layer_idx": false,

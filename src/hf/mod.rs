@@ -59,10 +59,37 @@ const GENERATION: &str = "generation_config.json";
 /// flash where heads are not too wide.
 ///
 /// # Errors
-/// A file that cannot be read or is no JSON; an architecture or a setting that is not known; sizes that make no model.
+/// A file that cannot be read or is no JSON; an architecture or a setting that is not known (a key that `transformers`
+/// ignores too is known); sizes that make no model. Each names the file.
 pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
+    config_with(folder, &LoadOptions::default())
+}
+
+/// The configuration of the model in a folder, as [`config()`] reads it, without the keys that the options
+/// [ignore](LoadOptions::ignore_keys). The other options change nothing here.
+///
+/// ```
+/// use tallow::hf;
+/// use tallow::model::LoadOptions;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-config-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2,
+///                "trained_by": "me"}"#;
+/// std::fs::write(folder.join("config.json"), text).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let error = hf::config(&folder).unwrap_err();
+/// assert!(error.to_string().contains("trained_by"));
+/// let options = LoadOptions { ignore_keys: vec!["trained_by".into()], ..Default::default() };
+/// assert_eq!(hf::config_with(&folder, &options)?.d_model, 16);
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`config()`].
+pub fn config_with(folder: impl AsRef<Path>, options: &LoadOptions) -> Result<TransformerConfig> {
     let path = folder.as_ref().join(CONFIG);
-    config::parse(&config_text(folder.as_ref())?, &path)
+    config::parse(&config_text(folder.as_ref())?, &path, &options.ignore_keys)
 }
 
 /// The text of a folder's `config.json`.
@@ -91,7 +118,7 @@ pub fn loaded_config(folder: impl AsRef<Path>, options: &LoadOptions) -> Result<
 
 /// The configuration of the model in a folder whose `config.json` is `text`, and the files of its weights.
 fn opened(folder: &Path, text: &str, options: &LoadOptions) -> Result<(TransformerConfig, Folder)> {
-    let config = config::parse(text, &folder.join(CONFIG))?;
+    let config = config::parse(text, &folder.join(CONFIG), &options.ignore_keys)?;
     let mut files = Folder::open(folder, config.architecture, &options.strip_prefixes)?;
     let tie_embeddings = files.tie_head(config.tie_embeddings, options.dtype)?;
     let config = TransformerConfig {
@@ -141,7 +168,7 @@ pub fn load_with(
     device: &Device,
 ) -> Result<TransformerLM> {
     let folder = folder.as_ref();
-    let origin = origin(folder)?;
+    let origin = origin(folder, &options.ignore_keys)?;
     let (config, files) = opened(folder, &origin.config, options)?;
     let options = LoadOptions {
         strip_prefixes: Vec::new(), // they were stripped of the names in the files
@@ -152,10 +179,11 @@ pub fn load_with(
 }
 
 /// What a folder has besides weights that is saved with its model.
-fn origin(folder: &Path) -> Result<Origin> {
+fn origin(folder: &Path, ignored: &[String]) -> Result<Origin> {
     let generation = folder.join(GENERATION);
     Ok(Origin {
         config: config_text(folder)?,
+        ignored: ignored.to_vec(),
         generation: match is_there(&generation) {
             true => Some(read(&generation)?),
             false => None,

@@ -183,7 +183,10 @@ fn files(
             files.push((*name, read(&from.join(name))?));
         }
         let has_settings = is_there(&from.join(CONFIG));
-        origin_of = has_settings.then(|| super::origin(from)).transpose()?;
+        let ignored = origin.map_or(&[][..], |origin| &origin.ignored);
+        origin_of = has_settings
+            .then(|| super::origin(from, ignored))
+            .transpose()?;
     }
     let origin = origin_of.as_ref().or(origin);
     if let Some(generation) = origin.and_then(|origin| origin.generation.clone())
@@ -191,8 +194,7 @@ fn files(
     {
         files.push((GENERATION, generation));
     }
-    let text = origin.map(|origin| origin.config.as_str());
-    let settings = written_back::settings(config, dtype_name(dtype)?, text)?;
+    let settings = written_back::settings(config, dtype_name(dtype)?, origin)?;
     files.push((CONFIG, pretty(&settings).into_bytes()));
     Ok(files)
 }

@@ -1,71 +1,181 @@
-//! The settings of a `config.json`, each of which has to be known.
+//! The settings of a `config.json`. Every key must be read, or known to change nothing.
 
 use crate::{Error, Result};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// What does not change what a model computes in training.
-const INERT: [&str; 16] = [
+/// Keys that change nothing in training, whatever their value. `transformers` does not read them in the models of these
+/// families, or reads them for text generation, for heads of other tasks, or for the output format. Its releases from
+/// 4.30 to 5.24 were compared.
+const INERT: &[&str] = &[
+    // Names, versions and dtypes.
+    "_commit_hash",
     "_name_or_path",
     "architectures",
-    "bos_token_id",
-    "chunk_size_feed_forward",
+    "auto_map",
     "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "max_window_layers",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "return_dict",
-    "use_cache",
-];
-
-/// As [`INERT`], of which the library writes no more or other programs write more.
-const ALSO_INERT: [&str; 6] = [
     "is_llama_config",
-    "problem_type",
-    "tokenizer_class",
+    "max_sequence_length",
+    "name_or_path",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    // Which implementation computes, and what a forward returns.
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "experts_implementation",
+    "gradient_checkpointing",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "pretraining_tp",
+    "return_dict",
+    "tf_legacy_loss",
+    "tie_last_hidden_states",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+    "xla_device",
+    // Where weights start, which a file of weights decides.
+    "initializer_range",
+    // Other tasks and other kinds of model.
+    "_num_labels",
+    "cross_attention_hidden_size",
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "n_special",
+    "num_labels",
+    "predict_special_tokens",
+    "problem_type",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "tie_encoder_decoder",
+    // Tokens.
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "prefix",
+    "sep_token_id",
+    "tokenizer_class",
+    // Text generation.
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
 ];
+
+/// Keys that change nothing while they have this value.
+fn usual_values() -> [(&'static str, Value); 5] {
+    [
+        ("add_cross_attention", json!(false)),
+        ("is_decoder", json!(false)),
+        ("is_encoder_decoder", json!(false)),
+        ("pruned_heads", json!({})),
+        ("use_mrope", json!(false)),
+    ]
+}
 
 /// The settings of one file, each of which has to be asked for.
 pub(super) struct Settings<'a> {
     pub path: &'a Path,
-    pub values: &'a Map<String, Value>,
+    values: &'a Map<String, Value>,
+    /// Keys that are treated as absent.
+    ignored: &'a [String],
     asked: RefCell<BTreeSet<&'static str>>,
 }
 
 impl<'a> Settings<'a> {
-    pub fn new(path: &'a Path, values: &'a Map<String, Value>) -> Self {
+    pub fn new(path: &'a Path, values: &'a Map<String, Value>, ignored: &'a [String]) -> Self {
         Self {
             path,
             values,
+            ignored,
             asked: RefCell::default(),
         }
     }
 
+    /// Settings inside of these: the value of one of their keys.
+    pub fn inside<'b>(&self, values: &'b Map<String, Value>) -> Settings<'b>
+    where
+        'a: 'b,
+    {
+        Settings::new(self.path, values, self.ignored)
+    }
+
     pub fn refuse<T>(&self, problem: String) -> Result<T> {
+        self.refuse_with(
+            problem,
+            "hf::load knows Llama, Mistral, GPT-2, and Qwen2 and Qwen3 models without windows",
+        )
+    }
+
+    fn refuse_with<T>(&self, problem: String, hint: &str) -> Result<T> {
         Err(Error::Format {
             path: self.path.into(),
             problem,
-            hint:
-                "hf::load knows Llama, Mistral, GPT-2, and Qwen2 and Qwen3 models without windows"
-                    .into(),
+            hint: hint.into(),
         })
     }
 
+    /// Whether the file has this key, be its value null.
+    pub fn has(&self, key: &'static str) -> bool {
+        self.values.contains_key(key) && !self.is_ignored(key)
+    }
+
+    fn is_ignored(&self, key: &str) -> bool {
+        self.ignored.iter().any(|ignored| ignored == key)
+    }
+
     /// What is there under `key`, unless it is null.
-    pub fn get(&self, key: &'static str) -> Option<&Value> {
+    pub fn get(&self, key: &'static str) -> Option<&'a Value> {
         self.asked.borrow_mut().insert(key);
-        self.values.get(key).filter(|value| !value.is_null())
+        let value = self.values.get(key).filter(|value| !value.is_null());
+        value.filter(|_| !self.is_ignored(key))
     }
 
     pub fn parsed<T>(
@@ -86,6 +196,14 @@ impl<'a> Settings<'a> {
     pub fn size(&self, key: &'static str) -> Result<Option<usize>> {
         let parse = |value: &Value| usize::try_from(value.as_u64()?).ok();
         self.parsed(key, "a size", parse)
+    }
+
+    /// `absent` is the size where the file does not have the key. Null is `None`.
+    pub fn size_or(&self, key: &'static str, absent: Option<usize>) -> Result<Option<usize>> {
+        match self.has(key) {
+            true => self.size(key),
+            false => Ok(absent),
+        }
     }
 
     pub fn number(&self, key: &'static str) -> Result<Option<f64>> {
@@ -111,7 +229,7 @@ impl<'a> Settings<'a> {
 
     /// Refuses what nothing has asked for, and what is set but would change what is computed.
     pub fn check_rest(&self, wanted: &[(&'static str, Value)]) -> Result<()> {
-        for (key, wanted) in wanted {
+        for (key, wanted) in wanted.iter().chain(&usual_values()) {
             if let Some(value) = self.get(key)
                 && !is_same(value, wanted)
             {
@@ -120,9 +238,13 @@ impl<'a> Settings<'a> {
         }
         let asked = self.asked.borrow();
         for (key, value) in self.values {
-            let is_inert = INERT.contains(&key.as_str()) || ALSO_INERT.contains(&key.as_str());
-            if !asked.contains(key.as_str()) && !is_inert && !value.is_null() {
-                return self.refuse(format!("{key} ({value}) is a setting that is not known"));
+            let is_known = asked.contains(key.as_str()) || INERT.contains(&key.as_str());
+            if !is_known && !self.is_ignored(key) && !value.is_null() {
+                return self.refuse_with(
+                    format!("{key} ({value}) is a setting that is not known"),
+                    "it may stand for another model; if it changes nothing in training, name it in \
+                     LoadOptions::ignore_keys (train --ignore-config-key)",
+                );
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! The `config.json` of a saved model: what was read and has not changed is written back.
 
 use super::{CONFIG, config};
-use crate::model::TransformerConfig;
+use crate::model::{Origin, TransformerConfig};
 use crate::{Error, Result};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
@@ -22,18 +22,23 @@ const NEUTRAL: [&str; 4] = [
     "initializer_range",
 ];
 
-/// The settings of a model whose weights are saved in `dtype`. `read` is the text of the `config.json` that the model
-/// comes from, or one of another model, of which then only the tokens and `initializer_range` are kept.
+/// The settings of a model whose weights are saved in `dtype`. `origin` has the `config.json` that the model comes from, or
+/// that of another model, of which then only the tokens and `initializer_range` are kept.
 ///
 /// # Errors
 /// A model that is none of the families'; a text that is no JSON object.
 pub(super) fn settings(
     model: &TransformerConfig,
     dtype: &str,
-    read: Option<&str>,
+    origin: Option<&Origin>,
 ) -> Result<Value> {
     let now = config::to_json(model, dtype)?;
-    let Some(text) = read else {
+    let Some(Origin {
+        config: text,
+        ignored,
+        ..
+    }) = origin
+    else {
         return Ok(now);
     };
     let Ok(Value::Object(read)) = serde_json::from_str(text) else {
@@ -44,7 +49,7 @@ pub(super) fn settings(
         });
     };
     let mut candidates = Vec::new();
-    if let Ok(was) = parsed_again(text, dtype) {
+    if let Ok(was) = parsed_again(text, ignored, dtype) {
         candidates.push(changed(&read, &was, &now, dtype));
     }
     let mut neutral = now.clone();
@@ -56,14 +61,14 @@ pub(super) fn settings(
     candidates.push(neutral);
     // What was read may contradict what has changed since: a list of the layers' types, for example.
     let is_same = |candidate: &Value| {
-        parsed_again(&candidate.to_string(), dtype).is_ok_and(|again| again == now)
+        parsed_again(&candidate.to_string(), ignored, dtype).is_ok_and(|again| again == now)
     };
     Ok(candidates.into_iter().find(is_same).unwrap_or(now))
 }
 
 /// The settings that a configuration of this text is written with.
-fn parsed_again(text: &str, dtype: &str) -> Result<Value> {
-    config::to_json(&config::parse(text, Path::new(CONFIG))?, dtype)
+fn parsed_again(text: &str, ignored: &[String], dtype: &str) -> Result<Value> {
+    config::to_json(&config::parse(text, Path::new(CONFIG), ignored)?, dtype)
 }
 
 /// The settings as they were read, but for those in which `now` differs from `was`.

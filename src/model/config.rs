@@ -2,7 +2,7 @@
 
 use crate::attention::Algorithm;
 use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling, SelfAttentionConfig};
-use crate::ops::RotaryPairs;
+use crate::ops::{Gelu, RotaryPairs};
 use crate::{Error, Result};
 use candle_core::Shape;
 use std::num::NonZeroUsize;
@@ -55,6 +55,9 @@ pub struct TransformerConfig {
     /// Whether the projections to q, k and v have biases.
     #[cfg_attr(feature = "serde", serde(default))]
     pub qkv_bias: bool,
+    /// Whether the output projection of attention has a bias.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub output_bias: bool,
     /// Whether each head of q and of k is normalised, with a weight of Dh elements, before it is rotated.
     #[cfg_attr(feature = "serde", serde(default))]
     pub qk_norm: bool,
@@ -73,10 +76,23 @@ pub struct TransformerConfig {
     /// What is dropped in training, by a forward that is [given a key](crate::nn::ForwardContext::dropout).
     #[cfg_attr(feature = "serde", serde(default))]
     pub dropout: DropoutRates,
-    /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, `qkv_bias` and
-    /// `qk_norm` as the presets have them, and every head of q has its own k and v, of D / H elements.
+    /// The token whose embedding row gets no gradient from the embedding, as with `padding_idx` in PyTorch; `None`
+    /// trains every row. A tied head still adds its own gradient to that row.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub padding_id: Option<u32>,
+    /// The GELU of GPT-2's feed-forward network.
+    #[cfg_attr(feature = "serde", serde(default = "tanh"))]
+    pub gelu: Gelu,
+    /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, the biases,
+    /// `qk_norm` and `padding_id` as the presets have them, and every head of q has its own k and v, of D / H elements.
     #[cfg_attr(feature = "serde", serde(default))]
     pub architecture: Architecture,
+}
+
+/// The GELU of models that were serialized without one.
+#[cfg(feature = "serde")]
+fn tanh() -> Gelu {
+    Gelu::Tanh
 }
 
 impl Default for TransformerConfig {
@@ -107,12 +123,15 @@ impl TransformerConfig {
             num_kv_heads: None,
             head_dim: None,
             qkv_bias: false,
+            output_bias: false,
             qk_norm: false,
             tie_embeddings: false,
             rope_pairs: RotaryPairs::Adjacent,
             rope_scaling: RopeScaling::None,
             sliding_window: None,
             dropout: DropoutRates::all(0.0),
+            padding_id: None,
+            gelu: Gelu::Tanh,
             architecture: Architecture::Llama,
         }
     }
@@ -226,7 +245,7 @@ impl TransformerConfig {
             num_kv_heads: self.num_kv_heads(),
             head_dim: self.head_dim(),
             qkv_bias: self.qkv_bias || self.is_gpt2(),
-            output_bias: self.is_gpt2(),
+            output_bias: self.output_bias || self.is_gpt2(),
             qk_norm_eps: self.qk_norm.then_some(self.rms_norm_eps),
             sliding_window: self.sliding_window,
         }
@@ -237,7 +256,11 @@ impl TransformerConfig {
         let (vocab, d, f) = (self.vocab_size, self.d_model, self.d_ff);
         let [q, kv] = self.attention_widths();
         let is_gpt2 = self.is_gpt2();
-        let qkv_bias = self.self_attention().qkv_bias;
+        let SelfAttentionConfig {
+            qkv_bias,
+            output_bias,
+            ..
+        } = self.self_attention();
         let mut shapes = Vec::new();
         let mut add = |layer: &str, shape: &[usize], has_bias: bool| {
             shapes.push((format!("{layer}.weight"), shape.into()));
@@ -257,7 +280,7 @@ impl TransformerConfig {
             for (name, width) in [("q_proj", q), ("k_proj", kv), ("v_proj", kv)] {
                 add(&format!("attn.{name}"), &[width, d], qkv_bias);
             }
-            add("attn.output_proj", &[d, q], is_gpt2);
+            add("attn.output_proj", &[d, q], output_bias);
             if self.qk_norm {
                 add("attn.q_norm", &[self.head_dim()], false);
                 add("attn.k_norm", &[self.head_dim()], false);
@@ -283,15 +306,15 @@ impl TransformerConfig {
         let [vocab, d, f, layers] =
             [self.vocab_size, self.d_model, self.d_ff, self.num_layers].map(|size| size as u128);
         let [q, kv] = self.attention_widths().map(|width| width as u128);
-        let biases = match self.self_attention().qkv_bias {
-            true => q + 2 * kv,
-            false => 0,
-        };
+        let attention = self.self_attention();
+        let qkv_biases = if attention.qkv_bias { q + 2 * kv } else { 0 };
+        let output_bias = if attention.output_bias { d } else { 0 };
+        let biases = qkv_biases + output_bias;
         let norms = if self.qk_norm { 2 * self.head_dim() } else { 0 };
-        // GPT-2's other biases, in a block and after all: of the output projection, w1, w2 and the norms.
+        // GPT-2's other biases, in a block and after all: of w1, w2 and the norms.
         let [in_block, after, positions] = match self.architecture {
             Architecture::Llama => [0; 3],
-            Architecture::Gpt2 => [4 * d + f, d, self.context_length as u128],
+            Architecture::Gpt2 => [3 * d + f, d, self.context_length as u128],
         };
         let maps = self.feed_forward_maps() as u128;
         let layer = d.saturating_mul(2 * (q + kv) + maps * f + 2);
@@ -311,7 +334,8 @@ impl TransformerConfig {
     /// [`num_parameters`](Self::num_parameters), in letters where the model is as the presets are.
     pub(crate) fn parameters_formula(&self) -> &'static str {
         let is_square = self.attention_widths() == [self.d_model; 2];
-        let has_more = self.qkv_bias || self.qk_norm || self.tie_embeddings || self.is_gpt2();
+        let has_biases = self.qkv_bias || self.output_bias || self.is_gpt2();
+        let has_more = has_biases || self.qk_norm || self.tie_embeddings;
         match is_square && !has_more {
             true => "2VD + L(4D^2 + 3FD + 2D) + D",
             false => "all weights",

@@ -20,7 +20,13 @@ pub(crate) const HISTORY_PREFIX: &str = "history.";
 const CONFIG_KEY: &str = "tallow.model";
 
 /// What the weights do not depend on: a file is read with any of these.
-const FREE_SETTINGS: [&str; 4] = ["attention", "checkpointing", "context_length", "dropout"];
+const FREE_SETTINGS: [&str; 5] = [
+    "attention",
+    "checkpointing",
+    "context_length",
+    "dropout",
+    "padding_id",
+];
 
 /// How [`TransformerLM::load_with`] reads a file.
 ///
@@ -43,6 +49,9 @@ pub struct LoadOptions {
     pub strip_prefixes: Vec<String>,
     /// Whether weights that the configuration does not know are left alone, in place of an error.
     pub allow_extra: bool,
+    /// Keys of a `config.json` that are left out, as if the file did not have them. Only [`hf`](crate::hf) reads such
+    /// files. A key that is not known is refused unless it is named here: it may stand for another model.
+    pub ignore_keys: Vec<String>,
 }
 
 /// Where a model's weights are read from, by their names here.
@@ -95,6 +104,7 @@ impl Default for LoadOptions {
             dtype: DType::F32,
             strip_prefixes: Vec::new(),
             allow_extra: false,
+            ignore_keys: Vec::new(),
         }
     }
 }

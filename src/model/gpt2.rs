@@ -31,6 +31,16 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             "all maps of GPT-2 but the head have biases; leave it out",
         ),
         (
+            "output_bias",
+            [config.output_bias, false].map(|x| text(&x)),
+            "all maps of GPT-2 but the head have biases; leave it out",
+        ),
+        (
+            "padding_id",
+            [config.padding_id, None].map(|x| text(&x)),
+            "GPT-2 trains the embedding of every token; leave it out",
+        ),
+        (
             "qk_norm",
             [config.qk_norm, false].map(|x| text(&x)),
             "GPT-2 normalises no heads; leave it out",

@@ -20,8 +20,8 @@ use std::sync::Arc;
 /// Stanford CS336's model, name for name, so that its checkpoints load; by its [configuration](TransformerConfig) also
 /// a model of the Llama, Qwen, Mistral or GPT-2 families, under the same names. The names: `token_embeddings.weight`,
 /// `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`, `layers.{i}.{ln1,ln2}.weight`,
-/// `ln_final.weight`, `lm_head.weight` unless it is tied; `attn.{q,k,v}_proj.bias` and `attn.{q,k}_norm.weight` where
-/// the configuration has them. [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight` too, no
+/// `ln_final.weight`, `lm_head.weight` unless it is tied; `attn.{q,k,v,output}_proj.bias` and `attn.{q,k}_norm.weight`
+/// where the configuration has them. [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight` too, no
 /// `ffn.w3`, and a `bias` beside the `weight` of every norm and linear map but the head.
 ///
 /// ```
@@ -56,6 +56,8 @@ pub struct TransformerLM {
 pub(crate) struct Origin {
     /// The text of `config.json`.
     pub config: String,
+    /// The keys of it that were ignored.
+    pub ignored: Vec<String>,
     /// The content of `generation_config.json`.
     pub generation: Option<Vec<u8>>,
 }
@@ -115,6 +117,7 @@ impl TransformerLM {
                 vb.pp("layers").pp(i),
             );
             let block = block?.with_attention(config.attention);
+            let block = block.with_gelu(config.gelu);
             Ok(block.with_dropout(config.dropout))
         });
         let (vocab, width) = (config.vocab_size, config.d_model);
@@ -122,7 +125,7 @@ impl TransformerLM {
             Architecture::Llama => Embedding::new(rows, width, vb.pp(name)),
             Architecture::Gpt2 => Embedding::with_std(rows, width, 0.02, vb.pp(name)),
         };
-        let token_embeddings = table(vocab, "token_embeddings")?;
+        let token_embeddings = table(vocab, "token_embeddings")?.with_padding(config.padding_id);
         let positions = || table(config.context_length, "position_embeddings");
         let position_embeddings = config.is_gpt2().then(positions).transpose()?;
         let layers: Vec<TransformerBlock> = layers.collect::<Result<_>>()?;

@@ -3,6 +3,7 @@
 use super::{TransformerConfig, gpt2};
 use crate::attention::{Algorithm, flash};
 use crate::nn::check_eps;
+use crate::ops::Gelu;
 use crate::{Error, Result};
 
 impl TransformerConfig {
@@ -12,8 +13,8 @@ impl TransformerConfig {
     /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
     /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
     /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
-    /// flash attention, a dropout that is no probability, a setting that the architecture has no place for; each names
-    /// its field.
+    /// flash attention, a dropout that is no probability, a padding id outside the vocabulary, a setting that the
+    /// architecture has no place for; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
@@ -86,6 +87,24 @@ impl TransformerConfig {
                 ),
                 format!("flash for heads of {}", self.head_dim()),
                 "choose naive, or more heads",
+            );
+        }
+        if let Some(id) = self.padding_id
+            && id as usize >= self.vocab_size
+        {
+            return refuse(
+                "padding_id",
+                &format!("under vocab_size {}", self.vocab_size),
+                id.to_string(),
+                "it is the token whose embedding gets no gradient, if there is one",
+            );
+        }
+        if self.gelu != Gelu::Tanh && !self.is_gpt2() {
+            return refuse(
+                "gelu",
+                "Tanh where architecture is Llama",
+                format!("{:?}", self.gelu),
+                "only GPT-2 has a GELU; leave it out",
             );
         }
         if !(self.rope_theta > 0.0 && self.rope_theta.is_finite()) {

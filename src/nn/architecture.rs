@@ -2,6 +2,7 @@
 
 use super::{GeluMlp, Layer, LayerNorm, RmsNorm, SwiGlu};
 use crate::Result;
+use crate::ops::Gelu;
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
@@ -78,6 +79,14 @@ impl FeedForward {
             Architecture::Llama => Self::Gated(SwiGlu::new(d_model, d_ff, vb)?),
             Architecture::Gpt2 => Self::Plain(GeluMlp::new(d_model, d_ff, vb)?),
         })
+    }
+
+    /// Returns the same network with this GELU, if it has one.
+    pub fn with_gelu(self, gelu: Gelu) -> Self {
+        match self {
+            Self::Gated(network) => Self::Gated(network),
+            Self::Plain(network) => Self::Plain(network.with_gelu(gelu)),
+        }
     }
 
     /// x (..., D) to (..., D).

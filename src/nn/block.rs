@@ -6,6 +6,7 @@ use super::{
     join,
 };
 use crate::attention::Algorithm;
+use crate::ops::Gelu;
 use crate::probe::in_module;
 use crate::{Result, ops};
 use candle_core::Tensor;
@@ -79,6 +80,14 @@ impl TransformerBlock {
     pub fn with_attention(self, attention: Algorithm) -> Self {
         let attn = self.attn.with_attention(attention);
         Self { attn, ..self }
+    }
+
+    /// Returns the same block with this GELU in its feed-forward network, if that is a [`GeluMlp`](super::GeluMlp).
+    pub fn with_gelu(self, gelu: Gelu) -> Self {
+        Self {
+            ffn: self.ffn.with_gelu(gelu),
+            ..self
+        }
     }
 
     /// The same block, which drops what it is told where its [context](ForwardContext) has a key.

@@ -12,6 +12,7 @@ use candle_nn::{Init, VarBuilder};
 #[derive(Clone, Debug)]
 pub struct Embedding {
     weight: Tensor,
+    padding_id: Option<u32>,
 }
 
 impl Embedding {
@@ -36,7 +37,10 @@ impl Embedding {
     ) -> Result<Self> {
         let init = Init::Randn { mean: 0.0, stdev };
         let weight = variable(&vb, "weight", (vocab_size, d_model), init)?;
-        Ok(Self { weight })
+        Ok(Self {
+            weight,
+            padding_id: None,
+        })
     }
 
     /// The layer of this table, (V, D): a variable's tensor is trained, a plain one is not.
@@ -50,7 +54,16 @@ impl Embedding {
             &weight,
             weight.rank() == 2,
         )?;
-        Ok(Self { weight })
+        Ok(Self {
+            weight,
+            padding_id: None,
+        })
+    }
+
+    /// Returns the same layer, whose row of `padding_id` gets no gradient, as with `padding_idx` in PyTorch; `None`
+    /// trains every row. Initial values do not depend on it.
+    pub fn with_padding(self, padding_id: Option<u32>) -> Self {
+        Self { padding_id, ..self }
     }
 
     /// The table, (V, D).
@@ -61,9 +74,13 @@ impl Embedding {
     /// tokens (...) u32 to (..., D).
     ///
     /// # Errors
-    /// As [`ops::embedding()`].
+    /// As [`ops::embedding()`] and, with a padding id, [`ops::embedding_with_padding()`].
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        ops::embedding(tokens, &gathered(&self.weight)?)
+        let table = gathered(&self.weight)?;
+        match self.padding_id {
+            Some(id) => ops::embedding_with_padding(tokens, &table, id),
+            None => ops::embedding(tokens, &table),
+        }
     }
 }
 

@@ -14,10 +14,10 @@ use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::ids;
 use super::info::OpInfo;
-use super::lowering::{Calls, Check, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Check, Kernel, Lowering, Slot, kernel, on_gpu};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, elements_of, run, wide_input};
-use crate::graph::{Room, Target};
+use crate::graph::{Attribute, Room, Target};
 use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::embedding as cuda_kernel;
@@ -35,9 +35,36 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// An id outside the vocabulary (named with its position), ids of another dtype, a table that is not a matrix.
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
+    with_padding(tokens, table, None)
+}
+
+/// [`embedding()`], where the row of `padding_id` gets no gradient: PyTorch's `padding_idx`.
+///
+/// The values are those of [`embedding()`]. Backward leaves out every position whose id is `padding_id`, so that row of
+/// this op's gradient is 0. What else reads the table (a tied head, say) adds its own gradient there.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use tallow::ops;
+///
+/// let table = Var::from_tensor(&Tensor::new(&[[0f32, 1.0], [2.0, 3.0]], &Device::Cpu)?)?; // (V, D)
+/// let tokens = Tensor::new(&[1u32, 0, 1], &Device::Cpu)?;
+/// let y = ops::embedding_with_padding(&tokens, &table, 0)?;
+/// let gradients = tallow::backward(y.sum_all()?)?;
+/// assert_eq!(gradients.get(&table).unwrap().to_vec2::<f32>()?, [[0.0, 0.0], [2.0, 2.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`embedding()`]; a `padding_id` outside the vocabulary.
+pub fn embedding_with_padding(tokens: &Tensor, table: &Tensor, padding_id: u32) -> Result<Tensor> {
+    with_padding(tokens, table, Some(padding_id))
+}
+
+fn with_padding(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Tensor> {
     let [table] = &cast_for("embedding", [table])?;
-    let op = check(tokens, table)?;
-    run(&INFO, op, [table], || reference(tokens, table))
+    let op = check(tokens, table, padding_id)?;
+    run(&INFO, op, [table], || plain(tokens, table, padding_id))
 }
 
 /// [`embedding()`] in plain candle ops.
@@ -45,17 +72,28 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
-    let Embedding { ids, shape } = check(tokens, table)?;
+    plain(tokens, table, None)
+}
+
+fn plain(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Tensor> {
+    let Embedding { ids, shape, .. } = check(tokens, table, padding_id)?;
     let ids = ids.to_device(table.device())?;
     // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
     let rows = wide_input("embedding", table)?
         .contiguous()?
         .index_select(&ids, 0)?;
+    let rows = match padding_id {
+        Some(id) => {
+            let is_padding = ids.eq(id)?.unsqueeze(1)?.broadcast_as(rows.shape())?;
+            is_padding.where_cond(&rows.detach(), &rows)?
+        }
+        None => rows,
+    };
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
 /// The op with checked ids.
-fn check(tokens: &Tensor, table: &Tensor) -> Result<Embedding> {
+fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Embedding> {
     let &[vocab_size, width] = table.dims() else {
         return Err(Error::Shape {
             op: "embedding",
@@ -70,8 +108,17 @@ fn check(tokens: &Tensor, table: &Tensor) -> Result<Embedding> {
     let mut shape = tokens.dims().to_vec();
     shape.push(width);
     check_size("embedding", &shape, table.dtype(), table.device())?;
-    let shape = shape.into();
-    Ok(Embedding { ids, shape })
+    if let Some(id) = padding_id.filter(|id| *id as usize >= vocab_size) {
+        return Err(Error::config("embedding", "padding_id", id).must_be(
+            format!("under the vocabulary's size, {vocab_size}"),
+            "it is the id of the row that gets no gradient",
+        ));
+    }
+    Ok(Embedding {
+        ids,
+        shape: shape.into(),
+        padding_id,
+    })
 }
 
 /// What an op keeps of token ids: in memory of the host's.
@@ -122,22 +169,24 @@ const LOWERING: Lowering = Lowering {
     backward: |signature| {
         let kernel = kernel!("embedding_backward", |T, k, s| {
             let (width, ids) = (k.count("width")?, s.x("ids")?);
+            let padding_id = padding_id(k);
             match s.adds(k) {
-                false => kernel::backward::<T>(s.x("dx")?, width, ids, s.y("dtable")?),
+                false => kernel::backward::<T>(s.x("dx")?, width, ids, padding_id, s.y("dtable")?),
                 true => {
                     let (dx, dtable) = (s.x::<<T as Stored>::Wide>("dx")?, s.y("dtable")?);
-                    kernel::backward_accumulating(dx, width, ids, dtable);
+                    kernel::backward_accumulating(dx, width, ids, padding_id, dtable);
                 }
             }
         });
         let kernel = on_gpu!(kernel, |k, l| {
             let (dx, ids, dtable) = (l.x("dx")?, l.x("ids")?, l.y("dtable")?);
-            let (width, workspace) = (k.count("width")?, l.y("workspace")?);
-            cuda_kernel::backward(l.gpu, dx, ids, width, dtable, l.adds(k), workspace)
+            let (padding_id, workspace) = (padding_id(k), l.y("workspace")?);
+            cuda_kernel::backward(l.gpu, dx, ids, padding_id, dtable, l.adds(k), workspace)
         });
         let kernel = kernel.summing("dtable");
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
+        let kernel = kernel.with_all(signature.attributes);
         let (mut calls, mut writes) = (Calls::default(), vec![("dtable", Slot::Gradient(0))]);
         if signature.target == Target::Cuda {
             let count = ids.dims.iter().product();
@@ -150,16 +199,32 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
+/// The id whose row gets no gradient, of a kernel that was planned with one.
+fn padding_id(kernel: &Kernel) -> Option<u32> {
+    kernel.some_count(PADDING_ID).map(|id| id as u32)
+}
+
+/// The attribute's name.
+const PADDING_ID: &str = "padding_id";
+
 struct Embedding {
     /// Checked; in a trace as they came, which is what it knows them by.
     ids: Tensor,
     /// (..., D).
     shape: Shape,
+    /// The id whose row gets no gradient.
+    padding_id: Option<u32>,
 }
 
 impl Spec for Embedding {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         (self.shape.clone(), inputs[0].dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        let id = self.padding_id.into_iter();
+        let id = id.map(|id| (PADDING_ID, Attribute::Count(id as usize)));
+        id.collect()
     }
 
     fn reads(&self) -> Vec<Tensor> {

@@ -18,6 +18,8 @@ use candle_core::Tensor;
 
 /// By which formula [`gelu()`] is computed: PyTorch's `approximate`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Gelu {
     /// `x Phi(x)` with Phi the standard normal distribution, `(1 + erf(x / sqrt(2))) / 2`: `approximate="none"`.
     #[default]

@@ -88,7 +88,7 @@ pub(crate) use dispatch::{Path, check_same, choose, current_kernel_policy};
 pub(crate) use dropout::check_probability;
 pub use dropout::{Dropout, DropoutKey, dropout};
 pub use elementwise::{exp, log, pow, rsqrt};
-pub use embedding::embedding;
+pub use embedding::{embedding, embedding_with_padding};
 pub use gelu::{Gelu, gelu};
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;

@@ -1,7 +1,7 @@
 //! `train` on a model in Hugging Face's files.
 
 use super::process::{Ended, example, run};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use tallow::hf;
@@ -95,6 +95,24 @@ fn weights_are_random_where_that_is_asked_for() {
     let ended = train(folder.path(), 3, "--family HERE --random-weights");
     run_well(&ended);
     assert!(ended.out.contains("begun with random weights"), "{ended:?}");
+}
+
+/// A setting that is not known is refused, unless a flag names it.
+#[test]
+fn settings_that_are_ignored() {
+    let folder = family();
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["logits_scaling"] = json!(2.0);
+    fs::write(&path, config.to_string()).unwrap();
+    let ended = train(folder.path(), 1, "--family HERE");
+    assert_eq!(ended.status, Some(1), "{ended:?}");
+    assert!(ended.err.contains("logits_scaling (2.0)"), "{ended:?}");
+    assert!(ended.err.contains("--ignore-config-key"), "{ended:?}");
+    for more in ["", " --random-weights"] {
+        let flags = format!("--family HERE --ignore-config-key logits_scaling{more}");
+        run_well(&train(folder.path(), 1, &flags));
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Models of other families, in Hugging Face's files, against `transformers`: logits, loss, every gradient, five steps,
 //! and what they generate, by `fixtures/families`.
 
+mod configurations;
 mod loading;
 mod saving;
 
@@ -24,7 +25,17 @@ use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tempfile::{TempDir, tempdir};
 
-const NAMES: [&str; 6] = ["llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2"];
+const NAMES: [&str; 9] = [
+    "llama",
+    "llama_tied",
+    "llama_biased",
+    "qwen2",
+    "qwen3",
+    "qwen3_biased",
+    "mistral",
+    "gpt2",
+    "gpt2_erf",
+];
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/families")
@@ -190,7 +201,18 @@ fn eager(name: &str, dtype: DType, attention: Algorithm, device: &Device) {
 
 #[rstest]
 fn eager_is_as_transformers(
-    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
+    #[values(
+        "llama",
+        "llama_tied",
+        "llama_biased",
+        "qwen2",
+        "qwen3",
+        "qwen3_biased",
+        "mistral",
+        "gpt2",
+        "gpt2_erf"
+    )]
+    name: &str,
     #[values(DType::F64, DType::F32)] dtype: DType,
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -219,7 +241,18 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
 
 #[rstest]
 fn planned_is_as_transformers(
-    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
+    #[values(
+        "llama",
+        "llama_tied",
+        "llama_biased",
+        "qwen2",
+        "qwen3",
+        "qwen3_biased",
+        "mistral",
+        "gpt2",
+        "gpt2_erf"
+    )]
+    name: &str,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     planned(name, attention, &Device::Cpu);
@@ -229,7 +262,16 @@ fn planned_is_as_transformers(
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn families_on_a_gpu(
-    #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
+    #[values(
+        "llama",
+        "llama_tied",
+        "qwen2",
+        "qwen3",
+        "qwen3_biased",
+        "mistral",
+        "gpt2"
+    )]
+    name: &str,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     eager(name, DType::F32, attention, &crate::gpu());
@@ -351,7 +393,6 @@ fn what_is_saved_in_shards_is_loaded(#[values("qwen3", "gpt2")] name: &str) {
 
 #[rstest]
 #[case("attention_dropout", json!(0))]
-#[case("pretraining_tp", json!(1.0))]
 #[case("partial_rotary_factor", json!(1))]
 fn numbers_are_compared_by_value(#[case] key: &str, #[case] value: Value) {
     let golden = Golden::read("llama");
@@ -404,7 +445,8 @@ fn a_scaling_under_its_older_name() {
 #[rstest]
 #[case::architecture("model_type", json!("mamba"), "mamba")]
 #[case::activation("hidden_act", json!("gelu"), "gelu")]
-#[case::bias("attention_bias", json!(true), "attention_bias")]
+#[case::bias("attention_bias", json!(true), "self_attn.q_proj.bias")]
+#[case::other_bias("mlp_bias", json!(true), "mlp_bias is true")]
 #[case::window("sliding_window", json!(8), "sliding_window is 8")]
 #[case::unknown("residual_multiplier", json!(0.5), "residual_multiplier")]
 #[case::scaling("rope_parameters", json!({"rope_type": "longrope", "rope_theta": 1e4}), "longrope")]
@@ -420,7 +462,7 @@ fn settings_that_are_refused(#[case] key: &str, #[case] value: Value, #[case] na
 }
 
 #[rstest]
-#[case::activation("activation_function", json!("gelu"), "activation_function is \"gelu\"")]
+#[case::activation("activation_function", json!("relu"), "activation_function is \"relu\"")]
 #[case::scores("scale_attn_by_inverse_layer_idx", json!(true), "scale_attn_by_inverse_layer_idx")]
 #[case::scale("scale_attn_weights", json!(false), "scale_attn_weights")]
 #[case::cross("add_cross_attention", json!(true), "add_cross_attention")]
@@ -695,10 +737,17 @@ fn gpt2s() -> impl Strategy<Value = TransformerConfig> {
 fn rotated() -> impl Strategy<Value = TransformerConfig> {
     let heads = (1..4usize, 1..4usize, 1..21usize);
     let sizes = (4..40usize, 1..30usize, 1..3usize, 2..50usize);
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    (heads, sizes, flags).prop_map(|(heads, sizes, flags)| {
+    let flags = (
+        any::<bool>(),
+        any::<bool>(),
+        any::<bool>(),
+        any::<bool>(),
+        any::<bool>(),
+    );
+    let padding = prop::option::of(0..2u32);
+    (heads, sizes, flags, padding).prop_map(|(heads, sizes, flags, padding_id)| {
         let ((kv_heads, group, pairs), (d_model, d_ff, num_layers, vocab_size)) = (heads, sizes);
-        let (qkv_bias, qk_norm, tie_embeddings, halves) = flags;
+        let (qkv_bias, output_bias, qk_norm, tie_embeddings, halves) = flags;
         TransformerConfig {
             vocab_size,
             context_length: 20,
@@ -709,8 +758,10 @@ fn rotated() -> impl Strategy<Value = TransformerConfig> {
             num_kv_heads: Some(kv_heads),
             head_dim: Some(2 * pairs),
             qkv_bias,
+            output_bias,
             qk_norm,
             tie_embeddings,
+            padding_id,
             rope_pairs: if halves {
                 RotaryPairs::Halves
             } else {

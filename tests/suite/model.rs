@@ -14,6 +14,7 @@ mod gpt2;
 mod gradients;
 mod init;
 mod layers;
+mod padding;
 mod parameters;
 mod refused_files;
 mod refused_inputs;

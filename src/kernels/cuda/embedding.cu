@@ -8,8 +8,8 @@
 // in order, if there are at most 8, and else notes the id. `order` puts the positions of the noted ids in order,
 // scanning all ids for those with more positions than places (at most count / capacity ids), and `many` adds up their
 // rows, a strip of columns at a time, in 16 shares. Chosen over a sort (more passes and launches) and over scanning the
-// ids for every row of the table (vocab * count reads). Rows whose id does not occur are not touched: unless gradients
-// are added to, dtable is set to 0 before, at the speed of memory.
+// ids for every row of the table (vocab * count reads). Rows whose id does not occur or is `padding` are not touched:
+// unless gradients are added to, dtable is set to 0 before, at the speed of memory.
 //
 // Bytes: forward count rows in and out; backward dy in once, the rows that occur out once (and in, where added to).
 
@@ -68,15 +68,16 @@ __device__ __forceinline__ void write(T* row, int first, int width, int accumula
 
 // Grid ceil(count / 8), block 256.
 template <class G, class T>
-__device__ __forceinline__ void backward_few(const G* dy, const unsigned* ids, int count, unsigned* found, int vocab,
-                                             const unsigned* buckets, int capacity, unsigned* many, T* dtable,
-                                             int width, int accumulate) {
+__device__ __forceinline__ void backward_few(const G* dy, const unsigned* ids, int count, unsigned padding,
+                                             unsigned* found, int vocab, const unsigned* buckets, int capacity,
+                                             unsigned* many, T* dtable, int width, int accumulate) {
     const int N = InVector<G>::COUNT, COLUMNS = 16 / N; // packs of a lane at a time
     __shared__ unsigned of_warps[THREADS / 32][FEW];
     int lane = threadIdx.x % 32, position = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     unsigned* positions = of_warps[threadIdx.x / 32];
     if (position >= count) return;
     unsigned id = ids[position];
+    if (id == padding) return; // neither added up here nor noted for `many`
     unsigned mine = buckets[(long long)id * capacity + lane];
     int n = (int)found[id];
     if (__shfl_sync(0xffffffffu, mine, 0) != position) return; // another warp's
@@ -247,9 +248,9 @@ __device__ __forceinline__ void backward_many(const G* dy, int count, const unsi
 
 #define BACKWARD(NAME, G, T)                                                                                           \
     extern "C" __global__ void __launch_bounds__(256) embedding_backward_few_##NAME(                                   \
-        const G* dy, const unsigned* ids, int count, unsigned* found, int vocab, const unsigned* buckets,              \
-        int capacity, unsigned* many, T* dtable, int width, int accumulate) {                                          \
-        backward_few<G, T>(dy, ids, count, found, vocab, buckets, capacity, many, dtable, width, accumulate);          \
+        const G* dy, const unsigned* ids, int count, unsigned padding, unsigned* found, int vocab,                     \
+        const unsigned* buckets, int capacity, unsigned* many, T* dtable, int width, int accumulate) {                 \
+        backward_few<G, T>(dy, ids, count, padding, found, vocab, buckets, capacity, many, dtable, width, accumulate); \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(512) embedding_backward_many_##NAME(                                  \
         const G* dy, int count, const unsigned* found, int vocab, const unsigned* buckets, int capacity,               \

@@ -37,13 +37,13 @@ pub(crate) fn forward(
 }
 
 /// Adds the rows of dy (count, width) up into those of dtable (vocab, width), whose dtype is dy's or f32, by ids
-/// (count) u32: to what dtable holds, or to zeros. `workspace` (the sum of [`embedding_backward`]) u32 is room to work
-/// in.
+/// (count) u32: to what dtable holds, or to zeros. Nothing is added to the row of `padding_id`. `workspace` (the sum of
+/// [`embedding_backward`]) u32 is scratch memory.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     dy: View,
     ids: View,
-    width: usize,
+    padding_id: Option<u32>,
     dtable: View,
     accumulate: bool,
     workspace: View,
@@ -54,7 +54,8 @@ pub(crate) fn backward(
             false => set_to_zero(gpu, dtable),
         };
     }
-    let (count, vocab) = (ids.len, dtable.len / width);
+    let (count, width) = (ids.len, dy.len / ids.len);
+    let vocab = dtable.len / width;
     let mut end = 0;
     let [found, buckets, many, ordered] = embedding_backward(count, vocab).map(|len| {
         end += len;
@@ -68,6 +69,7 @@ pub(crate) fn backward(
     let [positions, vocab, width, capacity] =
         [count, vocab, width, EMBEDDING_CAPACITY].map(|size| size as i32);
     let accumulate = i32::from(accumulate);
+    let padding_id = padding_id.unwrap_or(u32::MAX); // no id is that large: a vocabulary has under 2^32
     let types = suffixes(dy.dtype, dtable.dtype);
 
     // SAFETY, of all four: the arguments are those of the kernels, and the buffers have the sizes that they say.
@@ -81,6 +83,7 @@ pub(crate) fn backward(
     let kernel = SOURCE.kernel(gpu, "embedding_backward_few", types)?;
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&ids.pointer).arg(&positions);
+    launch.arg(&padding_id);
     launch.arg(&found.pointer).arg(&vocab);
     launch.arg(&buckets.pointer).arg(&capacity);
     launch.arg(&many.pointer);

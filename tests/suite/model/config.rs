@@ -4,6 +4,7 @@ use super::*;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::model::flops;
+use tallow::ops::Gelu;
 
 /// The table of the presets: name, D, F, L, H, parameters at vocabulary 10,000.
 const PRESETS: [(&str, usize, usize, usize, usize, usize); 8] = [
@@ -40,12 +41,15 @@ fn presets_are_the_published_ones() {
             num_kv_heads: None,
             head_dim: None,
             qkv_bias: false,
+            output_bias: false,
             qk_norm: false,
             tie_embeddings: false,
             rope_pairs: Default::default(),
             rope_scaling: Default::default(),
             sliding_window: None,
             dropout: Default::default(),
+            padding_id: None,
+            gelu: Gelu::Tanh,
             architecture: Default::default(),
         };
         assert_eq!(config, wanted, "{name}");

@@ -92,6 +92,8 @@ type Change = fn(&mut TransformerConfig);
     &["rope_scaling must be None", "factor: 2.0"]
 )]
 #[case(|c: &mut TransformerConfig| c.qkv_bias = true, &["qkv_bias must be false", "have biases"])]
+#[case(|c: &mut TransformerConfig| c.output_bias = true, &["output_bias must be false", "have biases"])]
+#[case(|c: &mut TransformerConfig| c.padding_id = Some(0), &["padding_id must be None", "got Some(0)"])]
 #[case(|c: &mut TransformerConfig| c.qk_norm = true, &["qk_norm must be false", "leave it out"])]
 #[case(|c: &mut TransformerConfig| c.num_kv_heads = Some(1), &["num_kv_heads must be 3", "got 1"])]
 #[case(|c: &mut TransformerConfig| c.head_dim = Some(4), &["head_dim must be 5", "got 4"])]

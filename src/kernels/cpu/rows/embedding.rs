@@ -18,12 +18,18 @@ pub fn forward<T: Copy + Send + Sync>(table: &[T], width: usize, ids: &[u32], y:
 }
 
 /// `dtable[id]` is the sum of `dy[i]` over the i whose id it is, in order, or 0; dtable (vocab, width), dy (ids,
-/// width).
+/// width). The row of `padding_id` is 0.
 ///
 /// Parallel over column blocks: each task has all ids, so every element is summed by one task, in the ids' order.
-pub fn backward<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T]) {
+pub fn backward<T: Stored>(
+    dy: &[T],
+    width: usize,
+    ids: &[u32],
+    padding_id: Option<u32>,
+    dtable: &mut [T],
+) {
     parallel::for_rows(dtable, width, |_, rows| rows.fill(T::zero()));
-    add_rows(dy, width, ids, dtable, false);
+    add_rows(dy, width, ids, padding_id, dtable, false);
 }
 
 /// As [`backward`], added to what `dtable` holds.
@@ -31,17 +37,28 @@ pub fn backward_accumulating<T: Real + Stored<Wide = T>>(
     dy: &[T],
     width: usize,
     ids: &[u32],
+    padding_id: Option<u32>,
     dtable: &mut [T],
 ) {
-    add_rows(dy, width, ids, dtable, true);
+    add_rows(dy, width, ids, padding_id, dtable, true);
 }
 
 /// The rows of `dtable` whose ids occur: overwritten or, for types that are computed in as they are stored, added to.
-fn add_rows<T: Stored>(dy: &[T], width: usize, ids: &[u32], dtable: &mut [T], accumulate: bool) {
+fn add_rows<T: Stored>(
+    dy: &[T],
+    width: usize,
+    ids: &[u32],
+    padding_id: Option<u32>,
+    dtable: &mut [T],
+    accumulate: bool,
+) {
     if width == 0 {
         return;
     }
-    let positions = Positions::of(ids, dtable.len() / width);
+    let mut positions = Positions::of(ids, dtable.len() / width);
+    positions
+        .of_ids
+        .retain(|(id, _)| padding_id.is_none_or(|padding| *id != padding as usize));
     // At least a cache line and at most eight blocks: each costs another walk over the ids.
     let block = width.div_ceil(8).next_multiple_of(16).min(width);
     let tasks = if ids.len() * width < TASK_ELEMENTS {

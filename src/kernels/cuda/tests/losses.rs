@@ -134,16 +134,24 @@ fn gradients_of_rows_that_occur() {
     let gpu = gpu();
     for width in [1, 33, 512] {
         for accumulate in [false, true] {
-            rows_of_a_table::<f32, f32>(&gpu, width, accumulate);
-            rows_of_a_table::<bf16, f32>(&gpu, width, accumulate);
-            rows_of_a_table::<f16, f32>(&gpu, width, accumulate);
-            rows_of_a_table::<bf16, bf16>(&gpu, width, accumulate);
-            rows_of_a_table::<f16, f16>(&gpu, width, accumulate);
+            // Of the padding ids one occurs a few times, one in each of the other ways, and one never.
+            for padding_id in [None, Some(0), Some(7), Some(6), Some(5), Some(299)] {
+                rows_of_a_table::<f32, f32>(&gpu, width, accumulate, padding_id);
+                rows_of_a_table::<bf16, f32>(&gpu, width, accumulate, padding_id);
+                rows_of_a_table::<f16, f32>(&gpu, width, accumulate, padding_id);
+                rows_of_a_table::<bf16, bf16>(&gpu, width, accumulate, padding_id);
+                rows_of_a_table::<f16, f16>(&gpu, width, accumulate, padding_id);
+            }
         }
     }
 }
 
-fn rows_of_a_table<G: Element, T: Element>(gpu: &CudaDevice, width: usize, accumulate: bool) {
+fn rows_of_a_table<G: Element, T: Element>(
+    gpu: &CudaDevice,
+    width: usize,
+    accumulate: bool,
+    padding_id: Option<u32>,
+) {
     let (count, vocab) = (1000, 300);
     // Most ids a few times or never; one in each of the ways to add up more.
     let id = |i: usize| match (i % 64, i % 16) {
@@ -162,6 +170,9 @@ fn rows_of_a_table<G: Element, T: Element>(gpu: &CudaDevice, width: usize, accum
         false => vec![0.0; vocab * width],
     };
     for (id, dy) in ids.iter().zip(dy.chunks(width)) {
+        if Some(*id) == padding_id {
+            continue;
+        }
         for (i, dy) in dy.iter().enumerate() {
             exact[*id as usize * width + i] += dy.to_f64();
         }
@@ -178,7 +189,7 @@ fn rows_of_a_table<G: Element, T: Element>(gpu: &CudaDevice, width: usize, accum
             gpu,
             dy.view(gpu),
             ids.view(gpu),
-            width,
+            padding_id,
             table.view(gpu),
             accumulate,
             workspace.view(gpu),
