@@ -106,7 +106,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .only("with --part attention", AttentionFlags::NAMES, |flags| {
                 flags.part.contains(&Part::Attention)

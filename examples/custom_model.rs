@@ -101,7 +101,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .only(
                 "without --trace and --graph",

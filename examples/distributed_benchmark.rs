@@ -138,7 +138,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .of_ranks(|flags| (&flags.ranks, &flags.common))
             .only("with --part collectives", &["mib"], |flags| {

@@ -154,7 +154,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .only("in a training step", &["optimizer", "lr"], |flags| {
                 flags.modes().contains(&Mode::TrainStep)

@@ -115,7 +115,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .only(
                 "without --verify, which has configurations of its own",

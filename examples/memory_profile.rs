@@ -132,7 +132,7 @@ impl Run {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .only(
                 "where a step can be planned: in f32, or f32 parameters with kept copies",

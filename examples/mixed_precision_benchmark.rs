@@ -99,7 +99,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new().of_output(|flags| &flags.output)
+        Effects::<Self>::new().of_output(|flags| &flags.output)
     }
 
     fn run(&self) -> Result<()> {

@@ -158,7 +158,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .only("on a GPU", &["no-kernels"], |flags| {
                 names_gpu(&flags.common)

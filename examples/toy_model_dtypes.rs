@@ -53,11 +53,13 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new().of_output(|flags| &flags.output).only(
-            "with --show dtypes",
-            &["seed", "device", "tf32", "strict", "nvtx"],
-            |flags| matches!(flags.show, Show::Dtypes),
-        )
+        Effects::<Self>::new()
+            .of_output(|flags| &flags.output)
+            .only(
+                "with --show dtypes",
+                &["seed", "device", "tf32", "strict", "nvtx"],
+                |flags| matches!(flags.show, Show::Dtypes),
+            )
     }
 
     fn run(&self) -> Result<()> {

@@ -105,7 +105,7 @@ fn main() -> ExitCode {
 impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
-        Effects::new()
+        Effects::<Self>::new()
             .of_data(|flags| &flags.data)
             .of_training(|flags| &flags.training)
             .of_ranks(|flags| (&flags.ranks, &flags.common))

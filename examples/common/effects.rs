@@ -4,7 +4,7 @@
 use super::{Common, Output};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, Parser};
+use clap::{ArgMatches, Command, Parser};
 use tallow::report::Format;
 
 /// Flags with the condition under which they have an effect.
