@@ -241,9 +241,9 @@ pub enum Error {
     Candle(candle_core::Error),
 }
 
-/// Text that may come from a file (a name, a value, a path), as errors and tables show it: characters that would control the
+/// Text that may come from a file (a name, a value, a path), as errors show it: characters that would control the
 /// terminal, or change the order of what is read, are escaped as Rust writes them.
-pub(crate) struct Visible<T>(pub(crate) T);
+struct Visible<T>(T);
 
 impl<T: Display> Display for Visible<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

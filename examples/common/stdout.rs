@@ -62,7 +62,7 @@ fn is_hung_up(error: &Error) -> bool {
     let Error::Io { path, source, .. } = error else {
         return false;
     };
-    source.raw_os_error() == Some(EIO) && path.as_os_str() == NAME
+    cfg!(unix) && source.raw_os_error() == Some(EIO) && path.as_os_str() == NAME
 }
 
 /// What came of writing, for a run that may leave files: such a run goes on without its reader.

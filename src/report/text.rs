@@ -4,7 +4,6 @@ use super::column::plain;
 use super::layout::{Arranged, arrange};
 use super::wrap::wrap;
 use super::{Fields, Layout, Report};
-use crate::error::Visible;
 
 /// Configuration, table and notes, the detail tables, and last where it ran.
 pub(super) fn text(report: &Report, layout: &Layout) -> String {
@@ -13,10 +12,10 @@ pub(super) fn text(report: &Report, layout: &Layout) -> String {
         add_detail(&mut blocks, detail, layout);
     }
     blocks.extend(header("Environment", &report.environment, layout));
-    let blocks = blocks.join("\n\n");
-    // A field may be a name out of a file.
-    let lines = blocks.lines();
-    lines.map(|line| format!("{}\n", Visible(line))).collect()
+    match blocks.is_empty() {
+        true => String::new(),
+        false => blocks.join("\n\n") + "\n",
+    }
 }
 
 /// A table under its title, and its own details after it.

@@ -98,7 +98,7 @@ fn wider_raw_ids(#[case] bytes: usize, #[case] vocab_size: usize, #[case] words:
 #[test]
 fn u16_ids_are_not_taken_for_wider_ones() {
     let files: [&dyn Fn(usize) -> u16; 6] = [
-        &|_| 0,
+        &|_| 9,
         &|i| (i % 2) as u16,
         &|i| if i % 2 == 0 { 7 } else { 0 }, // a pattern
         &|i| if i % 5 == 0 { i as u16 } else { 0 },

@@ -1,6 +1,6 @@
 //! The exact text of one small table in every format.
 
-use tallow::report::{Fields, Format, Layout, Report};
+use tallow::report::Format;
 
 use super::{nasty, rendered};
 
@@ -121,15 +121,4 @@ fn typst_exactly() {
 )
 "#;
     assert_eq!(rendered(&nasty(), Format::Typst), expected);
-}
-
-/// A field may be a name out of a file: a terminal gets no control character of it.
-#[test]
-fn control_characters_are_escaped_for_a_terminal() {
-    let report = Report {
-        configuration: Fields::from_iter([("model", "a\u{1b}[2J\0b\u{e9}")]),
-        ..Default::default()
-    };
-    let text = report.to_text(&Layout::default());
-    assert_eq!(text, "Configuration: model a\\u{1b}[2J\\u{0}b\u{e9}\n");
 }
