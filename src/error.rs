@@ -99,8 +99,8 @@ pub enum Error {
 
     /// A parameter that the loss does not depend on, or whose gradient was lost on the way.
     #[error(
-        "{op}: parameter {} has no gradient; does the loss depend on it, and is every op between them \
-         differentiable? (candle's fused ops are not)",
+        "{op}: parameter {} has no gradient; does the loss depend on it, and is every op between them differentiable? \
+         (candle's fused ops are not) If it may have none, set AdamWConfig::missing_gradients",
         Visible(.parameter)
     )]
     MissingGradient {

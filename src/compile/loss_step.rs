@@ -43,16 +43,14 @@ const OP: &str = "compile::LossStep";
 /// use candle_core::{DType, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
 /// use tallow::compile::{LossStep, StepConfig};
-/// use tallow::optim::{AdamW, AdamWConfig};
+/// use tallow::optim::{AdamW, AdamWConfig, parameters_of};
 /// use tallow::{graph, nn, ops};
 ///
 /// let device = tallow::device("cpu")?;
 /// let weights = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&weights, DType::F32, &device);
 /// let (up, down) = (nn::Linear::new(8, 32, vb.pp("up"))?, nn::Linear::new(32, 3, vb.pp("down"))?);
-/// let mut parameters: Vec<_> = weights.data().lock().unwrap().clone().into_iter().collect();
-/// parameters.sort_by(|(a, _), (b, _)| a.cmp(b));
-/// let mut optimizer = AdamW::new(parameters, AdamWConfig::default())?;
+/// let mut optimizer = AdamW::new(parameters_of(&weights), AdamWConfig::default())?;
 ///
 /// let x = graph::input("x", (16, 8), DType::F32)?;
 /// let classes = graph::input("classes", 16, DType::U32)?;
@@ -83,7 +81,8 @@ impl LossStep {
     ///
     /// # Errors
     /// Those of `loss` and of its trace; an op that has no planned form, by its place; a loss that is not one f32; a
-    /// weight of the optimizer that the loss does not depend on; weights that are not in f32 (or all in f64, on the
+    /// weight of the optimizer that the loss does not depend on, unless its group
+    /// [takes that](crate::optim::AdamWConfig::missing_gradients); weights that are not in f32 (or all in f64, on the
     /// CPU) on one device; a configuration that cannot work; an arena that does not fit the device's memory.
     pub fn new(
         optimizer: &AdamW,
@@ -102,8 +101,14 @@ impl LossStep {
             });
         };
         let device = first.device().clone();
-        optimizer.planned_updates(OP, &parameters)?;
-        Self::plan_and_allocate(&parameters.clone(), parameters, &device, config, loss)
+        Self::plan_and_allocate(
+            optimizer,
+            &parameters.clone(),
+            parameters,
+            &device,
+            config,
+            loss,
+        )
     }
 
     /// As [`new`](Self::new), with gradients and loss averaged over the ranks of `replicated`, as
@@ -148,24 +153,28 @@ impl LossStep {
         config.validate()?;
         let (communicator, weights) = (sharded.communicator(), sharded.hollow_weights());
         let (device, parts) = (communicator.device(), sharded.parts_of(&weights)?);
-        optimizer.planned_updates(OP, &parts)?;
-        let mut step = Self::plan_and_allocate(&weights, parts, device, &config, loss)?;
+        let mut step = Self::plan_and_allocate(optimizer, &weights, parts, device, &config, loss)?;
         step.join_job(communicator)?;
         Ok(step)
     }
 
     /// Plans a step of a loss over `weights`, which updates `parameters`: these, or parts of them.
     fn plan_and_allocate(
+        optimizer: &AdamW,
         weights: &[(String, Var)],
         parameters: Vec<(String, Var)>,
         device: &Device,
         config: &StepConfig,
         loss: impl FnOnce() -> Result<Tensor>,
     ) -> Result<Self> {
+        let updates = optimizer.planned_updates(OP, &parameters)?;
         parameters::check(OP, &parameters, device)?;
         let named = weights.iter();
         let named = named.map(|(name, var)| (name.as_str(), var.as_tensor()));
-        let function = TracedFunction::new(OP, Executor::target(device), named, loss)?;
+        let mut function = TracedFunction::new(OP, Executor::target(device), named, loss)?;
+        for (parameter, update) in function.parameters.iter_mut().zip(&updates) {
+            parameter.missing = update.missing;
+        }
         let planned = Self::planned(function, config)?;
         Self::of(planned, parameters, device, config, "StepConfig")
     }

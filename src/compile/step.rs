@@ -9,7 +9,7 @@ use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
 use crate::dist::Communicator;
-use crate::optim::{AdamW, GradScaler, PlannedUpdate};
+use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -43,6 +43,8 @@ pub(super) struct Step {
     gradients: Vec<Option<BufferRange>>,
     /// By parameter: whether this rank updates it.
     updated: Vec<bool>,
+    /// Parameters that the loss does not depend on, and what was planned for each.
+    unreached: Vec<(usize, MissingGradients)>,
     config: StepConfig,
     /// The ranks that gradients are averaged over.
     communicator: Option<Communicator>,
@@ -93,6 +95,7 @@ impl Step {
             plan: lowered.plan,
             parameters,
             updated,
+            unreached: lowered.unreached,
             loss: lowered.output,
             norm: lowered.norm,
             gradients: lowered.gradients,
@@ -214,6 +217,7 @@ impl Step {
     ) -> Result<bool> {
         let planned = optimizer.planned_updates(self.op, &self.parameters)?;
         parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        self.check_unreached(&planned)?;
         self.check_shares(&planned)?;
         self.plan.set_moments(|number, dtype| {
             let moments = planned[number].moments.as_ref();
@@ -235,7 +239,7 @@ impl Step {
         let stepped = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
         self.has_run = true;
         if stepped {
-            optimizer.planned_step_taken();
+            optimizer.planned_step_taken(self.skipped().map(|number| &self.parameters[number].1));
             self.last_norm = match self.norm.clone() {
                 Some(norm) => self.first(&norm)?,
                 None => None,
@@ -245,10 +249,39 @@ impl Step {
         Ok(stepped)
     }
 
+    /// The parameters that the plan does not update, since the loss does not depend on them.
+    fn skipped(&self) -> impl Iterator<Item = usize> {
+        let unreached = self.unreached.iter();
+        let skipped = unreached.filter(|(_, missing)| *missing == MissingGradients::Skip);
+        skipped.map(|(number, _)| *number)
+    }
+
+    /// Whether the plan does with parameters that have no gradient what this optimizer's groups say.
+    fn check_unreached(&self, planned: &[PlannedUpdate]) -> Result<()> {
+        for (number, missing) in &self.unreached {
+            let given = planned[*number].missing;
+            if given != *missing {
+                return Err(Error::Order {
+                    op: self.op,
+                    problem: format!(
+                        "parameter {} has no gradient: planned with missing_gradients {missing:?}, and the optimizer's \
+                         group has {given:?}",
+                        self.parameters[*number].0
+                    ),
+                    hint: "plan the step for this optimizer".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Whether the plan updates the parameters whose state this optimizer has, and no others.
     fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
-        let own = planned.iter().map(|planned| planned.moments.is_some());
-        if own.eq(self.updated.iter().copied()) {
+        let mut own: Vec<bool> = planned.iter().map(|p| p.moments.is_some()).collect();
+        for number in self.skipped() {
+            own[number] = false;
+        }
+        if own == self.updated {
             return Ok(());
         }
         let own = planned.iter().filter(|planned| planned.moments.is_some());

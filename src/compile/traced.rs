@@ -5,6 +5,7 @@ use crate::inplace::storage_address;
 use crate::ops::cpu::{cpu_storage, for_stored};
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::strided;
+use crate::optim::MissingGradients;
 use crate::{Error, Result};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
@@ -16,6 +17,9 @@ pub(super) struct Parameter {
     pub name: String,
     /// What the graph reads first may be a view of it.
     pub elements: usize,
+    pub dtype: DType,
+    /// What is planned for it where the loss does not depend on it.
+    pub missing: MissingGradients,
 }
 
 /// A function's trace, and its parameters.
@@ -100,6 +104,8 @@ impl TracedFunction {
             all.push(Parameter {
                 name: name.into(),
                 elements: tensor.elem_count(),
+                dtype: tensor.dtype(),
+                missing: MissingGradients::Error,
             });
         }
         let numbers = tensors.iter().enumerate();

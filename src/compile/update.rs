@@ -52,7 +52,8 @@ impl Update<'_> {
         shares.is_none_or(|shares| shares.has(shares.own.rank, number))
     }
 
-    /// The order in which numbers are kept that there are of each gradient: rank by rank.
+    /// The order in which numbers are kept that there are of each gradient: rank by rank. A parameter without a gradient
+    /// has none.
     fn places(&self) -> Vec<Place> {
         let (own, world_size) = match &self.shares {
             Some(shares) => (shares.own.rank, shares.own.world_size),
@@ -60,8 +61,11 @@ impl Update<'_> {
         };
         let of_rank = |rank: usize| {
             let numbers = 0..self.gradients.len();
-            let shares = self.shares.as_ref();
-            let has = move |number: &usize| shares.is_none_or(|s| s.has(rank, *number));
+            let (shares, gradients) = (self.shares.as_ref(), self.gradients);
+            let has = move |number: &usize| {
+                let is_there = gradients[*number].is_some();
+                is_there && shares.is_none_or(|shares| shares.has(rank, *number))
+            };
             numbers.filter(has).map(move |number| Place {
                 number,
                 rank,

@@ -1,6 +1,7 @@
 //! Gradients on their way: collected into buckets, and averaged bucket by bucket.
 
 use super::{Pending, Reduce, Replicated};
+use crate::optim::MissingGradients;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
@@ -93,6 +94,9 @@ impl<'a> Buckets<'a> {
                 gradients.insert(&var, average.to_dtype(dtype)?);
                 first += var.elem_count();
             }
+        }
+        if self.of.missing != MissingGradients::Error {
+            return Ok(());
         }
         let mut parameters = self.of.parameters.iter();
         match parameters.find(|(_, var)| gradients.get(var).is_none()) {

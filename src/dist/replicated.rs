@@ -4,7 +4,7 @@ use super::buckets::Buckets;
 use super::{Communicator, Exchange, ReplicatedConfig};
 use crate::Result;
 use crate::backward::backward_taking;
-use crate::optim::{described, distinct};
+use crate::optim::{MissingGradients, described, distinct};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashMap;
@@ -47,6 +47,7 @@ pub struct Replicated {
     pub(super) communicator: Communicator,
     pub(super) parameters: Vec<(String, Var)>,
     pub(super) config: ReplicatedConfig,
+    pub(super) missing: MissingGradients,
 }
 
 impl Replicated {
@@ -70,7 +71,18 @@ impl Replicated {
             communicator: communicator.clone(),
             parameters,
             config,
+            missing: MissingGradients::Error,
         })
+    }
+
+    /// Sets what happens to parameters that have no gradient on some rank (`find_unused_parameters` in PyTorch). With
+    /// [`MissingGradients::Skip`] a parameter has a gradient after the exchange if it has one on any rank: the others
+    /// count as zeros. With [`MissingGradients::Zero`] every parameter has one. All ranks need the same choice.
+    ///
+    /// Gradients are then exchanged when backward is over, since ranks may complete them in different orders. A
+    /// [planned](crate::compile::LossStep::replicated) step is the same on all ranks, and follows its optimizer.
+    pub fn with_missing(self, missing: MissingGradients) -> Self {
+        Self { missing, ..self }
     }
 
     /// The averaged gradients of the parameters, of this rank's `loss`: [`backward`](crate::backward()), and their
@@ -80,12 +92,16 @@ impl Replicated {
     /// beyond that of a rank alone is one bucket.
     ///
     /// # Errors
-    /// Those of backward; [`Error::MissingGradient`](crate::Error::MissingGradient); a rank that failed.
+    /// Those of backward; [`Error::MissingGradient`](crate::Error::MissingGradient), unless
+    /// [`with_missing`](Self::with_missing) takes it; a rank that failed.
     pub fn backward(&self, loss: Tensor) -> Result<GradStore> {
-        let Exchange::Overlapped { bucket_bytes } = self.config.exchange else {
-            let mut gradients = crate::backward(loss)?;
-            self.average(&mut gradients)?;
-            return Ok(gradients);
+        let bucket_bytes = match (self.config.exchange, self.missing) {
+            (Exchange::Overlapped { bucket_bytes }, MissingGradients::Error) => bucket_bytes,
+            _ => {
+                let mut gradients = crate::backward(loss)?;
+                self.average(&mut gradients)?;
+                return Ok(gradients);
+            }
         };
         let mut buckets = Buckets::new(self, bucket_bytes);
         let ours = self.parameters.iter().map(|(_, var)| (var.id(), var));
@@ -103,8 +119,10 @@ impl Replicated {
     /// Averages gradients that are complete: of several micro-batches, or that were made in another way.
     ///
     /// # Errors
-    /// [`Error::MissingGradient`](crate::Error::MissingGradient); a rank that failed.
+    /// [`Error::MissingGradient`](crate::Error::MissingGradient), unless [`with_missing`](Self::with_missing) takes
+    /// it; a rank that failed.
     pub fn average(&self, gradients: &mut GradStore) -> Result<()> {
+        self.complete(gradients)?;
         let bucket_bytes = match self.config.exchange {
             Exchange::PerParameter => 0,
             Exchange::Flat => u64::MAX,
@@ -117,6 +135,28 @@ impl Replicated {
             }
         }
         buckets.finish(gradients)
+    }
+
+    /// Adds gradients of zeros where this rank has none and needs one for the exchange.
+    fn complete(&self, gradients: &mut GradStore) -> Result<()> {
+        let has = |(_, var): &(String, Var)| gradients.get(var).is_some();
+        let own: Vec<bool> = self.parameters.iter().map(has).collect();
+        let needed: Vec<bool> = match self.missing {
+            MissingGradients::Error => return Ok(()),
+            MissingGradients::Zero => vec![true; own.len()],
+            MissingGradients::Skip => {
+                let own: Vec<f64> = own.iter().map(|has| f64::from(u8::from(*has))).collect();
+                let share = self.communicator.mean(&own)?.into_iter();
+                share.map(|share| share > 0.0).collect()
+            }
+        };
+        for ((_, var), (own, needed)) in self.parameters.iter().zip(own.iter().zip(needed)) {
+            if needed && !own {
+                let zeros = Tensor::zeros(var.shape(), var.dtype(), var.device())?;
+                gradients.insert(var, zeros);
+            }
+        }
+        Ok(())
     }
 
     /// How gradients are exchanged.

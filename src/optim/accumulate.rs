@@ -1,6 +1,7 @@
 //! The gradients of a batch that is too large for memory, from parts of it.
 
-use super::gradients::{Owners, distinct, gradient_of};
+use super::MissingGradients;
+use super::gradients::{Owners, distinct, find_gradient, missing};
 use crate::backward::empty_store;
 use crate::inplace;
 use crate::{Error, Result};
@@ -31,24 +32,36 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 #[derive(Debug)]
 pub struct GradientAccumulator {
     parameters: Vec<(String, Var)>,
-    sums: Vec<Tensor>,
+    /// By parameter; `None` before its first gradient.
+    sums: Vec<Option<Tensor>>,
     total_weight: f64,
+    missing: MissingGradients,
 }
 
 impl GradientAccumulator {
     /// An accumulator of `parameters`' gradients, with nothing in it. A variable given twice counts once.
     pub fn new(parameters: impl IntoIterator<Item = (String, Var)>) -> Self {
+        let parameters = distinct(parameters);
         Self {
-            parameters: distinct(parameters),
-            sums: Vec::new(),
+            sums: vec![None; parameters.len()],
+            parameters,
             total_weight: 0.0,
+            missing: MissingGradients::Error,
         }
+    }
+
+    /// Sets what happens where a part has no gradient of a parameter. With [`MissingGradients::Skip`] and
+    /// [`MissingGradients::Zero`] the part adds nothing to the parameter's sum, and counts in the mean. A parameter
+    /// without a gradient in any part then has none in the result (`Skip`), or one of zeros (`Zero`).
+    pub fn with_missing(self, missing: MissingGradients) -> Self {
+        Self { missing, ..self }
     }
 
     /// Adds the gradients of one part.
     ///
     /// # Errors
-    /// [`Error::MissingGradient`] names a parameter without a gradient; nothing has been added then.
+    /// [`Error::MissingGradient`] names a parameter without a gradient, unless [`with_missing`](Self::with_missing)
+    /// takes it; nothing has been added then.
     pub fn add(&mut self, gradients: GradStore) -> Result<()> {
         self.add_weighted(gradients, 1.0)
     }
@@ -67,22 +80,21 @@ impl GradientAccumulator {
         let parts = self
             .parameters
             .iter()
-            .map(|(name, var)| Ok(gradient_of(OP, &gradients, name, var)?.detach()))
+            .map(
+                |(name, var)| match find_gradient(OP, &gradients, name, var)? {
+                    None if self.missing == MissingGradients::Error => Err(missing(OP, name)),
+                    gradient => Ok(gradient.map(Tensor::detach)),
+                },
+            )
             .collect::<Result<Vec<_>>>()?;
-        if self.sums.is_empty() {
-            let owners = Owners::new(&gradients, &self.parameters);
-            self.sums = parts
-                .iter()
-                .map(|part| first_sum(part, weight, &owners))
-                .collect::<Result<_>>()?;
-        } else {
-            self.sums = self
-                .sums
-                .iter()
-                .zip(&parts)
-                .map(|(sum, part)| next_sum(sum, part, weight))
-                .collect::<Result<_>>()?;
-        }
+        let owners = Owners::new(&gradients, &self.parameters);
+        let sums = self.sums.iter().zip(&parts);
+        let sums = sums.map(|(sum, part)| match (sum, part) {
+            (sum, None) => Ok(sum.clone()),
+            (None, Some(part)) => first_sum(part, weight, &owners).map(Some),
+            (Some(sum), Some(part)) => next_sum(sum, part, weight).map(Some),
+        });
+        self.sums = sums.collect::<Result<_>>()?;
         self.total_weight += weight;
         Ok(())
     }
@@ -120,7 +132,15 @@ impl GradientAccumulator {
         }
         self.total_weight = 0.0;
         let mut store = empty_store()?;
-        for ((_, var), sum) in self.parameters.iter().zip(self.sums.drain(..)) {
+        for ((_, var), sum) in self.parameters.iter().zip(&mut self.sums) {
+            let sum = match (sum.take(), self.missing) {
+                (Some(sum), _) => sum,
+                (None, MissingGradients::Zero) => {
+                    let dtype = inplace::wide(var.dtype());
+                    Tensor::zeros(var.shape(), dtype, var.device())?
+                }
+                (None, _) => continue, // it has none
+            };
             let sum = if factor == 1.0 {
                 sum
             } else if sum.device().is_cpu() {

@@ -1,7 +1,8 @@
 //! The optimizer itself: its parameters, its state, and the step.
 
+use super::MissingGradients;
 use super::config::{AdamWConfig, ParameterGroup};
-use super::gradients::gradient_of;
+use super::gradients::{find_gradient, missing};
 use super::reference;
 use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu};
@@ -71,6 +72,8 @@ pub struct AdamW {
     /// One for each parameter, in the groups' order; none for one whose state another rank has.
     pub(super) slots: Vec<Option<Slot>>,
     pub(super) steps: usize,
+    /// By parameter, in how many of the steps it was [skipped](MissingGradients::Skip).
+    pub(super) skipped: Vec<usize>,
     /// Where the state is divided among ranks.
     pub(super) shards: Option<Shards>,
 }
@@ -114,23 +117,25 @@ impl AdamW {
             let parameters = group.parameters.iter();
             parameters.map(|(name, var)| Slot::new(name, var, group.config.moments).map(Some))
         });
-        let slots = slots.collect::<Result<_>>()?;
+        let slots = slots.collect::<Result<Vec<_>>>()?;
         Ok(Self {
             groups,
+            skipped: vec![0; slots.len()],
             slots,
             steps: 0,
             shards: None,
         })
     }
 
-    /// Updates every parameter from its gradient.
+    /// Updates every parameter from its gradient. What happens to one without a gradient is in
+    /// [`AdamWConfig::missing_gradients`].
     ///
     /// Gradients may be of another float dtype than their parameters, and laid out in any way.
     ///
     /// # Errors
-    /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of a wrong shape or dtype or on
-    /// another device is an error, as is a learning rate that cannot work. All of this is checked before anything
-    /// changes.
+    /// [`Error::MissingGradient`] names a parameter without a gradient, unless its group's configuration takes it; a
+    /// gradient of a wrong shape or dtype or on another device is an error, as is a learning rate that cannot work. All
+    /// of this is checked before anything changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
         let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
@@ -196,10 +201,19 @@ impl AdamW {
         let mut slots = self.slots.iter().zip(&gradients).enumerate();
         for group in &self.groups {
             for ((_, var), (number, (slot, gradient))) in group.parameters.iter().zip(&mut slots) {
-                let (Some(slot), Some(gradient)) = (slot, gradient) else {
+                let gradient = match gradient {
+                    Gradient::Given(gradient) => gradient,
+                    Gradient::Elsewhere => continue,
+                    Gradient::Skipped => {
+                        self.skipped[number] += 1;
+                        continue;
+                    }
+                };
+                let Some(slot) = slot else {
                     continue; // another rank's
                 };
-                let update = group.config.update(self.steps, number);
+                let own_steps = self.steps - self.skipped[number];
+                let update = group.config.update(own_steps, number);
                 step(var, gradient, slot, &update)?;
             }
         }
@@ -207,22 +221,33 @@ impl AdamW {
     }
 
     /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes
-    /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are. None for
-    /// a parameter that another rank updates.
-    fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Option<Tensor>>> {
+    /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
+    fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Gradient>> {
         let written: HashSet<usize> = self
             .parameters()
             .map(|(_, var)| var)
             .chain(self.slots.iter().flatten().flat_map(Slot::vars))
             .map(|var| storage_address(var))
             .collect();
+        let policies = self.groups.iter().flat_map(|group| {
+            let policy = group.config.missing_gradients;
+            group.parameters.iter().map(move |_| policy)
+        });
         self.parameters()
             .zip(&self.slots)
-            .map(|((name, var), slot)| {
-                let gradient = gradient_of(STEP, gradients, name, var)?.detach();
-                if slot.is_none() {
-                    return Ok(None);
+            .zip(policies)
+            .map(|(((name, var), slot), policy)| {
+                let found = find_gradient(STEP, gradients, name, var)?;
+                match (found, policy) {
+                    (None, MissingGradients::Error) => return Err(missing(STEP, name)),
+                    (None, MissingGradients::Skip) => return Ok(Gradient::Skipped),
+                    _ if slot.is_none() => return Ok(Gradient::Elsewhere),
+                    _ => {}
                 }
+                let gradient = match found {
+                    Some(gradient) => gradient.detach(),
+                    None => Tensor::zeros(var.shape(), var.dtype(), var.device())?,
+                };
                 let dtype = match (var.dtype(), gradient.dtype()) {
                     // The kernel for half precision reads these as they are.
                     (parameter @ (DType::F16 | DType::BF16), gradient) if gradient == parameter => {
@@ -232,11 +257,31 @@ impl AdamW {
                 };
                 let gradient = gradient.to_dtype(dtype)?.contiguous()?;
                 match written.contains(&storage_address(&gradient)) {
-                    true => Ok(Some(gradient.force_contiguous()?)),
-                    false => Ok(Some(gradient)),
+                    true => Ok(Gradient::Given(gradient.force_contiguous()?)),
+                    false => Ok(Gradient::Given(gradient)),
                 }
             })
             .collect()
+    }
+
+    /// The parameters that have a gradient, of all groups: what a step unscales.
+    ///
+    /// # Errors
+    /// Those of [`MissingGradients::with_gradients`] by each group's policy; no gradient for any parameter.
+    pub(super) fn with_gradients(
+        &self,
+        op: &'static str,
+        gradients: &GradStore,
+    ) -> Result<Vec<(String, Var)>> {
+        let mut present = Vec::new();
+        for group in &self.groups {
+            let policy = group.config.missing_gradients;
+            present.extend(policy.present(op, gradients, &group.parameters)?);
+        }
+        match (present.is_empty(), self.parameters().next()) {
+            (true, Some((name, _))) => Err(missing(op, name)),
+            _ => Ok(present),
+        }
     }
 
     /// All parameters with their names, group by group.
@@ -283,6 +328,15 @@ impl AdamW {
     pub fn groups(&self) -> &[ParameterGroup] {
         &self.groups
     }
+}
+
+/// A parameter's gradient in a step.
+enum Gradient {
+    Given(Tensor),
+    /// Another rank updates the parameter.
+    Elsewhere,
+    /// There is none, and the parameter is left as it is.
+    Skipped,
 }
 
 /// An error if a variable or a name comes twice.

@@ -1,9 +1,12 @@
 //! AdamW's hyperparameters, and groups of parameters that share them.
 
+use super::MissingGradients;
 use crate::inplace::wide;
 use crate::kernels::{Update, stochastic};
 use crate::{Error, Result};
 use candle_core::{DType, Var};
+use candle_nn::VarMap;
+use std::sync::PoisonError;
 
 /// AdamW's hyperparameters, with PyTorch's meaning and defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,6 +23,9 @@ pub struct AdamWConfig {
     /// What the running means are stored in.
     #[cfg_attr(feature = "serde", serde(default))]
     pub moments: Moments,
+    /// What happens to a parameter that has no gradient: an error by default.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub missing_gradients: MissingGradients,
 }
 
 /// What AdamW stores the running means of gradients and of their squares in. They are computed in f32 (f64 for
@@ -64,6 +70,7 @@ impl Default for AdamWConfig {
             eps: 1e-8,
             weight_decay: 0.01,
             moments: Moments::Wide,
+            missing_gradients: MissingGradients::Error,
         }
     }
 }
@@ -150,6 +157,36 @@ pub struct ParameterGroup {
     pub parameters: Vec<(String, Var)>,
     /// Their hyperparameters.
     pub config: AdamWConfig,
+}
+
+/// The variables of a `VarMap` with their names, sorted by name: what an optimizer of a model built from it trains.
+///
+/// A `VarMap` keeps its variables in no order, and an order that changes from run to run changes the last digits of a
+/// gradient norm.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use tallow::nn::Linear;
+/// use tallow::optim::{AdamW, AdamWConfig, parameters_of};
+///
+/// let variables = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+/// let model = [Linear::new(4, 8, vb.pp("up"))?, Linear::new(8, 2, vb.pp("down"))?];
+/// let parameters = parameters_of(&variables);
+/// assert_eq!(parameters[0].0, "down.weight");
+/// let optimizer = AdamW::new(parameters, AdamWConfig::default())?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn parameters_of(variables: &VarMap) -> Vec<(String, Var)> {
+    let variables = variables.data().lock();
+    let variables = variables.unwrap_or_else(PoisonError::into_inner);
+    let named = variables
+        .iter()
+        .map(|(name, var)| (name.clone(), var.clone()));
+    let mut parameters: Vec<_> = named.collect();
+    parameters.sort_by(|(a, _), (b, _)| a.cmp(b));
+    parameters
 }
 
 /// The usual two groups, for weight decay of matrices alone.

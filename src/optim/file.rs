@@ -2,7 +2,7 @@
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
-use super::state::{Misfit, check_numbers, numbers_of};
+use super::state::{Misfit, SKIPPED, check_numbers, numbers_of};
 use crate::dist::FullyShard;
 use crate::files::{Entry, TensorFile, save_tensors};
 use crate::{Error, Result};
@@ -129,6 +129,7 @@ impl AdamW {
         let given = names.filter_map(|saved| {
             let name = saved.strip_prefix(prefix)?.to_string();
             let description = file.description(&saved)?;
+            let parts = parts.filter(|_| !name.starts_with(SKIPPED));
             let own = parts.and_then(|parts| {
                 let (_, weight) = name.split_once('.')?;
                 let shape = parts.shape_of(weight)?;
@@ -145,11 +146,11 @@ impl AdamW {
             for name in names {
                 if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
                     let tensor = match parts {
-                        Some(parts) => parts
+                        Some(parts) if !name.starts_with(SKIPPED) => parts
                             .own_part(&tensor)?
                             .force_contiguous()
                             .map_err(Error::from)?,
-                        None => tensor,
+                        _ => tensor,
                     };
                     state.insert(name, tensor);
                 }

@@ -31,11 +31,26 @@ pub(super) fn gradient_of<'a>(
     name: &str,
     var: &Var,
 ) -> Result<&'a Tensor> {
+    find_gradient(op, gradients, name, var)?.ok_or_else(|| missing(op, name))
+}
+
+/// The error that a parameter has no gradient.
+pub(super) fn missing(op: &'static str, name: &str) -> Error {
+    Error::MissingGradient {
+        op,
+        parameter: name.to_string(),
+    }
+}
+
+/// As [`gradient_of`], `None` where there is no gradient.
+pub(super) fn find_gradient<'a>(
+    op: &'static str,
+    gradients: &'a GradStore,
+    name: &str,
+    var: &Var,
+) -> Result<Option<&'a Tensor>> {
     let Some(gradient) = gradients.get(var) else {
-        return Err(Error::MissingGradient {
-            op,
-            parameter: name.to_string(),
-        });
+        return Ok(None);
     };
     if gradient.shape() != var.shape() {
         return Err(Error::Shape {
@@ -64,7 +79,7 @@ pub(super) fn gradient_of<'a>(
             hint: "move it with to_device".into(),
         });
     }
-    Ok(gradient)
+    Ok(Some(gradient))
 }
 
 /// The [gradient](gradient_of) of each parameter.

@@ -1,6 +1,6 @@
 //! What a planned step needs of AdamW: the state of given parameters, and the numbers of the next update.
 
-use super::AdamW;
+use super::{AdamW, MissingGradients};
 use crate::kernels::Update;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
@@ -11,6 +11,8 @@ pub(crate) struct PlannedUpdate {
     /// exp_avg and exp_avg_sq; none of a parameter that another rank updates.
     pub moments: Option<[Tensor; 2]>,
     pub update: Update,
+    /// What its group does where it has no gradient.
+    pub missing: MissingGradients,
 }
 
 impl AdamW {
@@ -28,8 +30,10 @@ impl AdamW {
         for group in &self.groups {
             group.config.validate()?;
             for ((name, var), (number, slot)) in group.parameters.iter().zip(&mut slots) {
-                let update = group.config.update(self.steps + 1, number);
-                found.insert(var.id(), (name, slot, update));
+                let own_steps = self.steps + 1 - self.skipped[number];
+                let update = group.config.update(own_steps, number);
+                let missing = group.config.missing_gradients;
+                found.insert(var.id(), (name, slot, update, missing));
             }
         }
         let refuse = |name: &str, whose: &str, other: &str| Error::Order {
@@ -38,7 +42,7 @@ impl AdamW {
             hint: "plan for an optimizer of model.parameters(), all of them and no others".into(),
         };
         let updates = parameters.iter().map(|(name, var)| {
-            let Some((_, slot, update)) = found.remove(&var.id()) else {
+            let Some((_, slot, update, missing)) = found.remove(&var.id()) else {
                 return Err(refuse(name, "the model", "the optimizer"));
             };
             Ok(PlannedUpdate {
@@ -46,6 +50,7 @@ impl AdamW {
                     [&slot.exp_avg, &slot.exp_avg_sq].map(|var| var.as_tensor().clone())
                 }),
                 update,
+                missing,
             })
         });
         let updates = updates.collect::<Result<Vec<_>>>()?;
@@ -55,9 +60,15 @@ impl AdamW {
         }
     }
 
-    /// The planned step has been taken.
-    pub(crate) fn planned_step_taken(&mut self) {
+    /// The planned step has been taken, in which `skipped` were not updated.
+    pub(crate) fn planned_step_taken<'a>(&mut self, skipped: impl Iterator<Item = &'a Var>) {
         self.steps += 1;
+        for var in skipped {
+            let number = self.parameters().position(|(_, own)| own.id() == var.id());
+            if let Some(number) = number {
+                self.skipped[number] += 1;
+            }
+        }
         crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
     }
 }

@@ -150,6 +150,9 @@ impl AdamW {
                 }
             }
         }
+        if shards.communicator.rank() == 0 {
+            state.extend(self.skipped_steps());
+        }
         Ok(state)
     }
 }

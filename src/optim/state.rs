@@ -5,7 +5,7 @@ use super::slot::KINDS;
 use crate::inplace::storage_address;
 use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
-use candle_core::{Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 
 /// Why a state does not fit: an entry's name, what the optimizer has there, what was given.
@@ -33,6 +33,9 @@ pub(super) fn numbers_of(name: &str) -> Numbers {
     }
 }
 
+/// The prefix of a parameter's count of skipped steps.
+pub(super) const SKIPPED: &str = "skipped.";
+
 /// Whether a state has numbers that a step can go on with.
 pub(super) fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Result<(), Misfit> {
     let mut names: Vec<&String> = state.keys().collect();
@@ -55,12 +58,25 @@ pub(super) fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Res
 impl AdamW {
     /// The state, named after the parameters: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>` for a
     /// parameter in half precision; in the parameters' order. [`AdamW::steps`] belongs to it. Of an optimizer that is
-    /// [divided](AdamW::shard) among ranks it is this rank's part.
+    /// [divided](AdamW::shard) among ranks it is this rank's part. After them comes `skipped.<name>`, an i64, for each
+    /// parameter that was left out of some steps ([`MissingGradients::Skip`](super::MissingGradients::Skip)): of how
+    /// many.
     ///
-    /// As in PyTorch these tensors are the optimizer's own, which the next step changes; [`Tensor::copy`] keeps one.
+    /// As in PyTorch the others are the optimizer's own, which the next step changes; [`Tensor::copy`] keeps one.
     pub fn state(&self) -> Vec<(String, Tensor)> {
         let entries = self.state_vars();
-        entries.map(|(name, var)| (name, var.detach())).collect()
+        let entries = entries.map(|(name, var)| (name, var.detach()));
+        entries.chain(self.skipped_steps()).collect()
+    }
+
+    /// The counts of skipped steps, as the state has them.
+    pub(super) fn skipped_steps(&self) -> impl Iterator<Item = (String, Tensor)> {
+        let counts = self.parameters().zip(&self.skipped);
+        let counts = counts.filter(|(_, skipped)| **skipped > 0);
+        counts.filter_map(|((name, _), skipped)| {
+            let count = Tensor::new(*skipped as i64, &Device::Cpu).ok()?; // of one number
+            Some((format!("{SKIPPED}{name}"), count))
+        })
     }
 
     /// Puts a state back that [`AdamW::state`] gave, taken after `steps` steps. With equal parameters, gradients and
@@ -101,6 +117,23 @@ impl AdamW {
         state: &HashMap<String, Tensor>,
         steps: usize,
     ) -> Result<()> {
+        let skipped = self.parameters().map(|(name, _)| {
+            let name = format!("{SKIPPED}{name}");
+            let Some(count) = state.get(&name) else {
+                return Ok(0);
+            };
+            let count = count.to_scalar::<i64>()?;
+            match usize::try_from(count) {
+                Ok(skipped) if skipped <= steps => Ok(skipped),
+                _ => Err(Error::Data {
+                    what: format!("optimizer state {name}"),
+                    expected: format!("a count of skipped steps, of {steps}"),
+                    got: count.to_string(),
+                    hint: "it was damaged, or belongs to another step; take an earlier one".into(),
+                }),
+            }
+        });
+        let skipped = skipped.collect::<Result<_>>()?;
         for (name, var) in self.state_vars() {
             let Some(tensor) = state.get(&name) else {
                 continue; // not after the check
@@ -110,7 +143,7 @@ impl AdamW {
                 var.set(&tensor.to_device(var.device())?)?;
             }
         }
-        self.steps = steps;
+        (self.steps, self.skipped) = (steps, skipped);
         Ok(())
     }
 
@@ -134,6 +167,20 @@ impl AdamW {
                 got,
                 hint: hint.into(),
             });
+        }
+        for (name, _) in self.parameters() {
+            let name = format!("{SKIPPED}{name}");
+            match given.remove(&name) {
+                Some(got) if got != "i64 []" => {
+                    return Err(Misfit::Entry {
+                        name,
+                        expected: "i64 []".into(),
+                        got,
+                        hint: "it is a count of steps".into(),
+                    });
+                }
+                _ => {} // 0 where there is none
+            }
         }
         match given.pop_first() {
             None => Ok(()),

@@ -22,6 +22,7 @@ pub(super) const CONFIG: AdamWConfig = AdamWConfig {
     eps: 1e-8,
     weight_decay: 0.1,
     moments: tallow::optim::Moments::Wide,
+    missing_gradients: tallow::optim::MissingGradients::Error,
 };
 
 pub fn as_one_process() -> Result<()> {

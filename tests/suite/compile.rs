@@ -15,6 +15,7 @@ mod loss_gpu;
 mod loss_options;
 mod loss_step;
 mod memory;
+mod missing_gradients;
 mod options;
 mod packed;
 mod phase_times;

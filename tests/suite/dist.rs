@@ -4,6 +4,7 @@
 mod ahead;
 mod collectives;
 mod fully_sharded;
+mod missing_gradients;
 mod paper;
 mod planned;
 mod replicated;

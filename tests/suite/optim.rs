@@ -11,6 +11,7 @@ mod grad_scaler;
 mod groups;
 mod guard;
 mod kernel;
+mod missing;
 mod schedule;
 mod state;
 

@@ -117,6 +117,7 @@ impl Lower<'_> {
             gradients: gradients.collect(),
             norm: norm.map(renamed),
             recompute: self.recompute,
+            unreached: self.unreached,
         };
         Ok((lowered, numbers))
     }

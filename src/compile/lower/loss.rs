@@ -1,10 +1,14 @@
 //! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
 
+use super::super::buffer::{Category, Location};
 use super::super::plan::{BufferRange, Phase};
+use super::super::traced::Parameter;
 use super::Lower;
+use crate::ops::arithmetic::lowering::zeros;
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
 use crate::ops::lowering::{Accumulate, Named};
+use crate::optim::MissingGradients;
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -77,16 +81,57 @@ impl Lower<'_> {
         mean
     }
 
-    /// Every parameter has a gradient, as an eager step wants it.
-    pub(super) fn check_reached(&self) -> Result<()> {
+    /// Plans what parameters' groups say for those that the loss does not depend on: an error, no update, or an update
+    /// from zeros.
+    pub(super) fn complete_gradients(&mut self) -> Result<()> {
         let function = self.job.function;
-        let mut all = function.parameters.iter().zip(&self.weights.gradients);
-        match all.find(|(_, gradient)| gradient.is_none()) {
-            None => Ok(()),
-            Some((parameter, _)) => Err(Error::MissingGradient {
-                op: function.op,
-                parameter: parameter.name.clone(),
-            }),
+        for (number, parameter) in function.parameters.iter().enumerate() {
+            if self.weights.gradients[number].is_some() {
+                continue;
+            }
+            self.unreached.push((number, parameter.missing));
+            match parameter.missing {
+                MissingGradients::Error => {
+                    return Err(Error::MissingGradient {
+                        op: function.op,
+                        parameter: parameter.name.clone(),
+                    });
+                }
+                MissingGradients::Skip => {}
+                MissingGradients::Zero => self.zero_gradient(number),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a gradient of zeros, of a parameter or of this rank's part of it.
+    fn zero_gradient(&mut self, number: usize) {
+        let function = self.job.function;
+        let Parameter {
+            name,
+            elements,
+            dtype,
+            ..
+        } = &function.parameters[number];
+        let elements = match self.job.config.fully_shard.and(self.job.config.shard) {
+            Some(own) => own.part(*elements).len(),
+            None => *elements,
+        };
+        let (location, buffers) = (Location::Parameter(number), &mut self.plan.buffers);
+        if !buffers
+            .iter()
+            .any(|(_, buffer)| buffer.location == location)
+        {
+            buffers.add(name, &[elements], *dtype, Category::Parameter, location);
+        }
+        let gradient = format!("gradient of {name}");
+        let gradient = buffers.arena(&gradient, &[elements], *dtype, Category::Gradient);
+        let gradient = self.plan.whole(gradient);
+        self.plan.path = "missing_gradients".into();
+        self.plan.call(zeros(), [], [("y", gradient.clone())]);
+        self.weights.gradients[number] = Some(gradient);
+        if self.job.config.optimizer_in_backward {
+            self.weights.late.push(number);
         }
     }
 }

@@ -51,6 +51,7 @@ use super::writer::Writer;
 use crate::graph::{self, ValueId};
 use crate::ops::cost::Cost;
 use crate::ops::lowering::Check;
+use crate::optim::MissingGradients;
 use crate::{Error, Result};
 use form::{Form, Placed};
 use gradients::Gradients;
@@ -89,6 +90,8 @@ pub(super) struct Lowered {
     pub norm: Option<BufferRange>,
     /// What of [`Job::recompute`] there was.
     pub recompute: Recompute,
+    /// Parameters that the loss does not depend on, and what is planned for each.
+    pub unreached: Vec<(usize, MissingGradients)>,
 }
 
 /// Plans a step: the graph's first output is the loss.
@@ -107,7 +110,7 @@ pub(super) fn step(job: &Job<'_>) -> Result<Lowered> {
     lower.free_weights();
     lower.backward()?;
     lower.scatter_all_gradients();
-    lower.check_reached()?;
+    lower.complete_gradients()?;
     let per_micro_batch = first..lower.plan.calls.len();
     lower.update();
     lower.finish(loss, per_micro_batch)
@@ -204,6 +207,7 @@ struct Lower<'a> {
     weights: Weights,
     /// The mean loss, once it is there.
     mean_loss: Option<BufferRange>,
+    unreached: Vec<(usize, MissingGradients)>,
     /// What of [`Job::recompute`] there is.
     recompute: Recompute,
 }
@@ -238,6 +242,7 @@ impl<'a> Lower<'a> {
             gradients: Gradients::default(),
             weights: Weights::new(&program, job),
             mean_loss: None,
+            unreached: Vec::new(),
             recompute: choice.taken(job.recompute),
             program,
         }

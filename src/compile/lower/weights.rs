@@ -28,7 +28,7 @@ pub(super) struct Weights {
     /// Parameters whose gradients are complete, to be updated in backward.
     waiting: Vec<usize>,
     /// The same, to be updated at its end.
-    late: Vec<usize>,
+    pub late: Vec<usize>,
 }
 
 impl Weights {

@@ -2,12 +2,13 @@
 
 use crate::kernels::cpu::{arithmetic as kernel, reduce};
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::{arithmetic, copy};
+use crate::kernels::cuda::{arithmetic, copy, set_to_zero};
 use crate::ops::lowering::map;
 use crate::ops::lowering::{
     Accumulate, Calls, Kernel, Lowering, Signature, Slot, converted, kernel, on_gpu,
 };
 use crate::ops::strided;
+use candle_core::WithDType;
 
 /// Reads a and b; writes y: an elementwise kernel of two.
 macro_rules! elementwise {
@@ -99,6 +100,14 @@ pub(crate) fn accumulated(accumulate: Accumulate) -> Kernel {
         (x, y) => copy(l.gpu, x, y),
     });
     kernel.accumulating(accumulate)
+}
+
+/// Writes zeros to y.
+pub(crate) fn zeros() -> Kernel {
+    let kernel = kernel!("zeros", of "y", |T, _, s| {
+        s.y::<T>("y")?.fill(WithDType::from_f64(0.0));
+    });
+    on_gpu!(kernel, |_, l| set_to_zero(l.gpu, l.y("y")?))
 }
 
 /// `f` of both inputs in the output's shape, rounded where the output is.

@@ -67,7 +67,9 @@ use std::collections::HashMap;
 ///   [`AdamW`] takes it for an `f16` parameter as it is.
 /// - A gradient that overflows by being unscaled (with a scale under 1) counts as overflow, where PyTorch would step.
 /// - A scale that backs off until it has left `f32`'s normal numbers is an error, where PyTorch goes on in silence.
-/// - Parameters without a gradient are an error, as everywhere in this crate.
+/// - Parameters without a gradient are an error, unless [`AdamWConfig::missing_gradients`] says otherwise.
+///
+/// [`AdamWConfig::missing_gradients`]: super::AdamWConfig::missing_gradients
 #[derive(Clone, Debug)]
 pub struct GradScaler {
     enabled: bool,
@@ -192,7 +194,7 @@ impl GradScaler {
     /// [`Error::Order`] if one of the parameters was stepped since the last [`update`](Self::update), and as
     /// [`AdamW::step`].
     pub fn step(&mut self, optimizer: &mut AdamW, gradients: &mut GradStore) -> Result<bool> {
-        let parameters: Vec<_> = optimizer.parameters().cloned().collect();
+        let parameters = optimizer.with_gradients(STEP, gradients)?;
         self.step_with(gradients, &parameters, |gradients| {
             optimizer.step(gradients)
         })

@@ -4,7 +4,7 @@ use super::{EXCHANGES, batch, bits, distance, model, on_ranks};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::dist::{Replicated, ReplicatedConfig};
-use tallow::optim::GradientAccumulator;
+use tallow::optim::{GradientAccumulator, MissingGradients};
 use tallow::{Error, ops};
 
 /// One rank's, of the batches of all.
@@ -119,6 +119,41 @@ fn without_a_gradient() {
             let is_named =
                 matches!(&error, Error::MissingGradient { parameter, .. } if parameter == "b");
             assert!(is_named, "{error}");
+        }
+    }
+}
+
+/// Each rank chooses another expert, and none the last: the mean over ranks, of which one has zeros.
+#[test]
+fn experts_that_some_ranks_do_not_choose() {
+    for exchange in EXCHANGES {
+        for missing in [MissingGradients::Skip, MissingGradients::Zero] {
+            let found = on_ranks(2, |ranks| {
+                let vars = [1f32, 2.0, 3.0, 4.0].map(|x| Var::new(&[x], &Device::Cpu).unwrap());
+                let names = ["shared", "first", "second", "idle"].map(String::from);
+                let parameters: Vec<_> = names.into_iter().zip(vars.clone()).collect();
+                let config = ReplicatedConfig {
+                    exchange,
+                    dtype: None,
+                };
+                let replicated = Replicated::new(&ranks, parameters, config)?;
+                let replicated = replicated.with_missing(missing);
+                let chosen = &vars[1 + ranks.rank()];
+                let gradients = replicated.backward(ops::sum(&ops::mul(&vars[0], chosen)?)?)?;
+                let of = |var: &Var| gradients.get(var).map(|g| g.to_vec1::<f32>().unwrap()[0]);
+                Ok(vars.each_ref().map(of))
+            });
+            let idle = match missing {
+                MissingGradients::Zero => Some(0.0),
+                _ => None,
+            };
+            for found in found {
+                assert_eq!(
+                    found,
+                    [Some(2.5), Some(0.5), Some(0.5), idle],
+                    "{exchange:?}"
+                );
+            }
         }
     }
 }

@@ -105,3 +105,29 @@ fn what_is_refused() {
         .loss_of_documents(&all, &longer, SEPARATOR, None)
         .unwrap_err();
 }
+
+/// Masked targets are -100, as PyTorch has them: the mean over the others.
+#[test]
+fn masked_targets() {
+    let (model, text) = (model(Algorithm::Naive, Checkpointing::None), text());
+    let (tokens, wanted) = (tensor(&[&text[0][..5]]), tensor(&[&text[0][1..6]]));
+    let rows = wanted
+        .to_dtype(DType::I64)
+        .unwrap()
+        .to_vec2::<i64>()
+        .unwrap();
+    let mut masked = rows[0].clone();
+    masked[..3].fill(-100);
+    let masked = Tensor::new(vec![masked], &Device::Cpu).unwrap();
+    let context = nn::ForwardContext::default();
+    let loss = model
+        .loss_with(&tokens, &masked, &context, Some(-100))
+        .unwrap();
+    let logits = model.forward(&tokens).unwrap();
+    let last = |x: &Tensor| x.narrow(1, 3, 2).unwrap();
+    let wanted = tallow::ops::cross_entropy(&last(&logits), &last(&wanted)).unwrap();
+    let [loss, wanted] = [loss, wanted].map(|x| x.to_scalar::<f64>().unwrap());
+    assert!((loss - wanted).abs() < 1e-12, "{loss} {wanted}");
+    let error = model.loss(&tokens, &masked).unwrap_err().to_string();
+    assert!(error.contains("id -100 at position 0"), "{error}");
+}

@@ -178,7 +178,7 @@ fn among_candles_own() {
     let tokens = Tensor::new(&[1u32, 5, 9, 10], &CPU).unwrap();
     let logits = tokens.apply(&network).unwrap();
     let loss = candle_nn::loss::cross_entropy(&logits, &tokens).unwrap();
-    let variables = map.data().lock().unwrap().clone().into_iter().collect();
+    let variables = tallow::optim::parameters_of(&map);
     let gradients = gradients_of(&loss, variables);
     assert_eq!(gradients.len(), 8);
     alive(&gradients);

@@ -4,7 +4,7 @@ use super::{named, noise, noisy_gradient, relative, store, values, var};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::Error;
-use tallow::optim::{AdamW, AdamWConfig, Moments};
+use tallow::optim::{AdamW, AdamWConfig, MissingGradients, Moments};
 
 const CONFIG: AdamWConfig = AdamWConfig {
     lr: 1e-2,
@@ -12,6 +12,7 @@ const CONFIG: AdamWConfig = AdamWConfig {
     eps: 1e-8,
     weight_decay: 0.1,
     moments: Moments::Wide,
+    missing_gradients: MissingGradients::Error,
 };
 
 /// The textbook's recurrence for one number: corrected moments by name, no common factors taken out. `round` is applied
