@@ -43,7 +43,7 @@ fn step(policy: Autocast, seed: u64, device: &Device) -> Result<Vec<(String, DTy
         mean: 0.0,
         stdev: 1.0,
     };
-    let x = vb.get_with_hints((BATCH, IN), "input", normal)?;
+    let x = vb.get_with_hints((BATCH, IN), "input", normal)?.detach();
     let targets: Vec<u32> = (0..BATCH as u32).map(|i| i % OUT as u32).collect();
     let targets = Tensor::new(targets, device)?;
 

@@ -170,7 +170,7 @@ impl SelfAttentionRun {
             mean: 0.0,
             stdev: 1.0,
         };
-        Ok(builder.get_with_hints(shape, "x", init)?)
+        Ok(builder.get_with_hints(shape, "x", init)?.detach())
     }
 
     fn memory(&self, alive: &Alive) -> Fields {

@@ -6,13 +6,16 @@ use crate::kernels::cuda;
 use crate::kernels::normal::stream;
 #[cfg(feature = "cuda")]
 use crate::ops::cuda as on_gpu;
-use candle_core::{DType, Device, Error, Result, Shape, Tensor};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use half::{bf16, f16};
 use std::collections::TryReserveError;
 
-/// A builder whose tensors are drawn from `seed`: the same seed and name give the same bits, in whatever order they are
-/// asked for, on any number of threads and on any device. An NVIDIA GPU draws its own.
+/// A builder of variables whose initial values are drawn from `seed`. The same seed and name give the same bits, in any
+/// order of calls, on any number of threads and on any device. An NVIDIA GPU draws its own.
+///
+/// Every call makes a new variable: a name that is asked for twice gives two. For numbers that are not trained, `detach`
+/// what it gives.
 ///
 /// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Element i is
 /// `mean + stdev F^-1(u)`, F being the distribution cut so, and u the i-th uniform number of a counter-based generator
@@ -43,7 +46,7 @@ impl SimpleBackend for Seeded {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        match init {
+        let value = match init {
             Init::Const(value) => Tensor::full(value, shape, device)?.to_dtype(dtype),
             Init::Randn { mean, stdev } => {
                 let normal = (mean, stdev);
@@ -61,7 +64,8 @@ impl SimpleBackend for Seeded {
             other => Err(Error::Msg(format!(
                 "{name}: a seeded builder draws Init::Randn and Init::Const, not {other:?}"
             ))),
-        }
+        };
+        Ok(Var::from_tensor(&value?)?.into_inner())
     }
 
     fn get_unchecked(&self, name: &str, _dtype: DType, _device: &Device) -> Result<Tensor> {

@@ -26,7 +26,7 @@
 //! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight may be the tensor of a
 //! variable, which is trained and which [`Layer::parameters`] lists as a candle [`Var`]; a plain tensor, which is
 //! frozen; or a tensor that another layer holds too, which is tied. Builders make variables of what they give;
-//! `from_weights` takes any tensor.
+//! `from_weights` takes any tensor. [`Parameter`] is a weight that belongs to no layer.
 
 mod architecture;
 mod attention;
@@ -39,6 +39,7 @@ mod gelu_mlp;
 mod init;
 mod linear;
 mod norm;
+mod parameter;
 mod rope_scaling;
 mod rotary;
 mod swiglu;
@@ -56,6 +57,7 @@ pub use init::seeded;
 pub use linear::Linear;
 pub(crate) use norm::check_eps;
 pub use norm::{LayerNorm, RmsNorm};
+pub use parameter::Parameter;
 pub use rope_scaling::RopeScaling;
 pub use rotary::{RotaryConfig, RotaryEmbedding};
 pub use swiglu::SwiGlu;
@@ -129,7 +131,7 @@ pub fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// The tensor of a variable of the builder's: shared with it where it keeps variables (a `VarMap`), new otherwise.
+/// The tensor of a variable: the builder's own where it gives variables (a `VarMap`, [`seeded`]), new otherwise.
 fn variable(
     vb: &VarBuilder<'_>,
     name: &str,

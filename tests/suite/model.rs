@@ -15,6 +15,7 @@ mod gradients;
 mod init;
 mod layers;
 mod padding;
+mod parameter;
 mod parameters;
 mod refused_files;
 mod refused_inputs;
