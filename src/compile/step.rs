@@ -215,9 +215,10 @@ impl Step {
         tensors: &Tensors<'_>,
         loss_scale: Option<f64>,
     ) -> Result<bool> {
-        let planned = optimizer.planned_updates(self.op, &self.parameters)?;
-        parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        let mut planned = optimizer.planned_updates(self.op, &self.parameters)?;
         self.check_unreached(&planned)?;
+        self.leave_out_skipped(&mut planned);
+        parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
         self.check_shares(&planned)?;
         self.plan.set_moments(|number, dtype| {
             let moments = planned[number].moments.as_ref();
@@ -256,6 +257,19 @@ impl Step {
         skipped.map(|(number, _)| *number)
     }
 
+    /// Takes the state of skipped parameters out, which no call has. A GPU has room for one update for each parameter of
+    /// the plan: theirs become another's.
+    fn leave_out_skipped(&self, planned: &mut [PlannedUpdate]) {
+        let is_skipped = |number: &usize| self.skipped().any(|skipped| skipped == *number);
+        let Some(other) = (0..planned.len()).find(|number| !is_skipped(number)) else {
+            return;
+        };
+        let update = planned[other].update;
+        for number in self.skipped() {
+            (planned[number].moments, planned[number].update) = (None, update);
+        }
+    }
+
     /// Whether the plan does with parameters that have no gradient what this optimizer's groups say.
     fn check_unreached(&self, planned: &[PlannedUpdate]) -> Result<()> {
         for (number, missing) in &self.unreached {
@@ -277,11 +291,8 @@ impl Step {
 
     /// Whether the plan updates the parameters whose state this optimizer has, and no others.
     fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
-        let mut own: Vec<bool> = planned.iter().map(|p| p.moments.is_some()).collect();
-        for number in self.skipped() {
-            own[number] = false;
-        }
-        if own == self.updated {
+        let own = planned.iter().map(|planned| planned.moments.is_some());
+        if own.eq(self.updated.iter().copied()) {
             return Ok(());
         }
         let own = planned.iter().filter(|planned| planned.moments.is_some());
