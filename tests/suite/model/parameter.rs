@@ -100,7 +100,7 @@ fn traced_by_name() {
     let traced = graph::trace(Target::Cpu, || model.loss(&x)).unwrap();
     for name in NAMES {
         let is_it = |value: &&graph::Value| value.source == Source::Weight(name.into());
-        let value = traced.values.iter().find(is_it);
+        let value = traced.values().iter().find(is_it);
         assert!(value.unwrap_or_else(|| panic!("{name}")).tracked);
     }
 }
