@@ -209,15 +209,19 @@ fn paths_need_not_be_text() {
 fn a_hangup_saves_the_run() {
     use std::process::Stdio;
     let folder = tempfile::tempdir().unwrap();
-    let checkpoint = folder.path().join("run.safetensors");
+    let [checkpoint, curve] = ["run.safetensors", "loss.csv"].map(|name| folder.path().join(name));
     let line = format!(
-        "train SMALL --data DATA --sample 0 --checkpoint {}",
-        checkpoint.display()
+        "train SMALL --data DATA --sample 0 --checkpoint {} --out {}",
+        checkpoint.display(),
+        folder.path().display()
     );
     let mut command = example(&format!("{line} --steps 1000000000 --schedule constant"));
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-    while !checkpoint.exists() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
+    // The curve's file is there for a moment when it is tried; after the first checkpoint it is there with an evaluation.
+    for file in [&checkpoint, &curve] {
+        while !file.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
     }
     // SAFETY: a process that this one started and has not waited for.
     assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGHUP) }, 0);
