@@ -4,7 +4,7 @@ use super::choice::{ProductSizes, prefers_own_gemm_by};
 use super::panels::{PANEL_FLOPS, PanelCut};
 use super::threads::Threads;
 
-/// The most bytes that [`matmul_to`](super::matmul_to) asks for, and gives back, at any moment of a product; never less
+/// The most bytes that `matmul_to` asks for, and gives back, at any moment of a product; never less
 /// for a larger product. (In f64: huge sizes do not overflow.)
 ///
 /// Our own products ask for nothing: each thread keeps what it packs into, 0.75 MiB from its first product on, 2.5 from
