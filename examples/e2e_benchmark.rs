@@ -165,9 +165,11 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
+        let available_bytes =
+            common::memory::available_bytes(&device, self.memory_limit_gib, &precisions)?;
         let sweep = |peak_flops| {
             let runs = models.iter().flat_map(|Model { name, config }| {
-                let runs = self.sweep(&device, config, &precisions, peak_flops);
+                let runs = self.sweep(config, &precisions, available_bytes, peak_flops);
                 runs.into_iter().map(move |run| (name.as_str(), run))
             });
             runs.collect::<Vec<(&str, EndToEnd)>>()
@@ -176,7 +178,12 @@ impl Flags {
             let Some((_, run)) = sweep(None).into_iter().nth(index) else {
                 return Ok(());
             };
+            common::memory::fit_allocator(&device, [&run]);
             return isolated::answer(&run.run(&device, |_, _| ())?);
+        }
+        if !self.isolate {
+            let runs = sweep(None);
+            common::memory::fit_allocator(&device, runs.iter().map(|(_, run)| run));
         }
         let compared = self.compared(&precisions);
         let is_about_warmup = self.isolate || self.warmup_steps.len() > 1;
@@ -318,12 +325,11 @@ impl Flags {
     /// Every combination of the flags' lists for one model.
     fn sweep(
         &self,
-        device: &candle_core::Device,
         config: &TransformerConfig,
         precisions: &[Precision],
+        available_bytes: Option<u64>,
         peak_flops: Option<f64>,
     ) -> Vec<EndToEnd> {
-        let limit = self.memory_limit_gib.map(common::gib_bytes);
         let budget = self.memory_budget_gib.map(common::gib_bytes);
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
@@ -349,8 +355,7 @@ impl Flags {
                                         .filter(|_| execution.is_planned_step(mode)),
                                     seed: self.common.seed,
                                     peak_flops,
-                                    available_bytes: limit
-                                        .or_else(|| tallow::hardware::available_bytes_on(device)),
+                                    available_bytes,
                                 });
                             }
                         }

@@ -108,7 +108,9 @@ impl Flags {
             .models(longest.unwrap_or_default(), &self.attention)?;
         let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
         let mut rows = Vec::new();
-        for (model, run) in self.sweep(&device, &models, peak_flops) {
+        let runs = self.sweep(&device, &models, &precisions, peak_flops)?;
+        common::memory::fit_allocator(&device, runs.iter().map(|(_, run)| run));
+        for (model, run) in runs {
             common::progress(format!(
                 "{}, batch {}, context {}, {} attention, {}",
                 model.name,
@@ -173,9 +175,11 @@ impl Flags {
         &self,
         device: &candle_core::Device,
         models: &'m [Model],
+        precisions: &[Precision],
         peak_flops: Option<f64>,
-    ) -> Vec<(&'m Model, EndToEnd)> {
-        let limit = self.memory_limit_gib.map(common::gib_bytes);
+    ) -> Result<Vec<(&'m Model, EndToEnd)>> {
+        let available_bytes =
+            common::memory::available_bytes(device, self.memory_limit_gib, precisions)?;
         let paired = models.len() == self.batch_size.len();
         let mut runs = Vec::new();
         for (i, model) in models.iter().enumerate() {
@@ -201,8 +205,7 @@ impl Flags {
                                 memory_budget_bytes: None,
                                 seed: self.common.seed,
                                 peak_flops,
-                                available_bytes: limit
-                                    .or_else(|| tallow::hardware::available_bytes_on(device)),
+                                available_bytes,
                             };
                             runs.push((model, run));
                         }
@@ -210,7 +213,7 @@ impl Flags {
                 }
             }
         }
-        runs
+        Ok(runs)
     }
 
     fn configuration(

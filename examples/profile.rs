@@ -169,13 +169,14 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.attention)?;
+        let runs = self.sweep(&device, &models, &precisions)?;
+        common::memory::fit_allocator(&device, runs.iter().map(|run| &run.run));
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions),
             columns: summary_columns(device.is_cuda()),
             ..Default::default()
         };
-        let runs = self.sweep(&device, &models, &precisions);
         let mut kept = Ok(()); // a file that fails does not cost the table
         for run in &runs {
             common::progress(run.title());
@@ -242,9 +243,9 @@ impl Flags {
         device: &candle_core::Device,
         models: &[Model],
         precisions: &[Precision],
-    ) -> Vec<Run> {
-        let limit = self.memory_limit_gib;
-        let limit = limit.map(common::gib_bytes);
+    ) -> Result<Vec<Run>> {
+        let limit_gib = self.memory_limit_gib;
+        let available_bytes = common::memory::available_bytes(device, limit_gib, precisions)?;
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
             for (mode, execution) in executed(self.compile, modes(&self.mode), precision) {
@@ -262,7 +263,7 @@ impl Flags {
                     memory_budget_bytes: None,
                     seed: self.common.seed,
                     peak_flops: None,
-                    available_bytes: limit.or_else(|| tallow::hardware::available_bytes_on(device)),
+                    available_bytes,
                 };
                 let size = name.to_string();
                 runs.push(Run { size, run });
@@ -280,7 +281,7 @@ impl Flags {
                 }
             }
         }
-        runs
+        Ok(runs)
     }
 
     /// Times the run without a profiler, then with one; the row that says so if memory does not hold it.

@@ -1,5 +1,6 @@
 //! The flags of `train` and `precision_curves`, and what the library makes of them.
 
+use crate::common::memory as memory_limits;
 use crate::common::precision::PrecisionFlags;
 use crate::common::{outputs, values};
 use candle_core::{DType, Device};
@@ -431,8 +432,12 @@ pub fn eager_bytes(
 }
 
 /// Refuses a training step that does not fit, instead of being killed for it.
-pub fn check_room(wanted_bytes: u64, device: &Device) -> Result<()> {
-    match tallow::hardware::available_bytes_on(device) {
+pub fn check_room(wanted_bytes: u64, precision: Precision, device: &Device) -> Result<()> {
+    let available_bytes = memory_limits::available_bytes(device, None, &[precision])?;
+    if let Some(available_bytes) = available_bytes {
+        memory_limits::fit_allocator_to(device, wanted_bytes, available_bytes);
+    }
+    match available_bytes {
         Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
             what: "the training step".into(),
             wanted_bytes,

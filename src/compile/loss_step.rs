@@ -94,6 +94,20 @@ impl LossStep {
         let groups = optimizer.groups().iter();
         let parameters = groups.flat_map(|group| group.parameters.iter().cloned());
         let parameters: Vec<(String, Var)> = parameters.collect();
+        optimizer.planned_updates(OP, &parameters)?;
+        Self::of_parameters(parameters, config, loss)
+    }
+
+    /// As [`new`](Self::new), without an optimizer: for [`forward_backward`](Self::forward_backward) alone.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(crate) fn of_parameters(
+        parameters: Vec<(String, Var)>,
+        config: &StepConfig,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        config.validate()?;
         let Some((_, first)) = parameters.first() else {
             return Err(Error::Order {
                 op: OP,
@@ -102,7 +116,6 @@ impl LossStep {
             });
         };
         let device = first.device().clone();
-        optimizer.planned_updates(OP, &parameters)?;
         Self::plan_and_allocate(&parameters.clone(), parameters, &device, config, loss)
     }
 

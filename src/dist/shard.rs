@@ -44,7 +44,7 @@ impl Shard {
     pub fn part(&self, elements: usize) -> Range<usize> {
         let each = elements.div_ceil(self.world_size);
         let each = each.next_multiple_of(PART_ELEMENTS);
-        let begin = |rank: usize| (rank * each).min(elements);
+        let begin = |rank: usize| rank.saturating_mul(each).min(elements);
         begin(self.rank)..begin(self.rank + 1)
     }
 

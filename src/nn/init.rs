@@ -95,7 +95,12 @@ impl Seeded {
             return Ok(on_gpu::tensor(storage, shape));
         }
         let values = truncated_normal::<T>(self.seed, name, normal, shape.elem_count());
-        Tensor::from_vec(values.map_err(Error::wrap)?, shape, device)
+        let values = values.map_err(|_| crate::Error::OutOfMemory {
+            what: format!("drawing {name}"),
+            wanted_bytes: (shape.elem_count() as u64).saturating_mul(size_of::<T>() as u64),
+            available_bytes: crate::hardware::available_bytes().unwrap_or_default(),
+        })?;
+        Tensor::from_vec(values, shape, device)
     }
 }
 

@@ -1,8 +1,8 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use super::lowering::Slice;
-use super::operand::{check_room, inside_storage};
-use crate::kernels::cpu::parallel;
+use super::operand::{check_granted, check_room, inside_storage};
+use crate::kernels::cpu::{gemm, parallel};
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -124,6 +124,15 @@ fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T
     })
 }
 
+/// Has all threads of the current pool allocate what they keep for matmuls, `in_half` precision or not.
+pub(crate) fn reserve_scratch(in_half: bool) -> crate::Result<()> {
+    gemm::reserve_scratch(in_half).map_err(|_| crate::Error::OutOfMemory {
+        what: "what threads keep for matmuls".into(),
+        wanted_bytes: gemm::scratch_bytes(in_half) as u64,
+        available_bytes: hardware::available_bytes().unwrap_or_default(),
+    })
+}
+
 /// How many elements a result has.
 fn elements_of(shape: &Shape) -> Result<usize> {
     let count = shape
@@ -162,6 +171,12 @@ pub(crate) fn ids(
         position,
         vocab_size,
     };
+    if !is_traced {
+        let bytes = ids
+            .elem_count()
+            .saturating_mul(size_of::<u32>() + ids.dtype().size_in_bytes());
+        check_granted("ids", bytes as u64)?;
+    }
     let is_in = |id: u32| (id as usize) < vocab_size || Some(id) == ignore;
     let checked: Vec<u32> = match ids.dtype() {
         DType::U32 if is_traced => return Ok(ids.clone()),
