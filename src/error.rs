@@ -202,7 +202,7 @@ pub enum Error {
         given: String,
     },
 
-    /// More memory wanted than there is, known before anything was allocated.
+    /// More memory needed than there is, known before anything was allocated, or an allocation that was refused.
     #[error(
         "{what}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
          context or a smaller model"

@@ -4,6 +4,7 @@ use crate::kernels::cpu::{self, Stored, parallel::filled};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 use crate::kernels::normal::stream;
+use crate::ops;
 #[cfg(feature = "cuda")]
 use crate::ops::cuda as on_gpu;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
@@ -95,11 +96,8 @@ impl Seeded {
             return Ok(on_gpu::tensor(storage, shape));
         }
         let values = truncated_normal::<T>(self.seed, name, normal, shape.elem_count());
-        let values = values.map_err(|_| crate::Error::OutOfMemory {
-            what: format!("drawing {name}"),
-            wanted_bytes: (shape.elem_count() as u64).saturating_mul(size_of::<T>() as u64),
-            available_bytes: crate::hardware::available_bytes().unwrap_or_default(),
-        })?;
+        let bytes = (shape.elem_count() as u64).saturating_mul(size_of::<T>() as u64);
+        let values = values.map_err(|_| ops::not_granted(name, bytes))?;
         Tensor::from_vec(values, shape, device)
     }
 }

@@ -1,7 +1,7 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use super::lowering::Slice;
-use super::operand::{check_granted, check_room, inside_storage};
+use super::operand::{check_granted, check_room, inside_storage, not_granted};
 use crate::kernels::cpu::{gemm, parallel};
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
@@ -126,11 +126,9 @@ fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T
 
 /// Has all threads of the current pool allocate what they keep for matmuls, `in_half` precision or not.
 pub(crate) fn reserve_scratch(in_half: bool) -> crate::Result<()> {
-    gemm::reserve_scratch(in_half).map_err(|_| crate::Error::OutOfMemory {
-        what: "what threads keep for matmuls".into(),
-        wanted_bytes: gemm::scratch_bytes(in_half) as u64,
-        available_bytes: hardware::available_bytes().unwrap_or_default(),
-    })
+    let wanted_bytes = gemm::scratch_bytes(in_half) as u64;
+    let reserved = gemm::reserve_scratch(in_half);
+    reserved.map_err(|_| not_granted("the scratch of threads for matmuls", wanted_bytes))
 }
 
 /// How many elements a result has.

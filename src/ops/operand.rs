@@ -134,11 +134,16 @@ pub(crate) fn check_granted(what: &str, wanted_bytes: u64) -> Result<()> {
     let bytes = usize::try_from(wanted_bytes).unwrap_or(usize::MAX);
     let granted = block.try_reserve_exact(bytes);
     std::hint::black_box(&mut block); // or the compiler leaves the allocation out
-    granted.map_err(|_| Error::OutOfMemory {
+    granted.map_err(|_| not_granted(what, wanted_bytes))
+}
+
+/// The error of an allocation that was refused.
+pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
+    Error::OutOfMemory {
         what: what.into(),
         wanted_bytes,
         available_bytes: hardware::available_bytes().unwrap_or_default(),
-    })
+    }
 }
 
 /// As [`check_granted`], for a tensor that is made on `device`: a GPU's allocations fail with an error.

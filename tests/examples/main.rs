@@ -3,6 +3,7 @@
 
 mod family;
 mod layout;
+mod memory;
 mod outputs;
 mod process;
 mod refusals;
