@@ -17,7 +17,7 @@ use tallow::{Result, backward};
 pub struct Refusing;
 
 /// How large blocks are that may be refused: what an error needs for its words is smaller.
-const LARGE_BYTES: usize = 1 << 16;
+const LARGE_BYTES: usize = 1 << 17;
 
 /// How many large blocks are granted before all others are refused.
 static GRANTED: AtomicU64 = AtomicU64::new(u64::MAX);
