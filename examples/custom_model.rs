@@ -162,7 +162,7 @@ impl Flags {
     /// Refuses an eager step that memory does not hold.
     fn check_memory(&self, estimate: &Estimate, device: &Device) -> Result<()> {
         let wanted_bytes = estimate.peak_bytes;
-        match common::memory::available_bytes(device, None, &[tallow::precision::Precision::F32])? {
+        match tallow::hardware::available_bytes_on(device) {
             Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
                 what: "a training step".into(),
                 wanted_bytes,

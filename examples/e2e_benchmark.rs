@@ -165,26 +165,31 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
-        let available_bytes =
-            common::memory::available_bytes(&device, self.memory_limit_gib, &precisions)?;
-        let sweep = |peak_flops| {
+        let sweep = |available_bytes, peak_flops| {
             let runs = models.iter().flat_map(|Model { name, config }| {
                 let runs = self.sweep(config, &precisions, available_bytes, peak_flops);
                 runs.into_iter().map(move |run| (name.as_str(), run))
             });
             runs.collect::<Vec<(&str, EndToEnd)>>()
         };
+        let available_to = |runs: &[(&str, EndToEnd)]| {
+            let runs = runs.iter().map(|(_, run)| run);
+            common::memory::available_bytes(&device, self.memory_limit_gib, runs)
+        };
         if let Some(index) = self.isolated_run {
-            let Some((_, run)) = sweep(None).into_iter().nth(index) else {
+            let Some((name, run)) = sweep(None, None).into_iter().nth(index) else {
                 return Ok(());
             };
-            common::memory::fit_allocator(&device, [&run]);
+            let run = EndToEnd {
+                available_bytes: available_to(&[(name, run.clone())])?,
+                ..run
+            };
             return isolated::answer(&run.run(&device, |_, _| ())?);
         }
-        if !self.isolate {
-            let runs = sweep(None);
-            common::memory::fit_allocator(&device, runs.iter().map(|(_, run)| run));
-        }
+        let available_bytes = match self.isolate {
+            true => None, // each process asks for itself
+            false => available_to(&sweep(None, None))?,
+        };
         let compared = self.compared(&precisions);
         let is_about_warmup = self.isolate || self.warmup_steps.len() > 1;
         let columns = match self.view {
@@ -203,7 +208,7 @@ impl Flags {
             notes: self.notes(&precisions),
             ..Default::default()
         };
-        for (i, (name, run)) in sweep(peak_flops).into_iter().enumerate() {
+        for (i, (name, run)) in sweep(available_bytes, peak_flops).into_iter().enumerate() {
             let title = format!(
                 "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
                 run.batch_size,

@@ -108,9 +108,22 @@ impl Flags {
             .models(longest.unwrap_or_default(), &self.attention)?;
         let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
         let mut rows = Vec::new();
-        let runs = self.sweep(&device, &models, &precisions, peak_flops)?;
-        common::memory::fit_allocator(&device, runs.iter().map(|(_, run)| run));
+        let runs = self.sweep(&models, peak_flops);
+        let kinds = runs.iter().flat_map(|(_, run)| {
+            let precisions = precisions.iter().copied();
+            precisions.map(|precision| EndToEnd {
+                precision,
+                ..run.clone()
+            })
+        });
+        let kinds: Vec<EndToEnd> = kinds.collect();
+        let available_bytes =
+            common::memory::available_bytes(&device, self.memory_limit_gib, &kinds)?;
         for (model, run) in runs {
+            let run = EndToEnd {
+                available_bytes,
+                ..run
+            };
             common::progress(format!(
                 "{}, batch {}, context {}, {} attention, {}",
                 model.name,
@@ -173,13 +186,9 @@ impl Flags {
     /// Every configuration, in f32.
     fn sweep<'m>(
         &self,
-        device: &candle_core::Device,
         models: &'m [Model],
-        precisions: &[Precision],
         peak_flops: Option<f64>,
-    ) -> Result<Vec<(&'m Model, EndToEnd)>> {
-        let available_bytes =
-            common::memory::available_bytes(device, self.memory_limit_gib, precisions)?;
+    ) -> Vec<(&'m Model, EndToEnd)> {
         let paired = models.len() == self.batch_size.len();
         let mut runs = Vec::new();
         for (i, model) in models.iter().enumerate() {
@@ -205,7 +214,7 @@ impl Flags {
                                 memory_budget_bytes: None,
                                 seed: self.common.seed,
                                 peak_flops,
-                                available_bytes,
+                                available_bytes: None,
                             };
                             runs.push((model, run));
                         }
@@ -213,7 +222,7 @@ impl Flags {
                 }
             }
         }
-        Ok(runs)
+        runs
     }
 
     fn configuration(

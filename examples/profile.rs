@@ -169,8 +169,15 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.attention)?;
-        let runs = self.sweep(&device, &models, &precisions)?;
-        common::memory::fit_allocator(&device, runs.iter().map(|run| &run.run));
+        let mut runs = self.sweep(&models, &precisions);
+        let available_bytes = common::memory::available_bytes(
+            &device,
+            self.memory_limit_gib,
+            runs.iter().map(|run| &run.run),
+        )?;
+        for run in &mut runs {
+            run.run.available_bytes = available_bytes;
+        }
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions),
@@ -238,14 +245,7 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists.
-    fn sweep(
-        &self,
-        device: &candle_core::Device,
-        models: &[Model],
-        precisions: &[Precision],
-    ) -> Result<Vec<Run>> {
-        let limit_gib = self.memory_limit_gib;
-        let available_bytes = common::memory::available_bytes(device, limit_gib, precisions)?;
+    fn sweep(&self, models: &[Model], precisions: &[Precision]) -> Vec<Run> {
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
             for (mode, execution) in executed(self.compile, modes(&self.mode), precision) {
@@ -263,7 +263,7 @@ impl Flags {
                     memory_budget_bytes: None,
                     seed: self.common.seed,
                     peak_flops: None,
-                    available_bytes,
+                    available_bytes: None,
                 };
                 let size = name.to_string();
                 runs.push(Run { size, run });
@@ -281,7 +281,7 @@ impl Flags {
                 }
             }
         }
-        Ok(runs)
+        runs
     }
 
     /// Times the run without a profiler, then with one; the row that says so if memory does not hold it.

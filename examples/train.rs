@@ -491,7 +491,7 @@ impl Flags {
                 eager_bytes(model, config, shard.and_then(sharding), device)?
             }
         };
-        check_room(wanted_bytes, config.precision, device)
+        check_room(wanted_bytes, model, config, self.compile, device)
     }
 }
 
@@ -571,7 +571,7 @@ fn planned_bytes(
     };
     // Planning what cannot fit would take longer than anybody waits.
     let least_bytes = TrainStep::least_bytes(model, &plan)?;
-    match common::memory::available_bytes(device, None, &[config.precision])? {
+    match tallow::hardware::available_bytes_on(device) {
         Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
         _ => {
             let (plan, _) = TrainStep::plan_on(device, model, &plan)?;

@@ -1,43 +1,41 @@
-//! The memory that an example may use, and the allocator where that is hardly more than a run needs.
+//! The memory that an example may use, and what is done where that is hardly more than a run needs.
 
 use candle_core::Device;
 use tallow::Result;
 use tallow::bench::EndToEnd;
-use tallow::memory::system;
-use tallow::precision::Precision;
 
-/// The bytes that runs in these precisions may use on `device`: the limit of the flag in GiB, or what is available once
-/// all threads have what they keep for products.
-pub fn available_bytes(
+/// The bytes that each of these runs may use on `device`: the limit of the flag in GiB, or what is available.
+///
+/// Memory is tight where a run fits that needs most of it on the CPU. Then blocks come from the system one by one:
+/// mimalloc rounds them up, and keeps freed pages that no later block may fit, together up to half of what a step has
+/// allocated. And each kind of run is done once, at the smallest sizes, before it is asked what is available: what the
+/// process has besides a step is used by then.
+pub fn available_bytes<'r>(
     device: &Device,
     limit_gib: Option<f64>,
-    precisions: &[Precision],
+    runs: impl IntoIterator<Item = &'r EndToEnd>,
 ) -> Result<Option<u64>> {
-    if device.is_cpu() {
-        for precision in precisions {
-            system::reserve_scratch(*precision)?;
-        }
-    }
     let limit = limit_gib.map(super::gib_bytes);
-    Ok(limit.or_else(|| tallow::hardware::available_bytes_on(device)))
-}
-
-/// Has blocks come from the system one by one if one of the runs fits, and needs most of the memory on the CPU.
-pub fn fit_allocator<'r>(device: &Device, runs: impl IntoIterator<Item = &'r EndToEnd>) {
-    for run in runs {
-        if let (Some(available_bytes), Ok(estimate)) = (run.available_bytes, run.estimate(device)) {
-            fit_allocator_to(device, estimate.peak_bytes, available_bytes);
+    let available = || limit.or_else(|| tallow::hardware::available_bytes_on(device));
+    let is_tight = |run: &EndToEnd| {
+        let (Some(available), Ok(estimate)) = (available(), run.estimate(device)) else {
+            return false;
+        };
+        let wanted = estimate.peak_bytes;
+        wanted <= available && wanted.saturating_add(wanted / 2) > available
+    };
+    let mut kinds: Vec<&EndToEnd> = Vec::new();
+    if device.is_cpu() {
+        for run in runs.into_iter().filter(|run| is_tight(run)) {
+            let kind = |run: &EndToEnd| (run.precision, run.execution, run.mode);
+            if !kinds.iter().any(|other| kind(other) == kind(run)) {
+                kinds.push(run);
+            }
         }
     }
-}
-
-/// As [`fit_allocator`], for a run that needs `wanted_bytes`.
-///
-/// mimalloc rounds blocks up, and keeps freed pages that no later block may fit: together up to half of what a step
-/// has allocated. Blocks from the system take the pages that they need, and more time.
-pub fn fit_allocator_to(device: &Device, wanted_bytes: u64, available_bytes: u64) {
-    let is_tight = wanted_bytes.saturating_add(wanted_bytes / 2) > available_bytes;
-    if device.is_cpu() && is_tight && wanted_bytes <= available_bytes {
+    if !kinds.is_empty() {
         super::take_blocks_from_the_system();
+        kinds.into_iter().try_for_each(|run| run.warm_up(device))?;
     }
+    Ok(available())
 }

@@ -113,6 +113,37 @@ impl EndToEnd {
         }
     }
 
+    /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads, their
+    /// scratch for matmuls, pages of the allocator. What is [available](crate::hardware::available_bytes) afterwards is
+    /// a run's own.
+    ///
+    /// # Errors
+    /// Those of [`run`](Self::run).
+    pub fn warm_up(&self, device: &Device) -> Result<()> {
+        let small = Self {
+            config: TransformerConfig {
+                vocab_size: 64,
+                context_length: 8,
+                d_model: 64,
+                num_layers: 1,
+                num_heads: 2,
+                num_kv_heads: None,
+                head_dim: None,
+                d_ff: 64,
+                ..self.config.clone()
+            },
+            batch_size: 1,
+            sequence_length: 8,
+            warmup_steps: 0,
+            steps: 1,
+            memory_budget_bytes: None,
+            available_bytes: None,
+            ..self.clone()
+        };
+        small.measure(device, |_, _| ())?;
+        Ok(())
+    }
+
     /// The most memory it takes at once.
     pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {

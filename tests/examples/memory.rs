@@ -12,8 +12,8 @@ fn tight_memory_holds_what_was_estimated() {
     for way in [
         "",
         "--precision bf16 --attention flash",
-        "--compile only",
-        "--compile only --precision bf16 --attention flash",
+        "--compile=only",
+        "--compile=only --precision bf16 --attention flash",
     ] {
         let limited_to = |mib: f64| {
             let line = format!(
