@@ -147,6 +147,9 @@ impl Flags {
         plan.validate()?;
         let device = self.common.device()?;
         let limit = self.memory_limit_gib;
+        if device.is_cpu() {
+            tallow::memory::system::reserve_scratch(self.precision)?;
+        }
         let setting = Setting {
             peak_flops: tallow::hardware::measure_peak_flops(&device, DType::F32),
             full: self.full,

@@ -182,19 +182,31 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
-        let sweep = |peak_flops| {
+        let sweep = |available_bytes, peak_flops| {
             let runs = models.iter().flat_map(|Model { name, config }| {
-                let runs = self.sweep(&device, config, &precisions, peak_flops);
+                let runs = self.sweep(config, &precisions, available_bytes, peak_flops);
                 runs.into_iter().map(move |run| (name.as_str(), run))
             });
             runs.collect::<Vec<(&str, EndToEnd)>>()
         };
+        let available_to = |runs: &[(&str, EndToEnd)]| {
+            let runs = runs.iter().map(|(_, run)| run);
+            common::memory::available_bytes(&device, self.memory_limit_gib, runs)
+        };
         if let Some(index) = self.isolated_run {
-            let Some((_, run)) = sweep(None).into_iter().nth(index) else {
+            let Some((name, run)) = sweep(None, None).into_iter().nth(index) else {
                 return Ok(());
+            };
+            let run = EndToEnd {
+                available_bytes: available_to(&[(name, run.clone())])?,
+                ..run
             };
             return isolated::answer(&run.run(&device, |_, _| ())?);
         }
+        let available_bytes = match self.isolate {
+            true => None, // each process asks for itself
+            false => available_to(&sweep(None, None))?,
+        };
         let compared = self.compared(&precisions);
         let is_about_warmup = self.isolate || self.warmup_steps.len() > 1;
         let columns = match self.view {
@@ -213,7 +225,7 @@ impl Flags {
             notes: self.notes(&precisions),
             ..Default::default()
         };
-        for (i, (name, run)) in sweep(peak_flops).into_iter().enumerate() {
+        for (i, (name, run)) in sweep(available_bytes, peak_flops).into_iter().enumerate() {
             let title = format!(
                 "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}, {}, warm-up {}",
                 run.batch_size,
@@ -335,12 +347,11 @@ impl Flags {
     /// Every combination of the flags' lists for one model.
     fn sweep(
         &self,
-        device: &candle_core::Device,
         config: &TransformerConfig,
         precisions: &[Precision],
+        available_bytes: Option<u64>,
         peak_flops: Option<f64>,
     ) -> Vec<EndToEnd> {
-        let limit = self.memory_limit_gib.map(common::gib_bytes);
         let budget = self.memory_budget_gib.map(common::gib_bytes);
         let mut runs = Vec::new();
         for &sequence_length in &self.context_length {
@@ -366,8 +377,7 @@ impl Flags {
                                         .filter(|_| execution.is_planned_step(mode)),
                                     seed: self.common.seed,
                                     peak_flops,
-                                    available_bytes: limit
-                                        .or_else(|| tallow::hardware::available_bytes_on(device)),
+                                    available_bytes,
                                 });
                             }
                         }

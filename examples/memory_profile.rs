@@ -158,7 +158,15 @@ impl Flags {
         let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
         let precisions = self.precision.precisions()?;
         check_planned_flags(is_any_given, self.compile, &modes(&self.mode), &precisions)?;
-        let runs = self.runs(&device, &models)?;
+        let mut runs = self.runs(&models)?;
+        let available_bytes = common::memory::available_bytes(
+            &device,
+            self.memory_limit_gib,
+            runs.iter().map(|run| &run.end_to_end),
+        )?;
+        for run in &mut runs {
+            run.end_to_end.available_bytes = available_bytes;
+        }
         self.output.check_columns([columns(&device)])?;
         let mut configuration = describe(&models);
         let optimizer = optimizer_words("adamw", self.optimizer_in_backward);
@@ -263,9 +271,7 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists.
-    fn runs(&self, device: &candle_core::Device, models: &[Model]) -> Result<Vec<Run>> {
-        let limit = self.memory_limit_gib;
-        let limit = limit.map(common::gib_bytes);
+    fn runs(&self, models: &[Model]) -> Result<Vec<Run>> {
         let budget = self.memory_budget_gib;
         let budget = budget.map(common::gib_bytes);
         let precisions = self.precision.precisions()?;
@@ -295,8 +301,7 @@ impl Flags {
                                         .filter(|_| execution.is_planned_step(mode)),
                                     seed: self.common.seed,
                                     peak_flops: None,
-                                    available_bytes: limit
-                                        .or_else(|| tallow::hardware::available_bytes_on(device)),
+                                    available_bytes: None,
                                 };
                                 runs.push(Run {
                                     size: name.clone(),

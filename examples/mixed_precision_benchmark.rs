@@ -113,7 +113,22 @@ impl Flags {
             .models(longest.unwrap_or_default(), &self.attention)?;
         let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
         let mut rows = Vec::new();
-        for (model, run) in self.sweep(&device, &models, peak_flops) {
+        let runs = self.sweep(&models, peak_flops);
+        let kinds = runs.iter().flat_map(|(_, run)| {
+            let precisions = precisions.iter().copied();
+            precisions.map(|precision| EndToEnd {
+                precision,
+                ..run.clone()
+            })
+        });
+        let kinds: Vec<EndToEnd> = kinds.collect();
+        let available_bytes =
+            common::memory::available_bytes(&device, self.memory_limit_gib, &kinds)?;
+        for (model, run) in runs {
+            let run = EndToEnd {
+                available_bytes,
+                ..run
+            };
             common::progress(format!(
                 "{}, batch {}, context {}, {} attention, {}",
                 model.name,
@@ -176,11 +191,9 @@ impl Flags {
     /// Every configuration, in f32.
     fn sweep<'m>(
         &self,
-        device: &candle_core::Device,
         models: &'m [Model],
         peak_flops: Option<f64>,
     ) -> Vec<(&'m Model, EndToEnd)> {
-        let limit = self.memory_limit_gib.map(common::gib_bytes);
         let paired = models.len() == self.batch_size.len();
         let mut runs = Vec::new();
         for (i, model) in models.iter().enumerate() {
@@ -206,8 +219,7 @@ impl Flags {
                                 memory_budget_bytes: None,
                                 seed: self.common.seed,
                                 peak_flops,
-                                available_bytes: limit
-                                    .or_else(|| tallow::hardware::available_bytes_on(device)),
+                                available_bytes: None,
                             };
                             runs.push((model, run));
                         }

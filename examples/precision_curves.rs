@@ -106,7 +106,8 @@ impl Flags {
         let config = self
             .training
             .config(sizes.context_length, seed, precision)?;
-        check_room(eager_bytes(&sizes, &config, None, &device)?, &device)?;
+        let wanted_bytes = eager_bytes(&sizes, &config, None, &device)?;
+        check_room(wanted_bytes, &sizes, &config, false, &device)?;
         let model = new_model(&sizes, seed, precision, &device)?;
         let mut trainer = Trainer::new(model, config, train.clone(), validation.clone())?;
         let mut time = Duration::ZERO;

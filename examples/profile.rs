@@ -189,13 +189,21 @@ impl Flags {
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.attention)?;
+        let mut runs = self.sweep(&models, &precisions);
+        let available_bytes = common::memory::available_bytes(
+            &device,
+            self.memory_limit_gib,
+            runs.iter().map(|run| &run.run),
+        )?;
+        for run in &mut runs {
+            run.run.available_bytes = available_bytes;
+        }
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models, &precisions),
             columns: summary_columns(device.is_cuda()),
             ..Default::default()
         };
-        let runs = self.sweep(&device, &models, &precisions);
         let mut kept = Ok(()); // a file that fails does not cost the table
         for run in &runs {
             common::progress(run.title());
@@ -257,14 +265,7 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists.
-    fn sweep(
-        &self,
-        device: &candle_core::Device,
-        models: &[Model],
-        precisions: &[Precision],
-    ) -> Vec<Run> {
-        let limit = self.memory_limit_gib;
-        let limit = limit.map(common::gib_bytes);
+    fn sweep(&self, models: &[Model], precisions: &[Precision]) -> Vec<Run> {
         let mut runs = Vec::new();
         let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
             for (mode, execution) in executed(self.compile, modes(&self.mode), precision) {
@@ -282,7 +283,7 @@ impl Flags {
                     memory_budget_bytes: None,
                     seed: self.common.seed,
                     peak_flops: None,
-                    available_bytes: limit.or_else(|| tallow::hardware::available_bytes_on(device)),
+                    available_bytes: None,
                 };
                 let size = name.to_string();
                 runs.push(Run { size, run });

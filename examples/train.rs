@@ -517,7 +517,7 @@ impl Flags {
                 eager_bytes(model, config, shard.and_then(sharding), device)?
             }
         };
-        check_room(wanted_bytes, device)
+        check_room(wanted_bytes, model, config, self.compile, device)
     }
 }
 

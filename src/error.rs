@@ -206,7 +206,7 @@ pub enum Error {
         given: String,
     },
 
-    /// More memory wanted than there is, known before anything was allocated.
+    /// More memory needed than there is, known before anything was allocated, or an allocation that was refused.
     #[error(
         "{}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
          context or a smaller model",
@@ -319,7 +319,11 @@ impl Error {
     /// GPU is full. What failed gives back what it had taken (on a GPU once the stream has come by), so smaller work
     /// can go on.
     pub fn is_out_of_memory(&self) -> bool {
-        const ANSWERS: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
+        const ANSWERS: [&str; 3] = [
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            "bytes of memory, ", // this crate's, wrapped
+        ];
         match self {
             Self::OutOfMemory { .. } => true,
             // candle wraps the driver's error, with a backtrace or without.

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each example uses its part
 
 pub mod effects;
+pub mod memory;
 pub mod models;
 pub mod modes;
 pub mod ops;
@@ -46,8 +47,8 @@ fn keep_freed_pages() {
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// For a run of planned steps alone, which free nothing that another step could use: blocks come from the system one by
-/// one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that resident (a small model's
+/// For a run of planned steps alone, which free nothing that another step could use, and where memory is tight: blocks
+/// come from the system one by one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that resident (a small model's
 /// weights and state: 170 MiB).
 pub fn take_blocks_from_the_system() {
     // SAFETY: sets an option, which mimalloc reads atomically.

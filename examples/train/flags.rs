@@ -1,5 +1,6 @@
 //! The flags of `train` and `precision_curves`, and what the library makes of them.
 
+use crate::common::memory::available_bytes;
 use crate::common::precision::PrecisionFlags;
 use crate::common::{Effects, outputs, values};
 use candle_core::{DType, Device};
@@ -8,6 +9,7 @@ use clap::{Args, Parser, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::data::{TokenFormat, Tokens};
 use tallow::memory::{self, Kernels, Mode, Sharding, Workload};
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
@@ -451,8 +453,33 @@ pub fn eager_bytes(
 }
 
 /// Refuses a training step that does not fit, instead of being killed for it.
-pub fn check_room(wanted_bytes: u64, device: &Device) -> Result<()> {
-    match tallow::hardware::available_bytes_on(device) {
+pub fn check_room(
+    wanted_bytes: u64,
+    model: &TransformerConfig,
+    config: &TrainConfig,
+    planned: bool,
+    device: &Device,
+) -> Result<()> {
+    let step = EndToEnd {
+        config: model.clone(),
+        batch_size: config.batch_size,
+        sequence_length: config.sequence_length,
+        mode: Mode::TrainStep,
+        precision: config.precision,
+        warmup_steps: 0,
+        steps: 1,
+        optimizer: OptimizerChoice::AdamW(config.optimizer),
+        execution: match planned {
+            true => Execution::Planned,
+            false => Execution::Eager,
+        },
+        optimizer_in_backward: false,
+        memory_budget_bytes: None,
+        seed: config.seed,
+        peak_flops: None,
+        available_bytes: None,
+    };
+    match available_bytes(device, None, [&step])? {
         Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
             what: "the training step".into(),
             wanted_bytes,

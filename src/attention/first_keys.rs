@@ -173,6 +173,11 @@ impl FirstKeys {
         Self::new(&graph::input(name, shape, DType::U32)?)
     }
 
+    /// First keys (B, Tq) without elements, for predictions: only a trace can read them.
+    pub(crate) fn hollow(batch: usize, length: usize) -> Result<Self> {
+        Ok(Self(graph::constant((batch, length), DType::U32)?))
+    }
+
     /// The same on another device: best where attention is, which else copies them each time.
     ///
     /// # Errors

@@ -1,10 +1,10 @@
 //! Gradients so far.
 
 use super::later::Later;
-use crate::Result;
 use crate::inplace::storage_address;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
 use crate::ops::strided::put_back;
+use crate::{Result, ops};
 use candle_core::{DType, Device, Tensor, TensorId, backprop::GradStore};
 use std::collections::HashMap;
 
@@ -71,9 +71,13 @@ impl Sums {
         self.later.finish()?;
         let gradient = self.take(variable).map(|sum| match sum.is_own {
             true => Ok(sum.gradient),
-            false => sum.gradient.copy(),
+            false => {
+                let shared = &sum.gradient;
+                ops::check_granted_on(shared.device(), shared.dims(), shared.dtype())?;
+                Ok(shared.copy()?)
+            }
         });
-        Ok(gradient.transpose()?)
+        gradient.transpose()
     }
 
     pub fn take(&mut self, x: &Tensor) -> Option<Sum> {
@@ -154,6 +158,8 @@ impl Sum {
         if sum.is_own && add_onto(&sum.gradient, &x.gradient)? {
             return Ok(sum);
         }
+        let (dims, dtype) = (sum.gradient.dims(), sum.gradient.dtype());
+        ops::check_granted_on(sum.gradient.device(), dims, dtype)?;
         Ok(Self {
             gradient: (sum.gradient + x.gradient)?,
             is_own: true,
@@ -164,7 +170,7 @@ impl Sum {
 fn own_if_copied(dx: Tensor, is_own: bool) -> Result<Sum> {
     let is_copied = !dx.is_contiguous();
     Ok(Sum {
-        gradient: dx.contiguous()?,
+        gradient: ops::laid_out(&dx)?,
         is_own: is_own || is_copied,
     })
 }

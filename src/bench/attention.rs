@@ -91,30 +91,34 @@ impl AttentionRun {
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
         };
-        let config = w.config()?;
-        let config = AttentionConfig {
-            first_keys: match &config.first_keys {
-                Some(first_keys) => Some(first_keys.to_device(device)?),
-                None => None,
-            },
-            dropout: match config.dropout {
-                Some(dropout) => Some(Dropout {
-                    key: dropout.key.to_device(device)?,
-                    ..dropout
-                }),
-                None => None,
-            },
-            ..config
-        };
         if self.execution == Execution::Planned {
-            let prepare = || self.planned(device, &config);
+            let prepare = || self.planned(device, &self.attention_config(device)?);
             return passes.run(device, prepare, on_step, |_| Fields::new());
         }
         let prepare = || {
+            let config = self.attention_config(device)?;
             let [q, k, v] = self.inputs(device)?;
             Ok(Eager(move || w.algorithm.attend(&q, &k, &v, &config)))
         };
         passes.run(device, prepare, on_step, |_| Fields::new())
+    }
+
+    /// The workload's configuration, with its tensors on `device`.
+    fn attention_config(&self, device: &Device) -> Result<AttentionConfig> {
+        let config = self.workload.config()?;
+        let first_keys = config.first_keys.as_ref();
+        let first_keys = first_keys.map(|first_keys| first_keys.to_device(device));
+        let dropout = config.dropout.as_ref().map(|dropout| {
+            Ok::<_, Error>(Dropout {
+                key: dropout.key.to_device(device)?,
+                ..*dropout
+            })
+        });
+        Ok(AttentionConfig {
+            first_keys: first_keys.transpose()?,
+            dropout: dropout.transpose()?,
+            ..config
+        })
     }
 
     /// With T doubled from 1: the first that the memory available does not hold on `device`. `None` where that is not
@@ -223,10 +227,9 @@ impl AttentionRun {
     fn forward_flops(&self) -> f64 {
         let w = &self.workload;
         let matrices = w.batch_size as f64 * w.heads as f64;
-        let pairs: f64 = w
-            .document_lengths()
-            .map(|length| pairs(w.mask, length))
-            .sum();
+        let documents = w.document_lengths().into_iter();
+        let pairs = documents.map(|(length, count)| count as f64 * pairs(w.mask, length));
+        let pairs: f64 = pairs.sum();
         4.0 * matrices * w.head_dim as f64 * pairs
     }
 
@@ -265,7 +268,7 @@ impl Pass for PlannedPass {
     }
 
     fn planned(&self) -> Option<PlannedMemory> {
-        Some(PlannedMemory::new(self.attention.plan(), 0))
+        Some(PlannedMemory::new(self.attention.plan()))
     }
 }
 

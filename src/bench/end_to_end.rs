@@ -3,12 +3,11 @@
 use super::first_step::FirstStep;
 use super::update::{LossScaling, Update};
 use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
-use crate::kernels::cpu::gemm;
 use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
 use crate::report::Fields;
-use crate::{Error, Result, backward, nn, no_grad};
+use crate::{Error, Result, backward, nn, no_grad, ops};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -114,6 +113,37 @@ impl EndToEnd {
         }
     }
 
+    /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads, their
+    /// scratch for matmuls, pages of the allocator. What is [available](crate::hardware::available_bytes) afterwards is
+    /// a run's own.
+    ///
+    /// # Errors
+    /// Those of [`run`](Self::run).
+    pub fn warm_up(&self, device: &Device) -> Result<()> {
+        let small = Self {
+            config: TransformerConfig {
+                vocab_size: 64,
+                context_length: 8,
+                d_model: 64,
+                num_layers: 1,
+                num_heads: 2,
+                num_kv_heads: None,
+                head_dim: None,
+                d_ff: 64,
+                ..self.config.clone()
+            },
+            batch_size: 1,
+            sequence_length: 8,
+            warmup_steps: 0,
+            steps: 1,
+            memory_budget_bytes: None,
+            available_bytes: None,
+            ..self.clone()
+        };
+        small.measure(device, |_, _| ())?;
+        Ok(())
+    }
+
     /// The most memory it takes at once.
     pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {
@@ -207,7 +237,7 @@ impl EndToEnd {
     ) -> Result<Measured> {
         self.check_execution(device)?;
         // What threads keep for packing is the process's, and no step's.
-        gemm::reserve_scratch(self.precision.dtype() != DType::F32);
+        ops::reserve_scratch(self.precision.dtype() != DType::F32)?;
         let meter = Meter::new(device);
         meter.settle()?; // what an earlier run has dropped is not this one's
         let before = meter.current_bytes();
@@ -294,6 +324,11 @@ impl EndToEnd {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(stream);
         let shape = (self.batch_size, self.sequence_length);
+        let bytes = shape
+            .0
+            .saturating_mul(shape.1)
+            .saturating_mul(size_of::<u32>());
+        ops::check_granted("token ids", bytes as u64)?;
         let vocab = u32::try_from(self.config.vocab_size).unwrap_or(u32::MAX);
         let ids: Vec<u32> = (0..shape.0 * shape.1)
             .map(|_| rng.random_range(0..vocab))

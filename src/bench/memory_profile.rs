@@ -2,7 +2,6 @@
 
 use super::update::Update;
 use super::{EndToEnd, Execution};
-use crate::kernels::cpu::gemm;
 use crate::memory::{
     self, Estimate, MemoryKind, MemoryRecording, Meter, Mode, RecordConfig, SavedTensors,
     blocks_taken,
@@ -10,7 +9,7 @@ use crate::memory::{
 use crate::model::TransformerLM;
 use crate::probe;
 use crate::report::Fields;
-use crate::{Error, Result, backward, no_grad};
+use crate::{Error, Result, backward, no_grad, ops};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 
@@ -84,7 +83,7 @@ impl EndToEnd {
         }
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;
-        gemm::reserve_scratch(self.precision.dtype() != DType::F32);
+        ops::reserve_scratch(self.precision.dtype() != DType::F32)?;
         let meter = Meter::new(device);
         meter.settle()?; // what an earlier run has dropped is not this one's
         let baseline_bytes = meter.current_bytes().unwrap_or_default();

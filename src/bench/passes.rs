@@ -2,10 +2,9 @@
 
 use super::{Lap, LapTimings, Laps, Step, Timing};
 use crate::compile::Plan;
-use crate::kernels::cpu::gemm;
 use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::Fields;
-use crate::{Error, Result, backward};
+use crate::{Error, Result, backward, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
 
@@ -76,18 +75,15 @@ pub(super) struct PlannedMemory {
     arena: u64,
     before_backward: u64,
     after_backward: u64,
-    /// What belongs to no pass.
-    beside: u64,
 }
 
 impl PlannedMemory {
-    /// A plan's, beside which there are so many bytes that no pass needs.
-    pub fn new(plan: &Plan, beside: u64) -> Self {
+    /// The memory of a plan.
+    pub fn new(plan: &Plan) -> Self {
         Self {
             arena: plan.peak_bytes(),
             before_backward: plan.alive_bytes(plan.backward_begins()),
             after_backward: plan.alive_bytes(plan.backward_ends()),
-            beside,
         }
     }
 }
@@ -125,14 +121,12 @@ pub(super) struct Alive {
 impl Alive {
     /// What a plan's passes need of memory that is there all the time.
     fn of_planned(self, planned: &PlannedMemory) -> Self {
-        let without = |bytes: u64| bytes.saturating_sub(planned.beside);
-        let resident = without(self.resident).saturating_sub(planned.arena);
+        let resident = self.resident.saturating_sub(planned.arena);
         Self {
             resident,
-            forward_peak: without(self.forward_peak),
             before_backward: resident + planned.before_backward,
-            backward_peak: without(self.backward_peak),
             after_backward: resident + planned.after_backward,
+            ..self
         }
     }
 }
@@ -238,7 +232,7 @@ impl Passes<'_> {
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<Alive>)> {
         // What threads keep for packing is the process's, and no step's.
-        gemm::reserve_scratch(self.in_half);
+        ops::reserve_scratch(self.in_half)?;
         let meter = Meter::new(device);
         let now = || meter.current_bytes();
         meter.settle()?; // what an earlier run has dropped is not this one's

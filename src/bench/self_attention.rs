@@ -10,7 +10,6 @@ use crate::memory::{
     self_attention_breakdown, smallest_beyond,
 };
 use crate::nn::{CausalSelfAttention, Layer, seeded};
-use crate::optim::AdamW;
 use crate::report::Fields;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
@@ -52,8 +51,8 @@ impl SelfAttentionRun {
     /// - `peak_bytes`: the most alive at once in the phase.
     ///
     /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in the others
-    /// what of it is read later. The optimizer's state that a [`LossStep`] asks for counts in none. Backward begins
-    /// with the gradient of the sum.
+    /// what of it is read later. Nothing is updated, and there is no optimizer. Backward begins with the gradient of the
+    /// sum.
     ///
     /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
     /// backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.
@@ -213,9 +212,6 @@ impl SelfAttentionRun {
 struct PlannedLayer {
     step: LossStep,
     x: Tensor,
-    state_bytes: u64,
-    /// The weights' owner.
-    _optimizer: AdamW,
 }
 
 impl PlannedLayer {
@@ -225,19 +221,12 @@ impl PlannedLayer {
         let x = run.input(&builder)?.detach();
         let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?;
         let parameters = layer.parameters();
-        let elements: usize = parameters.iter().map(|(_, var)| var.elem_count()).sum();
-        let optimizer = AdamW::new(parameters, Default::default())?;
         let hollow = graph::input("x", x.shape().clone(), w.dtype)?;
-        let mut step = LossStep::new(&optimizer, &StepConfig::default(), || {
+        let mut step = LossStep::of_parameters(parameters, &StepConfig::default(), || {
             w.planned_loss(&layer, &hollow)
         })?;
         step.time_phases(true);
-        Ok(Self {
-            state_bytes: 2 * (elements * w.dtype.size_in_bytes()) as u64,
-            _optimizer: optimizer,
-            step,
-            x,
-        })
+        Ok(Self { step, x })
     }
 }
 
@@ -251,6 +240,6 @@ impl Pass for PlannedLayer {
     }
 
     fn planned(&self) -> Option<PlannedMemory> {
-        Some(PlannedMemory::new(self.step.plan(), self.state_bytes))
+        Some(PlannedMemory::new(self.step.plan()))
     }
 }

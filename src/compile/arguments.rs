@@ -4,9 +4,9 @@ use super::lower::Lowered;
 use super::traced::{TracedFunction, check_device};
 use crate::attention::first_keys;
 use crate::graph::{self, Graph, Source, ValueId};
-use crate::ops::check_size;
 use crate::ops::cpu::{ids, narrow_id};
 use crate::ops::lowering::Check;
+use crate::ops::{self, check_size};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 
@@ -45,7 +45,7 @@ impl Arguments {
                 check_size(function.op, &shape, value.dtype, device)?;
                 return Ok(Argument::Input {
                     name: name.clone(),
-                    copy: Tensor::zeros(shape, value.dtype, device)?,
+                    copy: ops::zeros(shape, value.dtype, device)?,
                 });
             }
             let location = super::Location::Argument(number);

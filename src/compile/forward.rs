@@ -8,8 +8,8 @@ use super::model::Planner;
 use super::parameters;
 use super::plan::Plan;
 use super::run::Tensors;
-use crate::Result;
 use crate::model::{TransformerConfig, TransformerLM};
+use crate::{Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
 const OP: &str = "compile::Forward";
@@ -120,7 +120,7 @@ impl Forward {
     pub fn run(&mut self, tokens: &Tensor) -> Result<Tensor> {
         let arguments = self.arguments.given(&[("tokens", tokens)])?;
         let (shape, dtype) = &self.logits;
-        let logits = Tensor::zeros(shape, *dtype, &self.device)?;
+        let logits = ops::zeros(shape, *dtype, &self.device)?;
         let tensors = Tensors {
             parameters: &self.parameters,
             arguments: &arguments,

@@ -15,11 +15,10 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [q, kv] = model.attention_widths().map(|size| size as f64);
     let parameters = match (config.fully_shard, config.shard) {
         (Some(_), Some(own)) => {
-            let shapes = model.parameter_shapes();
-            let parts = shapes
-                .iter()
-                .map(|(_, shape)| own.part(shape.elem_count()).len());
-            parts.sum::<usize>() as f64
+            let parts = model
+                .parameter_counts()
+                .map(|(shape, count)| count as f64 * own.part(shape.elem_count()).len() as f64);
+            parts.sum()
         }
         _ => model.num_parameters() as f64,
     };

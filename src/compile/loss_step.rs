@@ -13,7 +13,7 @@ use super::step::{ScaledStep, Step};
 use super::traced::TracedFunction;
 use crate::dist::{Communicator, FullyShard, Replicated};
 use crate::graph::Graph;
-use crate::optim::{AdamW, GradScaler};
+use crate::optim::{AdamW, GradScaler, PlannedUpdate};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use std::rc::Rc;
@@ -93,6 +93,29 @@ impl LossStep {
         let groups = optimizer.groups().iter();
         let parameters = groups.flat_map(|group| group.parameters.iter().cloned());
         let parameters: Vec<(String, Var)> = parameters.collect();
+        let updates = optimizer.planned_updates(OP, &parameters)?;
+        Self::of_updates(&updates, parameters, config, loss)
+    }
+
+    /// As [`new`](Self::new), without an optimizer: for [`forward_backward`](Self::forward_backward) alone.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(crate) fn of_parameters(
+        parameters: Vec<(String, Var)>,
+        config: &StepConfig,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        Self::of_updates(&[], parameters, config, loss)
+    }
+
+    fn of_updates(
+        updates: &[PlannedUpdate],
+        parameters: Vec<(String, Var)>,
+        config: &StepConfig,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
+        config.validate()?;
         let Some((_, first)) = parameters.first() else {
             return Err(Error::Order {
                 op: OP,
@@ -102,7 +125,7 @@ impl LossStep {
         };
         let device = first.device().clone();
         Self::plan_and_allocate(
-            optimizer,
+            updates,
             &parameters.clone(),
             parameters,
             &device,
@@ -153,26 +176,26 @@ impl LossStep {
         config.validate()?;
         let (communicator, weights) = (sharded.communicator(), sharded.hollow_weights());
         let (device, parts) = (communicator.device(), sharded.parts_of(&weights)?);
-        let mut step = Self::plan_and_allocate(optimizer, &weights, parts, device, &config, loss)?;
+        let updates = optimizer.planned_updates(OP, &parts)?;
+        let mut step = Self::plan_and_allocate(&updates, &weights, parts, device, &config, loss)?;
         step.join_job(communicator)?;
         Ok(step)
     }
 
     /// Plans a step of a loss over `weights`, which updates `parameters`: these, or parts of them.
     fn plan_and_allocate(
-        optimizer: &AdamW,
+        updates: &[PlannedUpdate],
         weights: &[(String, Var)],
         parameters: Vec<(String, Var)>,
         device: &Device,
         config: &StepConfig,
         loss: impl FnOnce() -> Result<Tensor>,
     ) -> Result<Self> {
-        let updates = optimizer.planned_updates(OP, &parameters)?;
         parameters::check(OP, &parameters, device)?;
         let named = weights.iter();
         let named = named.map(|(name, var)| (name.as_str(), var.as_tensor()));
         let mut function = TracedFunction::new(OP, Executor::target(device), named, loss)?;
-        for (parameter, update) in function.parameters.iter_mut().zip(&updates) {
+        for (parameter, update) in function.parameters.iter_mut().zip(updates) {
             parameter.missing = update.missing;
         }
         let planned = Self::planned(function, config)?;

@@ -127,8 +127,8 @@ pub fn total_bytes() -> Option<u64> {
 ///
 /// Page cache counts as free. `None` where the system does not say.
 ///
-/// An allocation that fails at run time ends a Rust process: only a few kernels can return it as an error. So work is
-/// refused beforehand, by what is left here. Under `ulimit -v` an allocator may need more addresses than it hands out.
+/// A system that overcommits grants more than it has, and ends the process when that is written. So work is refused
+/// beforehand, by what is left here. After `memory::system::reserve_scratch` what threads keep is not in it. Under `ulimit -v` an allocator may need more addresses than it hands out.
 pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }

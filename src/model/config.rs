@@ -299,6 +299,20 @@ impl TransformerConfig {
         shapes
     }
 
+    /// The shapes of the parameters, with how many have each: those of a block once for all `num_layers` blocks.
+    pub(crate) fn parameter_counts(&self) -> impl Iterator<Item = (Shape, usize)> + use<> {
+        let block = Self {
+            num_layers: self.num_layers.min(1),
+            ..self.clone()
+        };
+        let layers = self.num_layers;
+        let shapes = block.parameter_shapes().into_iter();
+        shapes.map(move |(name, shape)| match name.starts_with("layers.") {
+            true => (shape, layers),
+            false => (shape, 1),
+        })
+    }
+
     /// How many parameters: `2 V D + L (2 D (H + Hkv) Dh + 3 D F + 2 D) + D`, with `V D` for a tied head, and biases
     /// and norms of q and k where there are any. In the presets it is `2 V D + L (4 D^2 + 3 D F + 2 D) + D`; in GPT-2,
     /// with a tied head, `V D + context_length D + L (4 D^2 + 2 D F + 9 D + F) + 2 D`. Saturates rather than overflows.

@@ -4,6 +4,7 @@ use crate::kernels::cpu::{self, Stored, parallel::filled};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 use crate::kernels::normal::stream;
+use crate::ops;
 #[cfg(feature = "cuda")]
 use crate::ops::cuda as on_gpu;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
@@ -100,7 +101,9 @@ impl Seeded {
         }
         crate::hardware::check_threads()?;
         let values = truncated_normal::<T>(self.seed, name, normal, shape.elem_count());
-        Tensor::from_vec(values.map_err(Error::wrap)?, shape, device)
+        let bytes = (shape.elem_count() as u64).saturating_mul(size_of::<T>() as u64);
+        let values = values.map_err(|_| ops::not_granted(name, bytes))?;
+        Tensor::from_vec(values, shape, device)
     }
 }
 

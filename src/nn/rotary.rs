@@ -117,6 +117,7 @@ impl RotaryEmbedding {
                 available_bytes,
             });
         }
+        ops::check_granted("rotary tables", wanted_bytes.saturating_mul(2))?; // and in their dtype
         let (frequencies, amplitude) = (scaling.frequencies(theta, head_dim), scaling.amplitude());
         let angles = (0..max_length)
             .flat_map(|position| frequencies.iter().map(move |each| position as f64 * each));

@@ -29,10 +29,16 @@ pub(crate) fn bias() -> Kernel {
 }
 
 /// Reads dy (N, out); writes dbias (out), the sum of its rows in the dtype that sums are computed in, and on a GPU
-/// partials.
-pub(crate) fn bias_gradient() -> Kernel {
+/// partials. N is `rows`, out `columns`; sums are in `wide`.
+pub(crate) fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel {
     let kernel = kernel!("bias_backward", |T, _, s| {
         kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?);
+    });
+    let kernel = kernel.taking(Room {
+        what: "partial sums of a bias",
+        formula: "BTD / 32",
+        elements: block_sums(rows, columns),
+        element_bytes: wide.size_in_bytes(),
     });
     on_gpu!(kernel, |_, l| cuda_kernel::gradient(
         l.gpu,
@@ -54,12 +60,7 @@ pub(super) fn push_bias_gradient(signature: &Signature<'_>, calls: &mut Calls) {
         let partials = workspace::bias_backward(signature.output.rows(), bias.dims[0]);
         writes.push(("partials", calls.scratch(&[partials], DType::F32)));
     }
-    let kernel = bias_gradient().taking(Room {
-        what: "partial sums of a bias",
-        formula: "BTD / 32",
-        elements: block_sums(signature.output.rows(), bias.dims[0]),
-        element_bytes: wide.size_in_bytes(),
-    });
+    let kernel = bias_gradient(signature.output.rows(), bias.dims[0], wide);
     calls.push(kernel, [("dy", Slot::OutputGradient)], writes);
     if bias.dtype != wide {
         calls.push(converted(), [("x", sum)], [("y", Slot::Gradient(2))]);

@@ -1,8 +1,8 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use super::lowering::Slice;
-use super::operand::{check_room, inside_storage};
-use crate::kernels::cpu::parallel;
+use super::operand::{check_granted, check_room, inside_storage, not_granted};
+use crate::kernels::cpu::{gemm, parallel};
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -125,6 +125,13 @@ fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T
     })
 }
 
+/// Has all threads of the current pool allocate what they keep for matmuls, `in_half` precision or not.
+pub(crate) fn reserve_scratch(in_half: bool) -> crate::Result<()> {
+    let wanted_bytes = gemm::scratch_bytes(in_half) as u64;
+    let reserved = gemm::reserve_scratch(in_half);
+    reserved.map_err(|_| not_granted("the scratch of threads for matmuls", wanted_bytes))
+}
+
 /// How many elements a result has.
 fn elements_of(shape: &Shape) -> Result<usize> {
     let count = shape
@@ -163,6 +170,12 @@ pub(crate) fn ids(
         position,
         vocab_size,
     };
+    if !is_traced {
+        let bytes = ids
+            .elem_count()
+            .saturating_mul(size_of::<u32>() + ids.dtype().size_in_bytes());
+        check_granted("ids", bytes as u64)?;
+    }
     // u32::MAX is what `narrow_id` makes of an ignored id, so it is no token.
     let vocab = 0..vocab_size.min(u32::MAX as usize) as i64;
     let is_in = |id: i64| vocab.contains(&id) || Some(id) == ignore;

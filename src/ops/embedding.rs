@@ -186,7 +186,12 @@ const LOWERING: Lowering = Lowering {
         let kernel = kernel.summing("dtable");
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
-        let kernel = kernel.with_all(signature.attributes);
+        let kernel = kernel.with_all(signature.attributes).taking(Room {
+            what: "positions, sorted by their ids",
+            formula: "V + BT",
+            elements: table.dims[0] as f64 + elements_of(ids.dims),
+            element_bytes: size_of::<usize>(),
+        });
         let (mut calls, mut writes) = (Calls::default(), vec![("dtable", Slot::Gradient(0))]);
         if signature.target == Target::Cuda {
             let count = ids.dims.iter().product();

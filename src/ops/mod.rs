@@ -80,6 +80,7 @@ pub(crate) use cast::{WEIGHT_CAST, forget_weights};
 pub use cast::{cast, cast_for};
 pub use concat::concat;
 pub use contiguous::contiguous;
+pub(crate) use cpu::reserve_scratch;
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 #[cfg(feature = "cuda")]
 pub(crate) use dispatch::choose_where;
@@ -97,7 +98,10 @@ pub(crate) use linear::with_last_dim;
 pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignoring};
 pub use matmul::{matmul, matmul_transposed};
-pub(crate) use operand::{check_float, check_room, check_size, inside_storage};
+pub(crate) use operand::{
+    check_float, check_granted, check_granted_on, check_room, check_size, inside_storage, laid_out,
+    not_granted, zeros,
+};
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use repeat_heads::repeat_heads;

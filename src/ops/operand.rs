@@ -116,6 +116,61 @@ pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
     })
 }
 
+/// What is allocated without asking: a page-sized block is hardly ever refused, and an error could not be reported
+/// without it.
+const SMALL_BYTES: u64 = 1 << 16;
+
+/// Refuses `wanted_bytes` of host memory that the allocator does not grant at present: for what is allocated next by
+/// code that aborts the process where its allocation fails, as candle's and the gemm crate's does. Another thread may
+/// take the memory in between.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn check_granted(what: &str, wanted_bytes: u64) -> Result<()> {
+    if wanted_bytes < SMALL_BYTES {
+        return Ok(());
+    }
+    let mut block = Vec::<u8>::new();
+    let bytes = usize::try_from(wanted_bytes).unwrap_or(usize::MAX);
+    let granted = block.try_reserve_exact(bytes);
+    std::hint::black_box(&mut block); // or the compiler leaves the allocation out
+    granted.map_err(|_| not_granted(what, wanted_bytes))
+}
+
+/// The error of an allocation that was refused.
+pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
+    Error::OutOfMemory {
+        what: what.into(),
+        wanted_bytes,
+        available_bytes: hardware::available_bytes().unwrap_or_default(),
+    }
+}
+
+/// As [`check_granted`], for a tensor that is made on `device`: a GPU's allocations fail with an error.
+pub(crate) fn check_granted_on(device: &Device, dims: &[usize], dtype: DType) -> Result<()> {
+    if !device.is_cpu() || graph::is_tracing() {
+        return Ok(());
+    }
+    let elements = dims.iter().fold(1, |n: usize, dim| n.saturating_mul(*dim));
+    let bytes = elements.saturating_mul(dtype.size_in_bytes());
+    check_granted("one tensor", bytes as u64)
+}
+
+/// Zeros on `device`, or the error that there is no memory for them.
+pub(crate) fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    check_granted_on(device, shape.dims(), dtype)?;
+    Ok(Tensor::zeros(shape, dtype, device)?)
+}
+
+/// `x` contiguous, or the error that there is no memory for the copy.
+pub(crate) fn laid_out(x: &Tensor) -> Result<Tensor> {
+    if !x.is_contiguous() {
+        check_granted_on(x.device(), x.dims(), x.dtype())?;
+    }
+    Ok(x.contiguous()?)
+}
+
 /// Zeros, perhaps none, that depend on `operands` all the same: each gets zeros as its gradient. For results without
 /// elements and sums of nothing, which in candle's own ops depend on the first operand alone, or on none.
 pub(super) fn zeros_of(

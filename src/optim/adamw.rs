@@ -8,7 +8,7 @@ use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
-use crate::ops::{Path, choose};
+use crate::ops::{Path, check_granted_on, choose, laid_out};
 use crate::probe::{self, Kind, Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
@@ -255,9 +255,15 @@ impl AdamW {
                     }
                     (parameter, _) => wide(parameter),
                 };
-                let gradient = gradient.to_dtype(dtype)?.contiguous()?;
+                if gradient.dtype() != dtype {
+                    check_granted_on(gradient.device(), gradient.dims(), dtype)?;
+                }
+                let gradient = laid_out(&gradient.to_dtype(dtype)?)?;
                 match written.contains(&storage_address(&gradient)) {
-                    true => Ok(Gradient::Given(gradient.force_contiguous()?)),
+                    true => {
+                        check_granted_on(gradient.device(), gradient.dims(), dtype)?;
+                        Ok(Gradient::Given(gradient.force_contiguous()?))
+                    }
                     false => Ok(Gradient::Given(gradient)),
                 }
             })

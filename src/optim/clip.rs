@@ -6,7 +6,7 @@ use super::squares::sums_of_squares;
 use crate::dist::Communicator;
 use crate::inplace;
 use crate::probe::{self, Kind};
-use crate::{Error, Result};
+use crate::{Error, Result, ops};
 use candle_core::{Tensor, Var, backprop::GradStore};
 
 /// The L2 norm of all of `parameters`' gradients taken as one vector, added up in `f64` in a fixed order.
@@ -163,6 +163,7 @@ fn clip(
 fn scaled_copy(gradient: &Tensor, factor: f64) -> Result<Tensor> {
     let gradient = gradient.detach();
     if gradient.device().is_cpu() {
+        ops::check_granted_on(gradient.device(), gradient.dims(), gradient.dtype())?;
         let copy = gradient.force_contiguous()?;
         inplace::scale(&copy, factor)?;
         Ok(copy)

@@ -5,6 +5,7 @@ use crate::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slic
 use crate::kernels::Update;
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::adamw::{self, Moment};
+use crate::ops::check_granted_on;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor, Var};
 use half::{bf16, f16};
@@ -57,14 +58,20 @@ impl Slot {
         }
         let master = match var.dtype() {
             DType::F16 | DType::BF16 => {
-                let value = var.detach().to_dtype(wide(var.dtype()))?;
+                let dtype = wide(var.dtype());
+                check_granted_on(var.device(), &[2, var.elem_count()], dtype)?; // the value and the variable
+                let value = var.detach().to_dtype(dtype)?;
                 Some(Var::from_tensor(&value)?)
             }
             _ => None,
         };
+        let zeros = || {
+            check_granted_on(var.device(), var.dims(), moment)?;
+            Ok::<_, Error>(Var::zeros(var.shape(), moment, var.device())?)
+        };
         Ok(Self {
-            exp_avg: Var::zeros(var.shape(), moment, var.device())?,
-            exp_avg_sq: Var::zeros(var.shape(), moment, var.device())?,
+            exp_avg: zeros()?,
+            exp_avg_sq: zeros()?,
             master,
         })
     }

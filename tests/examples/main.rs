@@ -4,6 +4,7 @@
 mod family;
 mod flags;
 mod layout;
+mod memory;
 mod outputs;
 mod process;
 mod refusals;

@@ -9,6 +9,7 @@ mod on_gpus;
 mod packing;
 mod precisions;
 mod recording;
+pub mod refused;
 mod saved;
 mod sharding;
 mod snapshot;
@@ -294,7 +295,7 @@ fn reserved_scratch_is_all_that_products_keep() {
         return;
     }
     use tallow::internals::gemm::{MatRef, Threads, matmul, reserve_scratch};
-    reserve_scratch(false);
+    reserve_scratch(false).unwrap();
     let before = tracker::current_bytes().unwrap();
     // Of those that are ours with AVX-512, and of those that are the gemm crate's.
     for side in [48, 300] {

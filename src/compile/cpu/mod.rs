@@ -12,8 +12,7 @@ use super::calls;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::{BufferRange, Call, Plan};
 pub(super) use super::run::Controls;
-use crate::Result;
-use crate::kernels::cpu::gemm;
+use crate::{Result, ops};
 use candle_core::{DType, WithDType};
 use memory::{Arena, View};
 use std::ops::ControlFlow;
@@ -33,7 +32,7 @@ impl Executor {
         let mut products = calls.filter(|call| call.op.is_product());
         if products.clone().next().is_some() {
             let rounds = |call: &Call| plan.dtype_of(call) != DType::F32;
-            gemm::reserve_scratch(products.any(rounds));
+            ops::reserve_scratch(products.any(rounds))?;
         }
         Ok(Self {
             arena: Arena::new(plan.peak_bytes())?,

@@ -1,12 +1,11 @@
 //! What a pass or a step takes, by running it.
 
 use super::tracker;
-use crate::kernels::cpu::gemm;
 use crate::memory::{Mode, Workload, estimate};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
-use crate::{Error, Result, backward, hardware, nn, no_grad};
+use crate::{Error, Result, backward, hardware, nn, no_grad, ops};
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
@@ -55,7 +54,7 @@ pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measur
         ));
     }
     check_room(config, workload)?;
-    gemm::reserve_scratch(workload.precision.dtype() != DType::F32);
+    ops::reserve_scratch(workload.precision.dtype() != DType::F32)?;
     let before = current_bytes()?;
     let mut step = Step::new(config, workload)?;
     let ready_bytes = current_bytes()?.saturating_sub(before);

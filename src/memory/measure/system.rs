@@ -11,6 +11,10 @@
 //! }
 //! ```
 
+use crate::precision::Precision;
+use crate::{Result, ops};
+use candle_core::DType;
+
 /// The most memory this process has had resident, in bytes, since it began or since [`reset_resident_peak`].
 #[cfg(target_os = "linux")]
 pub fn resident_peak_bytes() -> Option<u64> {
@@ -41,6 +45,15 @@ pub fn resident_peak_bytes() -> Option<u64> {
 #[cfg(not(unix))]
 pub fn resident_peak_bytes() -> Option<u64> {
     None
+}
+
+/// Starts the threads of the current pool, and has all of them allocate what they keep for matmuls in `precision`: what
+/// is [available](crate::hardware::available_bytes) afterwards is a step's own.
+///
+/// # Errors
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+pub fn reserve_scratch(precision: Precision) -> Result<()> {
+    ops::reserve_scratch(precision.dtype() != DType::F32)
 }
 
 /// Lets the resident peak begin again at what is resident now. False where the system cannot (Linux can): then

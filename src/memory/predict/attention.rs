@@ -5,9 +5,9 @@ use super::replay::{Buffer, Formula, What, elements};
 use super::{Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::graph;
-use crate::ops::{Dropout, DropoutKey};
+use crate::ops::{Dropout, DropoutKey, check_size};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// One attention, forward and backward: q, k, v (B, H, T, Dh).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,22 +79,34 @@ impl AttentionWorkload {
     pub(super) fn forward(&self) -> Result<Tensor> {
         let leaves = graph::weights(self.dtype);
         let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
-        self.algorithm.attend(&q?, &k?, &v?, &self.config()?)
+        self.algorithm.attend(&q?, &k?, &v?, &self.hollow_config()?)
     }
 
-    /// How it attends; first keys, if there are several documents, and the key of dropout on the CPU.
+    /// The configuration of its attention: with first keys, if there are several documents, and the key of dropout, on
+    /// the CPU.
     ///
     /// # Errors
-    /// [`Error::Config`] for no document.
+    /// [`Error::Config`] for no document, and for more tokens than first keys count; [`Error::OutOfMemory`] and
+    /// [`Error::Shape`] for more first keys than fit in memory.
     pub fn config(&self) -> Result<AttentionConfig> {
+        self.config_with(|| self.first_keys())
+    }
+
+    /// As [`config`](Self::config), for a trace: its first keys have no elements, so that predictions allocate nothing
+    /// for the sequences.
+    pub(super) fn hollow_config(&self) -> Result<AttentionConfig> {
+        self.config_with(|| FirstKeys::hollow(self.batch_size, self.sequence_length))
+    }
+
+    fn config_with(
+        &self,
+        first_keys: impl FnOnce() -> Result<FirstKeys>,
+    ) -> Result<AttentionConfig> {
         if self.documents == 0 {
             return Err(Error::config("AttentionWorkload", "documents", 0)
                 .must_be("at least 1", "1 is a sequence that is not packed"));
         }
-        let first_keys = (self.documents > 1).then(|| {
-            let lengths = self.document_lengths().collect();
-            FirstKeys::of_lengths(&vec![lengths; self.batch_size])
-        });
+        let first_keys = (self.documents > 1).then(first_keys);
         let probability = self.dropout;
         let dropout = (probability != 0.0).then(|| {
             Ok::<_, Error>(Dropout {
@@ -110,12 +122,33 @@ impl AttentionWorkload {
         })
     }
 
-    /// How long the documents of a sequence are.
-    pub(crate) fn document_lengths(&self) -> impl Iterator<Item = usize> + use<> {
+    /// The first keys of its documents: (B, T).
+    fn first_keys(&self) -> Result<FirstKeys> {
+        let [batch, _, length, _] = self.shape();
+        if u32::try_from(length).is_err() {
+            return Err(
+                Error::config("AttentionWorkload", "sequence_length", length).must_be(
+                    format!("at most {}, where several documents are packed", u32::MAX),
+                    "first keys are u32",
+                ),
+            );
+        }
+        const OP: &str = "AttentionWorkload::config";
+        check_size(OP, &[batch, length], DType::U32, &Device::Cpu)?;
+        let documents = self.documents.clamp(1, length.max(1));
+        let begin = |document: usize| document as u64 * length as u64 / documents as u64;
+        let lengths = (0..documents).map(|i| (begin(i), begin(i + 1)));
+        let sequence = lengths.flat_map(|(from, to)| (from..to).map(move |_| from as u32));
+        let sequence = Tensor::from_iter(sequence, &Device::Cpu)?; // (T)
+        FirstKeys::new(&sequence.broadcast_as((batch, length))?.contiguous()?)
+    }
+
+    /// The lengths of a sequence's documents, with how many of each there are: as equal as can be.
+    pub(crate) fn document_lengths(&self) -> [(usize, usize); 2] {
         let length = self.sequence_length;
         let documents = self.documents.clamp(1, length.max(1));
-        let begins = move |i: usize| (i as u128 * length as u128 / documents as u128) as usize;
-        (0..documents).map(move |i| begins(i + 1) - begins(i))
+        let (shorter, longer) = (length / documents, length % documents);
+        [(shorter, documents - longer), (shorter + 1, longer)]
     }
 
     /// Scores and probabilities B H T^2 each and the output, as CS336's handout counts: what composed ops would keep.

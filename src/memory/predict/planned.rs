@@ -27,7 +27,7 @@ pub fn planned_attention_breakdown(
     let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
     let config = AttentionPlanConfig {
         algorithm: w.algorithm,
-        attention: w.config()?,
+        attention: w.hollow_config()?,
         ..AttentionPlanConfig::new(shape, w.dtype)
     };
     let plan = match kernels {
@@ -133,11 +133,11 @@ pub fn planned_attention_breakdown(
     })
 }
 
-/// What a [`LossStep`] of the layer holds on `device`, the loss being the sum of its output.
+/// The memory of forward and backward of a [`LossStep`] of the layer on `device`, where the loss is the sum of its
+/// output.
 ///
-/// It includes the weights, which are in f32, their AdamW state (8 bytes an element, which such a step asks for, and
-/// which no forward and backward touches) and the input. It is what the plan says, on a GPU also the 32 MiB that
-/// cuBLASLt works in. What products pack on the CPU is not included.
+/// It is what the plan says, with the weights, which are in f32, and the input; on a GPU also the 32 MiB that cuBLASLt
+/// works in. There is no optimizer: nothing is updated. What products pack on the CPU is not included.
 ///
 /// # Errors
 /// As [`LossStep::plan_for`].
@@ -160,13 +160,6 @@ pub fn planned_self_attention_breakdown(
     let sizes = format!("B {b}, T {t}, D {d}, H {h}");
     Ok(MemoryBreakdown::new(sizes)
         .with(MemoryKind::Weights, "weights", "4D^2", weights, 4)
-        .with(
-            MemoryKind::Optimizer,
-            "AdamW's running means",
-            "8D^2",
-            2.0 * weights,
-            4,
-        )
         .with(MemoryKind::Inputs, "x", "BTD", x, 4)
         .with(
             MemoryKind::Activations,

@@ -95,6 +95,9 @@ pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> Tr
     }
 }
 
+/// The most blocks of a model whose optimizer's state is divided among ranks: each parameter's owner is found by name.
+const MOST_SHARED_LAYERS: usize = 1 << 16;
+
 /// Refuses what has no breakdown.
 pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let config = TransformerConfig {
@@ -103,6 +106,14 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
     };
     config.validate()?;
     match workload.sharding {
+        Some(Sharding::Optimizer(_)) if config.num_layers > MOST_SHARED_LAYERS => Err(
+            Error::config("Workload", "sharding", "the optimizer's state").must_be(
+                format!("None for a model of {} blocks", config.num_layers),
+                format!(
+                    "owners are found for each parameter of at most {MOST_SHARED_LAYERS} blocks"
+                ),
+            ),
+        ),
         Some(Sharding::Optimizer(own)) => own.validate(),
         Some(Sharding::Full(own, config)) => own.validate().and(config.validate()),
         None => Ok(()),
@@ -135,9 +146,10 @@ pub(super) fn own_elements(config: &TransformerConfig, workload: &Workload) -> f
     let Some(Sharding::Full(own, _)) = workload.sharding else {
         return config.num_parameters() as f64;
     };
-    let shapes = config.parameter_shapes();
-    let parts = shapes.iter().map(|(_, shape)| own.part(shape.elem_count()));
-    parts.map(|part| part.len() as f64).sum()
+    let parts = config
+        .parameter_counts()
+        .map(|(shape, count)| count as f64 * own.part(shape.elem_count()).len() as f64);
+    parts.sum()
 }
 
 /// Elements of the parameters that the optimizer keeps state of: a rank's own, or those of which it updates the whole.

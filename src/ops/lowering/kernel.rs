@@ -3,6 +3,8 @@
 use super::{Accumulate, Slices};
 use crate::graph::{self, Attribute, Room};
 use crate::kernels::Mask;
+use crate::ops::operand::check_granted;
+use crate::ops::product;
 use candle_core::{Result, bail};
 use std::fmt;
 #[cfg(feature = "cuda")]
@@ -301,7 +303,19 @@ impl Kernel {
     }
 
     /// Computes a call.
+    ///
+    /// # Errors
+    /// Those of the kernel; [`Error::OutOfMemory`](crate::Error::OutOfMemory) where the allocator does not grant what
+    /// it needs for itself.
     pub(crate) fn run(&self, slices: &Slices<'_>) -> Result<()> {
+        let room = match self.is_product() {
+            true => product::packed(self, slices.dtype()?).ok(),
+            false => self.taking,
+        };
+        if let Some(room) = room {
+            let bytes = room.elements * room.element_bytes as f64;
+            check_granted(room.what, bytes as u64)?;
+        }
         (self.run)(self, slices)
     }
 }

@@ -3,10 +3,10 @@
 use super::super::gradients::{Owners, gradient_of, gradients_of};
 use super::super::squares::are_finite;
 use super::{GradScaler, Progress, UNSCALE};
-use crate::Result;
 use crate::inplace::{Element, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};
+use crate::{Result, ops};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use half::{bf16, f16};
 
@@ -86,7 +86,7 @@ struct Unscaled {
 fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<Unscaled> {
     let gradient = gradient.detach();
     if gradient.dtype() == DType::F16 {
-        let (scaled, finite) = widened(&gradient.contiguous()?, factor)?;
+        let (scaled, finite) = widened(&ops::laid_out(&gradient)?, factor)?;
         return Ok(Unscaled {
             replacement: Some(scaled),
             finite,
@@ -99,6 +99,7 @@ fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<Unscaled> 
             finite,
         });
     }
+    ops::check_granted_on(&Device::Cpu, gradient.dims(), gradient.dtype())?;
     let copy = gradient.force_contiguous()?;
     let finite = in_place(&copy, factor)?;
     Ok(Unscaled {
@@ -139,7 +140,7 @@ fn widened(gradient: &Tensor, factor: f64) -> Result<(Tensor, bool)> {
     let mut finite = false;
     let elements = read(gradient, |x: &[f16]| {
         filled(x.len(), |y| finite = kernel::widening(x, factor, y))
-            .map_err(candle_core::Error::wrap)
+            .map_err(|_| ops::not_granted("an unscaled gradient", 4 * x.len() as u64).into())
     })?;
     let scaled = Tensor::from_vec(elements, gradient.shape(), &Device::Cpu)?;
     Ok((scaled, finite))

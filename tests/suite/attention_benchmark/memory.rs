@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Var};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::LazyLock;
 use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
-use tallow::bench::{AttentionRun, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, Execution, Sampling, SelfAttentionRun};
 use tallow::memory::{
     AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, attention_breakdown,
     self_attention_breakdown, smallest_beyond, tracker,
@@ -376,4 +376,123 @@ fn the_limit_is_the_first_that_does_not_fit() {
         "no heads of that width"
     );
     assert!(smallest_beyond(u64::MAX, |_| Some(limit.breakdown.clone())).is_none());
+}
+
+/// Rows of `OOM` or errors, whatever the sizes, without allocating for the workload.
+#[test]
+fn predictions_allocate_nothing_for_the_workload() {
+    if child::ran("attention_benchmark::memory::predictions_allocate_nothing_for_the_workload") {
+        return;
+    }
+    const LARGE: usize = 1_000_000_000;
+    let sampling = Sampling {
+        available_bytes: Some(1 << 30),
+        ..Default::default()
+    };
+    let check = |what: &str, rows: tallow::Result<Vec<Fields>>, before: u64| {
+        if let Ok(rows) = rows {
+            assert_eq!(rows[0].get("status"), Some(&"OOM".into()), "{what}");
+        }
+        let taken = tracker::peak_bytes().unwrap() - before;
+        assert!(taken < 16 << 20, "{what} took {taken} bytes");
+    };
+    let start = || {
+        tracker::reset_peak();
+        tracker::current_bytes().unwrap()
+    };
+    for execution in [Execution::Eager, Execution::Planned] {
+        for algorithm in Algorithm::ALL {
+            for large in [LARGE, LARGE * LARGE, usize::MAX] {
+                let ways: [(usize, usize, usize, usize); 6] = [
+                    (large, 1024, 1, 1),
+                    (large, 1024, 2, 1),
+                    (large, 1, 2, 1),
+                    (1, large, 2, 1),
+                    (1, large, large, 1),
+                    (large, large, large, large),
+                ];
+                for (batch_size, sequence_length, documents, heads) in ways {
+                    let workload = AttentionWorkload {
+                        algorithm,
+                        batch_size,
+                        sequence_length,
+                        documents,
+                        heads,
+                        ..Default::default()
+                    };
+                    let run = AttentionRun {
+                        workload,
+                        sampling: sampling.clone(),
+                        execution,
+                    };
+                    let before = start();
+                    let rows = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+                    check(&format!("{execution:?} {workload:?}"), rows, before);
+                    let before = start();
+                    run.limit(&Device::Cpu);
+                    check("the limit", Ok(vec![oom()]), before);
+                }
+                for (batch_size, sequence_length, d_model) in [
+                    (large, 1, 64),
+                    (1, large, 64),
+                    (1, 1, large),
+                    (large, large, large),
+                ] {
+                    let workload = SelfAttentionWorkload {
+                        algorithm,
+                        batch_size,
+                        sequence_length,
+                        d_model,
+                        ..Default::default()
+                    };
+                    let run = SelfAttentionRun {
+                        workload,
+                        sampling: sampling.clone(),
+                        execution,
+                    };
+                    let before = start();
+                    let rows = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+                    match rows {
+                        // Heads too wide for flash.
+                        Ok(rows) if rows[0].get("status") == Some(&"unsupported".into()) => {}
+                        rows => check(&format!("{execution:?} {workload:?}"), rows, before),
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn oom() -> Fields {
+    let mut row = Fields::new();
+    row.insert("status", "OOM");
+    row
+}
+
+/// First keys that are real: of documents as long as each other as can be, and an error where there is no memory.
+#[test]
+fn first_keys_of_the_workload_are_checked() {
+    let workload = AttentionWorkload {
+        batch_size: 2,
+        sequence_length: 8,
+        documents: 3,
+        ..Default::default()
+    };
+    let first_keys = workload.config().unwrap().first_keys.unwrap();
+    let row = [0, 0, 2, 2, 2, 5, 5, 5];
+    assert_eq!(first_keys.tensor().to_vec2::<u32>().unwrap(), [row, row]);
+    for large in [1 << 40, usize::MAX] {
+        for (batch_size, sequence_length) in [(large, 8), (2, large)] {
+            let workload = AttentionWorkload {
+                batch_size,
+                sequence_length,
+                ..workload
+            };
+            let error = workload.config().unwrap_err().to_string();
+            assert!(
+                error.starts_with("AttentionWorkload") || error.contains("bytes of memory"),
+                "{error}"
+            );
+        }
+    }
 }

@@ -37,7 +37,7 @@ fn the_arena_is_what_the_plan_says() {
             ..Default::default()
         };
         let alive = || tracker::current_bytes().expect("the suite's allocator counts");
-        gemm::reserve_scratch(true); // which is the process's
+        gemm::reserve_scratch(true).unwrap(); // which is the process's
         tracker::reset_peak();
         let before = alive();
         let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();

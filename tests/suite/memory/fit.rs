@@ -1,12 +1,18 @@
 //! What fits, what does not, and from where on half precision saves.
 
 use super::config;
+use crate::child;
+use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
+use tallow::bench::{EndToEnd, Execution};
+use tallow::dist::Shard;
 use tallow::memory::{
-    Mode, Workload, estimate, largest_batch_size, smallest_sequence_beyond, smallest_sequence_saved,
+    Mode, Sharding, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond,
+    smallest_sequence_saved, tracker,
 };
 use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
 use tallow::precision::{Precision, Regime};
 
 fn peak(config: &TransformerConfig, workload: &Workload) -> u64 {
@@ -138,4 +144,89 @@ fn what_is_no_model_fits_nowhere() {
         let error = error.unwrap_err().to_string();
         assert!(error.contains("d_ff"), "{error}");
     }
+}
+
+/// Sizes beyond any machine's, one by one and together: an answer or an error, without allocating for them.
+#[test]
+fn predictions_allocate_nothing_for_the_sizes() {
+    if child::ran("memory::fit::predictions_allocate_nothing_for_the_sizes") {
+        return;
+    }
+    let small = config(64, 128, 3, 300);
+    let mut configs = vec![(small.clone(), 1, 1)];
+    for large in [1_000_000_000, usize::MAX / 2, usize::MAX] {
+        let c = &small;
+        #[rustfmt::skip]
+        configs.extend([
+            (c.clone(), large, 8),
+            (c.clone(), 1, large),
+            (c.clone(), large, large),
+            (TransformerConfig { num_layers: large, ..c.clone() }, 1, 8),
+            (TransformerConfig { vocab_size: large, ..c.clone() }, 1, 8),
+            (TransformerConfig { d_ff: large, ..c.clone() }, 1, 8),
+            (TransformerConfig { d_model: large, ..c.clone() }, 1, 8),
+            (TransformerConfig { d_model: large - large % 4, ..c.clone() }, 1, 8),
+            (TransformerConfig { head_dim: Some(large - large % 2), ..c.clone() }, 1, 8),
+            (TransformerConfig { num_heads: large, d_model: large, ..c.clone() }, 1, 8),
+            (TransformerConfig { context_length: large, ..c.clone() }, 1, 8),
+            (TransformerConfig { context_length: large, ..c.clone() }, large, large),
+        ]);
+    }
+    let own = Shard {
+        rank: 1,
+        world_size: 4,
+    };
+    let shardings = [
+        None,
+        Some(Sharding::Optimizer(own)),
+        Some(Sharding::Full(own, Default::default())),
+    ];
+    for (config, batch_size, sequence_length) in &configs {
+        for sharding in shardings {
+            for checkpointing in [Checkpointing::None, Checkpointing::Block] {
+                let workload = Workload {
+                    batch_size: *batch_size,
+                    sequence_length: *sequence_length,
+                    checkpointing,
+                    sharding,
+                    ..Default::default()
+                };
+                let what = format!("{config:?} {workload:?}");
+                within(&what, || drop(estimate(config, &workload)));
+                within(&what, || {
+                    drop(largest_batch_size(config, &workload, 1 << 30))
+                });
+                within(&what, || {
+                    drop(smallest_sequence_beyond(config, &workload, 1 << 30))
+                });
+                within(&what, || drop(smallest_sequence_saved(config, &workload)));
+                within(&what, || drop(recommend(config, &workload, 1 << 30)));
+            }
+        }
+        for execution in [Execution::Eager, Execution::Planned] {
+            for mode in [Mode::Forward, Mode::TrainStep] {
+                let run = EndToEnd {
+                    batch_size: *batch_size,
+                    sequence_length: *sequence_length,
+                    execution,
+                    available_bytes: Some(1 << 20),
+                    ..super::run(config, 1, mode)
+                };
+                within(&format!("{run:?}"), || {
+                    if let Ok(rows) = run.run(&Device::Cpu, |_, _| panic!("nothing may run")) {
+                        assert_eq!(rows[0].get("status"), Some(&"OOM".into()), "{run:?}");
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// Calls `f`, which may allocate 16 MiB at once.
+fn within(what: &str, f: impl FnOnce()) {
+    let before = tracker::current_bytes().unwrap();
+    tracker::reset_peak();
+    f();
+    let taken = tracker::peak_bytes().unwrap() - before;
+    assert!(taken < 16 << 20, "{what} took {taken} bytes");
 }

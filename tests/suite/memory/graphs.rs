@@ -622,7 +622,7 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
     let mine = Mine::new().unwrap();
     let ids = |rows: usize, length| Tensor::ones((rows, length), DType::U32, &Device::Cpu).unwrap();
     let mut wrong = Vec::new();
-    gemm::reserve_scratch(true);
+    gemm::reserve_scratch(true).unwrap();
     for precision in [Precision::F32, Precision::BF16] {
         for rows in [1, 8, 24] {
             let (tokens, targets) = (ids(rows, 100), ids(rows, 100));

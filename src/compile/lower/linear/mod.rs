@@ -289,7 +289,7 @@ fn bias_gradient(
         lower.scratch(&[elements], DType::F32)
     });
     let writes = Named::from([("dbias", sum.clone())]).with_some("partials", partial);
-    let kernel = bias::bias_gradient();
+    let kernel = bias::bias_gradient(rows, columns, wide);
     lower.plan.call(kernel, [("dy", dy.clone())], writes);
     let gradient = match dtype == wide {
         true => sum,

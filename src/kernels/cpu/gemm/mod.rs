@@ -30,5 +30,5 @@ pub(crate) use micro_kernel::prefetch;
 pub use packing::packing_bytes;
 pub(crate) use product::matmul_by;
 pub use product::{matmul, matmul_to};
-pub use scratch::reserve_scratch;
+pub use scratch::{reserve_scratch, scratch_bytes};
 pub use threads::Threads;

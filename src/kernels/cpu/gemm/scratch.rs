@@ -5,6 +5,7 @@ use super::panels;
 use super::threads::Threads;
 use crate::kernels::cpu::Lanes;
 use std::cell::RefCell;
+use std::collections::TryReserveError;
 
 /// A cache line.
 #[derive(Clone, Copy)]
@@ -31,7 +32,9 @@ pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
     let kept = kept.into_iter().find(|kept| bytes <= *kept);
     debug_assert!(kept.is_some(), "a block of {bytes} bytes");
     let mut lines = SCRATCH.take();
-    grow(&mut lines, kept.unwrap_or(bytes));
+    if grow(&mut lines, kept.unwrap_or(bytes)).is_err() {
+        std::alloc::handle_alloc_error(std::alloc::Layout::new::<[u8; ROUNDED_BYTES]>());
+    }
     // SAFETY: initialised bytes, aligned and enough; any bytes make a float.
     let scratch = unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), count) };
     f(scratch);
@@ -40,14 +43,20 @@ pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
 
 /// Makes this thread and all of the current pool take their scratch now, so that no product takes it later: for
 /// measurements of what a step allocates. `rounds` where c is in half precision.
-pub fn reserve_scratch(rounds: bool) {
+///
+/// # Errors
+/// A thread whose scratch is not granted.
+pub fn reserve_scratch(rounds: bool) -> Result<(), TryReserveError> {
     let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
     let reserve = || {
-        SCRATCH.with_borrow_mut(|lines| grow(lines, bytes));
+        SCRATCH.with_borrow_mut(|lines| grow(lines, bytes))?;
         reserve_of_gemm_crate();
+        Ok(())
     };
-    reserve();
-    rayon::broadcast(|_| reserve());
+    let own = reserve();
+    rayon::broadcast(|_| reserve())
+        .into_iter()
+        .fold(own, Result::and)
 }
 
 /// The `gemm` crate's threads keep a buffer too, from the first product on whose left factor it packs block by block:
@@ -62,10 +71,18 @@ fn reserve_of_gemm_crate() {
     }
 }
 
-fn grow(lines: &mut Vec<Line>, bytes: usize) {
+/// How much [`reserve_scratch`] takes in all.
+pub fn scratch_bytes(rounds: bool) -> usize {
+    let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
+    bytes * (rayon::current_num_threads() + 1)
+}
+
+fn grow(lines: &mut Vec<Line>, bytes: usize) -> Result<(), TryReserveError> {
     let needed = bytes.div_ceil(size_of::<Line>());
     if lines.len() < needed {
         *lines = Vec::new(); // nothing in it is wanted: the old goes before the new comes
+        lines.try_reserve_exact(needed)?;
         lines.resize(needed, Line([0; 64]));
     }
+    Ok(())
 }

@@ -1,0 +1,41 @@
+//! The memory that an example may use, and what is done where that is hardly more than a run needs.
+
+use candle_core::Device;
+use tallow::Result;
+use tallow::bench::EndToEnd;
+
+/// The bytes that each of these runs may use on `device`: the limit of the flag in GiB, or what is available.
+///
+/// Memory is tight where a run fits that needs most of it on the CPU. Then blocks come from the system one by one:
+/// mimalloc rounds them up, and keeps freed pages that no later block may fit, together up to half of what a step has
+/// allocated. And each kind of run is done once, at the smallest sizes, before it is asked what is available: what the
+/// process has besides a step is used by then.
+pub fn available_bytes<'r>(
+    device: &Device,
+    limit_gib: Option<f64>,
+    runs: impl IntoIterator<Item = &'r EndToEnd>,
+) -> Result<Option<u64>> {
+    let limit = limit_gib.map(super::gib_bytes);
+    let available = || limit.or_else(|| tallow::hardware::available_bytes_on(device));
+    let is_tight = |run: &EndToEnd| {
+        let (Some(available), Ok(estimate)) = (available(), run.estimate(device)) else {
+            return false;
+        };
+        let wanted = estimate.peak_bytes;
+        wanted <= available && wanted.saturating_add(wanted / 2) > available
+    };
+    let mut kinds: Vec<&EndToEnd> = Vec::new();
+    if device.is_cpu() {
+        for run in runs.into_iter().filter(|run| is_tight(run)) {
+            let kind = |run: &EndToEnd| (run.precision, run.execution, run.mode);
+            if !kinds.iter().any(|other| kind(other) == kind(run)) {
+                kinds.push(run);
+            }
+        }
+    }
+    if !kinds.is_empty() {
+        super::take_blocks_from_the_system();
+        kinds.into_iter().try_for_each(|run| run.warm_up(device))?;
+    }
+    Ok(available())
+}
