@@ -96,9 +96,12 @@ fn copy(from: &Path) -> TempDir {
 fn names(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).unwrap();
     let names = names.map(|file| file.unwrap().file_name().into_string().unwrap());
-    let mut names: Vec<String> = names
-        .map(|name| name.replace("model-2-", "model-"))
-        .collect();
+    let without_set = |name: String| {
+        let sets = ["model-2-", "model-3-"];
+        sets.iter()
+            .fold(name, |name, set| name.replace(set, "model-"))
+    };
+    let mut names: Vec<String> = names.map(without_set).collect();
     names.sort();
     names
 }
