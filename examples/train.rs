@@ -110,9 +110,11 @@ impl Flags {
             .of_training(|flags| &flags.training)
             .of_ranks(|flags| (&flags.ranks, &flags.common))
             .of_exchange(|flags| (&flags.ranks, &flags.exchange))
-            .only("with --family", &["random-weights"], |flags| {
-                flags.family.family.is_some()
-            })
+            .only(
+                "with --family",
+                &["random-weights", "save-family"],
+                |flags| flags.family.family.is_some(),
+            )
             .only(
                 "on a sample: not with --sample 0",
                 &["temperature", "top-k", "top-p", "prompt"],

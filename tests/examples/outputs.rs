@@ -230,7 +230,8 @@ fn a_hangup_saves_the_run() {
     let text = String::from_utf8_lossy(&bytes);
     let (_, after) = text.split_once(r#"\"step\":"#).unwrap();
     let (step, _) = after.split_once(',').unwrap();
-    let resumed = format!("{line} --steps {step} --schedule constant --resume");
+    let steps = step.parse::<usize>().unwrap().max(1); // it may have come before the first step
+    let resumed = format!("{line} --steps {steps} --schedule constant --resume");
     let ended = run(example(&resumed));
     assert_eq!(ended.status, Some(0), "{ended:?}");
 }
