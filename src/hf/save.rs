@@ -238,17 +238,19 @@ impl Old {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(old),
             Err(e) => return Err(Error::io("read", folder, e)),
         };
+        let in_index: BTreeSet<String> = indexed(folder).into_iter().collect();
+        let mut names: Vec<String> = in_index.iter().cloned().collect();
         for entry in entries {
             let entry = entry.map_err(|e| Error::io("read", folder, e))?;
-            let Ok(name) = entry.file_name().into_string() else {
-                continue;
-            };
-            if let Some(set) = set_of(&name) {
-                old.sets.insert(set);
-                old.shards.insert(name);
-            }
+            names.extend(entry.file_name().into_string());
         }
-        old.shards.extend(indexed(folder));
+        // A name that only an index has is taken too: its shard is missing, and must not come back as another model's.
+        old.sets
+            .extend(names.iter().filter_map(|name| set_of(name)));
+        let is_shard = |name: &String| set_of(name).is_some() || in_index.contains(name);
+        let shards = names.into_iter().filter(is_shard);
+        let shards = shards.filter(|name| name != SINGLE && is_there(&folder.join(name)));
+        old.shards.extend(shards);
         let others = [SINGLE, INDEX, GENERATION];
         let names = files.iter().map(|(name, _)| *name).chain(others);
         for name in names.chain(old.shards.iter().map(String::as_str)) {

@@ -221,6 +221,40 @@ fn what_is_there_is_replaced_only_where_that_is_allowed(#[case] file: &str) {
     assert_eq!(fs::read(folder.path().join("LICENSE")).unwrap(), b"new");
 }
 
+/// An index may name the one file, or shards that are missing: neither removes what is saved, nor is it taken for it.
+#[rstest]
+#[case("model.safetensors")]
+#[case("model-00001-of-00001.safetensors")]
+#[case("model-00001-of-00003.safetensors")]
+#[case("weights.safetensors")]
+fn an_index_of_other_files(
+    #[case] shard: &str,
+    #[values(500, usize::MAX)] max_shard_bytes: usize,
+    #[values(false, true)] is_there: bool,
+) {
+    let folder = tempdir().unwrap();
+    let index = json!({"weight_map": {"model.norm.weight": shard}});
+    let path = folder.path().join("model.safetensors.index.json");
+    fs::write(path, index.to_string()).unwrap();
+    if is_there {
+        fs::write(folder.path().join(shard), "old").unwrap();
+    }
+    let options = SaveOptions {
+        overwrite: true,
+        max_shard_bytes,
+        ..Default::default()
+    };
+    hf::save_with(&small(1), folder.path(), &options).unwrap();
+    let again = hf::load(folder.path(), &CPU).unwrap();
+    for ((_, found), (_, wanted)) in again.parameters().iter().zip(small(1).parameters()) {
+        assert_eq!(elements(found.as_tensor()), elements(wanted.as_tensor()));
+    }
+    let count = contents(folder.path()).len();
+    let empty = tempdir().unwrap();
+    hf::save_with(&small(1), empty.path(), &options).unwrap();
+    assert_eq!(count, contents(empty.path()).len());
+}
+
 /// The settings of generation are those of the model that was there.
 #[test]
 fn generation_settings_of_another_model_go() {
