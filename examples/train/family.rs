@@ -28,7 +28,7 @@ pub struct FamilyFlags {
 
     /// Read the folder's config.json without this key: a setting that is not known is refused otherwise, since it may
     /// stand for another model
-    #[arg(long, requires = "family", value_name = "KEY")]
+    #[arg(long, value_name = "KEY")]
     ignore_config_key: Vec<String>,
 
     /// Write the trained model here at the end, as transformers reads it, with the tokenizer's files and the settings
@@ -138,6 +138,7 @@ impl FamilyFlags {
             from: Some(folder.clone()),
             dtype: self.save_dtype.map(DType::from),
             overwrite: self.overwrite,
+            ignore_keys: self.ignore_config_key.clone(),
             ..Default::default()
         };
         if let Some(written) = &self.save_family {
@@ -160,6 +161,7 @@ impl FamilyFlags {
         let unused = [
             ("--save-family", self.save_family.is_some()),
             ("--random-weights", self.random_weights),
+            ("--ignore-config-key", !self.ignore_config_key.is_empty()),
         ];
         match unused.into_iter().find(|(_, is_given)| *is_given) {
             None => Ok(None),

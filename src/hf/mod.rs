@@ -104,7 +104,7 @@ fn config_text(folder: &Path) -> Result<String> {
     read_to_string(&folder.join(CONFIG))
 }
 
-/// Returns the configuration that [`load_with`] gives the model in a folder. It is that of [`config()`] unless
+/// Returns the configuration that [`load_with`] gives the model in a folder. It is that of [`config_with`] unless
 /// `tie_word_embeddings` is set and the files have a head that differs from the embedding: `transformers` then keeps
 /// both, and so does this crate (`tie_embeddings` is false). It reads both weights to compare them.
 ///

@@ -33,6 +33,9 @@ pub struct SaveOptions {
     /// `generation_config.json` take the place of those that the model was loaded with, for a model that has been
     /// through a training. `None` copies nothing.
     pub from: Option<PathBuf>,
+    /// Keys of the `config.json` of [`from`](Self::from) that are not known, as in
+    /// [`LoadOptions::ignore_keys`](crate::model::LoadOptions::ignore_keys). They are written as they are there.
+    pub ignore_keys: Vec<String>,
     /// The dtype of the weights in the files: f64, f32, f16 or bf16. `None` is that of the parameters.
     pub dtype: Option<DType>,
     /// Whether a model that is in the folder already, or another file to be written, is replaced. Otherwise it is an
@@ -47,6 +50,7 @@ impl Default for SaveOptions {
     fn default() -> Self {
         Self {
             from: None,
+            ignore_keys: Vec::new(),
             dtype: None,
             overwrite: false,
             max_shard_bytes: 5_000_000_000,
@@ -177,18 +181,17 @@ fn files(
     options: &SaveOptions,
 ) -> Result<Vec<Content>> {
     let mut files = Vec::new();
-    let mut origin_of = None;
+    let mut origin_of_from = None;
     if let Some(from) = &options.from {
         for name in COPIED.iter().filter(|name| is_there(&from.join(name))) {
             files.push((*name, read(&from.join(name))?));
         }
         let has_settings = is_there(&from.join(CONFIG));
-        let ignored = origin.map_or(&[][..], |origin| &origin.ignored);
-        origin_of = has_settings
-            .then(|| super::origin(from, ignored))
+        origin_of_from = has_settings
+            .then(|| super::origin(from, &options.ignore_keys))
             .transpose()?;
     }
-    let origin = origin_of.as_ref().or(origin);
+    let origin = origin_of_from.as_ref().or(origin);
     if let Some(generation) = origin.and_then(|origin| origin.generation.clone())
         && !files.iter().any(|(name, _)| *name == GENERATION)
     {

@@ -22,8 +22,8 @@ const NEUTRAL: [&str; 4] = [
     "initializer_range",
 ];
 
-/// The settings of a model whose weights are saved in `dtype`. `origin` has the `config.json` that the model comes from, or
-/// that of another model, of which then only the tokens and `initializer_range` are kept.
+/// The settings of a model whose weights are saved in `dtype`. `origin` has the `config.json` that the model
+/// comes from, or that of another model, of which then only the tokens and `initializer_range` are kept.
 ///
 /// # Errors
 /// A model that is none of the families'; a text that is no JSON object.
@@ -48,26 +48,30 @@ pub(super) fn settings(
             hint: "load it again, or save without SaveOptions::from".into(),
         });
     };
-    let mut candidates = Vec::new();
-    if let Ok(was) = parsed_again(text, ignored, dtype) {
-        candidates.push(changed(&read, &was, &now, dtype));
-    }
-    let mut neutral = now.clone();
-    for key in NEUTRAL {
-        if let Some(value) = read.get(key) {
-            neutral[key] = value.clone();
+    let is_same = |candidate: &Value| {
+        let again = parsed_again(&candidate.to_string(), dtype, ignored);
+        again.is_ok_and(|again| again == now)
+    };
+    if let Ok(was) = parsed_again(text, dtype, ignored) {
+        let changed = changed(&read, &was, &now, dtype);
+        // What was read may contradict what has changed since: a list of the layers' types, for example.
+        if is_same(&changed) {
+            return Ok(changed);
         }
     }
-    candidates.push(neutral);
-    // What was read may contradict what has changed since: a list of the layers' types, for example.
-    let is_same = |candidate: &Value| {
-        parsed_again(&candidate.to_string(), ignored, dtype).is_ok_and(|again| again == now)
-    };
-    Ok(candidates.into_iter().find(is_same).unwrap_or(now))
+    let mut settings = now.clone();
+    for key in NEUTRAL {
+        let mut with = settings.clone();
+        with[key] = read.get(key).cloned().unwrap_or_default();
+        if read.contains_key(key) && is_same(&with) {
+            settings = with;
+        }
+    }
+    Ok(settings)
 }
 
 /// The settings that a configuration of this text is written with.
-fn parsed_again(text: &str, ignored: &[String], dtype: &str) -> Result<Value> {
+fn parsed_again(text: &str, dtype: &str, ignored: &[String]) -> Result<Value> {
     config::to_json(&config::parse(text, Path::new(CONFIG), ignored)?, dtype)
 }
 
