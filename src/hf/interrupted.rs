@@ -110,12 +110,10 @@ fn names(folder: &Path) -> Vec<String> {
 fn a_save_that_is_cut_short_leaves_one_model_or_none(
     #[values(false, true)] old_is_sharded: bool,
     #[values(false, true)] new_is_sharded: bool,
-    #[values(false, true)] settings_change: bool,
+    #[values((1e4, "old"), (1e4, "new"), (5e5, "new"))] new_settings: (f64, &str),
 ) {
-    let (theta, tokenizer) = match settings_change {
-        true => (5e5, "new"),
-        false => (1e4, "old"),
-    };
+    let (theta, tokenizer) = new_settings;
+    let settings_change = new_settings != (1e4, "old");
     let old = Version::new(1, 1e4, "old", old_is_sharded);
     let new = Version::new(2, theta, tokenizer, new_is_sharded);
     let empty = tempdir().unwrap();

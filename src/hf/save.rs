@@ -347,7 +347,7 @@ struct Replacement<'a> {
     paths: &'a [PathBuf],
     /// The index of several shards.
     index: Option<Staged>,
-    /// The other files that differ from what is there, `config.json` last.
+    /// The other files that differ from what is there, and `config.json` last if there are any.
     changed: Vec<Staged>,
     /// The old `config.json`, if it has to be away during the switch.
     old_config: Option<Staged>,
@@ -379,12 +379,19 @@ impl Replacement<'_> {
             let text = pretty(&json);
             self.index = Some(Staged::new(&self.folder.join(INDEX), text.as_bytes())?);
         }
-        for (name, content) in files.iter().filter(|(name, _)| !old.same.contains(name)) {
+        let is_same = |name: &str| old.same.contains(name);
+        if !is_stale && files.iter().all(|(name, _)| is_same(name)) {
+            return Ok(());
+        }
+        for (name, content) in files
+            .iter()
+            .filter(|(name, _)| *name == CONFIG || !is_same(name))
+        {
             let staged = Staged::new(&self.folder.join(name), content)?;
             self.changed.push(staged);
         }
         let config = self.folder.join(CONFIG);
-        if (is_stale || !self.changed.is_empty()) && is_there(&config) {
+        if is_there(&config) {
             self.old_config = Some(Staged::new(&config, &read(&config)?)?);
         }
         Ok(())

@@ -52,7 +52,11 @@ pub(super) fn settings(
         let again = parsed_again(&candidate.to_string(), dtype, ignored);
         again.is_ok_and(|again| again == now)
     };
-    if let Ok(was) = parsed_again(text, dtype, ignored) {
+    let was = config::parse(text, Path::new(CONFIG), ignored);
+    if let Ok(was) = was
+        && was.architecture == model.architecture
+        && let Ok(was) = config::to_json(&was, dtype)
+    {
         let changed = changed(&read, &was, &now, dtype);
         // What was read may contradict what has changed since: a list of the layers' types, for example.
         if is_same(&changed) {

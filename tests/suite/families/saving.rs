@@ -105,6 +105,7 @@ fn options(from: &Path) -> SaveOptions {
 fn settings_of_a_folder_that_is_named() {
     let golden = Golden::read("qwen2");
     golden.set("eos_token_id", json!(9));
+    golden.set("dtype", json!("float32"));
     let loaded = hf::load(golden.folder.path(), &CPU).unwrap();
     let trained = TransformerLM::new(loaded.config(), 3, &CPU).unwrap();
     let folder = tempdir().unwrap();
