@@ -2,11 +2,11 @@
 
 use super::layer::traced;
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
-use crate::Result;
 use crate::attention::Algorithm;
 use crate::compile::{Attention, AttentionPlanConfig, Category, LossStep, StepConfig};
 use crate::graph::{self, MemoryStep};
 use crate::nn::CausalSelfAttention;
+use crate::{Error, Result, hardware};
 use candle_core::Device;
 
 /// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs.
@@ -140,7 +140,7 @@ pub fn planned_attention_breakdown(
 /// works in. There is no optimizer: nothing is updated. What products pack on the CPU is not included.
 ///
 /// # Errors
-/// As [`LossStep::plan_for`].
+/// As [`LossStep::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
 pub fn planned_self_attention_breakdown(
     workload: &SelfAttentionWorkload,
     device: &Device,
@@ -148,13 +148,21 @@ pub fn planned_self_attention_breakdown(
     let w = workload;
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let shape = (b, t, d);
+    let weights = 4.0 * d as f64 * d as f64;
+    let x = b as f64 * t as f64 * d as f64;
+    let largest_bytes = 4.0 * weights.max(x).max(w.attention().largest());
+    if largest_bytes >= isize::MAX as f64 {
+        return Err(Error::OutOfMemory {
+            what: "the plan of a self-attention layer".into(),
+            wanted_bytes: largest_bytes as u64, // saturates
+            available_bytes: hardware::available_bytes_on(device).unwrap_or(u64::MAX),
+        });
+    }
     let plan = LossStep::plan_for(device, &StepConfig::default(), || {
         let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
         let x = graph::input("x", shape, w.dtype)?;
         w.planned_loss(&layer, &x)
     })?;
-    let weights = 4.0 * d as f64 * d as f64;
-    let x = b as f64 * t as f64 * d as f64;
     let kept = plan.alive_bytes(plan.backward_begins());
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let sizes = format!("B {b}, T {t}, D {d}, H {h}");

@@ -209,7 +209,7 @@ fn predictions_allocate_nothing_for_the_sizes() {
                     batch_size: *batch_size,
                     sequence_length: *sequence_length,
                     execution,
-                    available_bytes: Some(1 << 20),
+                    available_bytes: Some(1 << 16),
                     ..super::run(config, 1, mode)
                 };
                 within(&format!("{run:?}"), || {

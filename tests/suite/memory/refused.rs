@@ -4,7 +4,7 @@ use super::config;
 use crate::child;
 use candle_core::{DType, Device, Tensor};
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tallow::attention::Algorithm;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -13,16 +13,16 @@ use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
 use tallow::{Result, backward};
 
-/// The system's allocator, which refuses large blocks once it is told to.
+/// The system's allocator, which refuses large blocks where memory ends at a limit.
 pub struct Refusing;
 
 /// How large blocks are that may be refused: what an error needs for its words is smaller.
 const LARGE_BYTES: usize = 1 << 17;
 
-/// How many large blocks are granted before all others are refused.
-static GRANTED: AtomicU64 = AtomicU64::new(u64::MAX);
+/// The difference between one limit and the next.
+const STEP_BYTES: usize = LARGE_BYTES / 2;
 
-/// The address space that is left, in bytes: what a limit of memory does.
+/// The bytes that are left for large blocks; `usize::MAX` is no limit.
 static LEFT: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 impl Refusing {
@@ -30,16 +30,11 @@ impl Refusing {
         if bytes < LARGE_BYTES {
             return true;
         }
-        let fewer = |left: u64| match left {
-            u64::MAX => Some(u64::MAX),
-            left => left.checked_sub(1),
-        };
         let takes = |left: usize| match left {
             usize::MAX => Some(usize::MAX),
             left => left.checked_sub(bytes),
         };
-        GRANTED.fetch_update(SeqCst, SeqCst, fewer).is_ok()
-            && LEFT.fetch_update(SeqCst, SeqCst, takes).is_ok()
+        LEFT.fetch_update(SeqCst, SeqCst, takes).is_ok()
     }
 
     fn gives_back(&self, bytes: usize) {
@@ -163,7 +158,6 @@ fn ways() -> Vec<Way> {
 /// Runs a step with memory refused as it is by now; whether that was noticed.
 fn attempt(way: &Way, expected: f32, what: &str) -> bool {
     let step = way.step();
-    GRANTED.store(u64::MAX, SeqCst);
     LEFT.store(usize::MAX, SeqCst);
     match &step {
         Err(error) => assert!(error.is_out_of_memory(), "{way:?}, {what}: {error}"),
@@ -172,8 +166,8 @@ fn attempt(way: &Way, expected: f32, what: &str) -> bool {
     step.is_err()
 }
 
-/// Alone in its process, which an abort would end. All large blocks of a step from the drawing of the weights on are
-/// refused, all but one, all but two, and so on; then memory ends at so many bytes.
+/// Alone in its process, which an abort would end. Memory ends at so many bytes beyond what is there, from none to what
+/// a step from the drawing of the weights on takes: in turn each of its large allocations is the first to fail.
 #[test]
 fn a_step_that_memory_is_refused_is_an_error() {
     if child::ran("memory::refused::a_step_that_memory_is_refused_is_an_error") {
@@ -181,23 +175,14 @@ fn a_step_that_memory_is_refused_is_an_error() {
     }
     for way in ways() {
         let expected = way.step().unwrap(); // and threads have what they keep for products
-        let mut granted = 0;
-        let is_refused = |granted| {
-            GRANTED.store(granted, SeqCst);
-            attempt(&way, expected, &format!("{granted} blocks granted"))
-        };
-        while is_refused(granted) {
-            granted += 1;
-        }
-        assert!(granted > 20, "{way:?}: {granted} blocks");
         let mut left = 0;
-        let is_refused = |left| {
+        loop {
             LEFT.store(left, SeqCst);
-            attempt(&way, expected, &format!("{left} bytes left"))
-        };
-        while is_refused(left) {
-            left += 256 << 10;
+            if !attempt(&way, expected, &format!("{left} bytes left")) {
+                break;
+            }
+            left += STEP_BYTES;
         }
-        assert!(left > 1 << 20, "{way:?}: {left} bytes");
+        assert!(left > 40 * STEP_BYTES, "{way:?}: {left} bytes");
     }
 }
