@@ -319,11 +319,7 @@ impl Error {
     /// GPU is full. What failed gives back what it had taken (on a GPU once the stream has come by), so smaller work
     /// can go on.
     pub fn is_out_of_memory(&self) -> bool {
-        const ANSWERS: [&str; 3] = [
-            "CUDA_ERROR_OUT_OF_MEMORY",
-            "CUBLAS_STATUS_ALLOC_FAILED",
-            "bytes of memory, ", // this crate's, wrapped
-        ];
+        const ANSWERS: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
         match self {
             Self::OutOfMemory { .. } => true,
             // candle wraps the driver's error, with a backtrace or without.

@@ -209,7 +209,7 @@ pub(super) fn no_weights(folder: &Path) -> Error {
     let other = OTHERS.iter().find(|(name, _)| is_there(&folder.join(name)));
     let got = other.map_or("neither".into(), |(name, _)| match *name {
         ADAPTER => format!("an adapter of peft ({name})"),
-        _ => format!("{name}"),
+        _ => name.to_string(),
     });
     Error::Data {
         what: folder.display().to_string(),

@@ -45,7 +45,7 @@ impl Batches for MaskedRows {
         let first = index as usize * self.batch_size;
         let (mut inputs, mut targets) = (Vec::<i64>::new(), Vec::<i64>::new());
         for row in first..first + self.batch_size {
-            let ids = (0..17).map(|i| ((row * 31 + i) * 2_654_435_761 >> 7) % VOCAB);
+            let ids = (0..17).map(|i| (((row * 31 + i) * 2_654_435_761) >> 7) % VOCAB);
             let ids: Vec<i64> = ids.map(|id| id as i64).collect();
             inputs.extend(&ids[..16]);
             let counts = |i: usize| i <= self.counted[row % self.counted.len()];
