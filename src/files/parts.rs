@@ -209,7 +209,7 @@ fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<Tens
     Ok(part)
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "train"))] // which writes parts
 mod tests {
     use super::*;
     use crate::files::{Entry, save_part, save_tensors};
