@@ -112,7 +112,7 @@ impl Flags {
             .of_exchange(|flags| (&flags.ranks, &flags.exchange))
             .only(
                 "with --family",
-                &["random-weights", "save-family"],
+                &["ignore-config-key", "random-weights", "save-family"],
                 |flags| flags.family.family.is_some(),
             )
             .only(

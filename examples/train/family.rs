@@ -107,7 +107,7 @@ impl FamilyFlags {
     /// The family that is asked for, and whatever can be refused of it and of the folder to write.
     pub fn open(&self, model: &ModelFlags, data: &DataFlags) -> Result<Option<Family>> {
         let Some(name) = &self.family else {
-            return self.check_unused();
+            return Ok(None);
         };
         let folder = hf::find(name)?;
         let options = LoadOptions {
@@ -117,7 +117,11 @@ impl FamilyFlags {
         let saved = hf::config_with(&folder, &options)?;
         let tied = match self.random_weights {
             true => saved.tie_embeddings,
-            false => hf::loaded_config(&folder, &options)?.tie_embeddings,
+            false => {
+                hf::loaded_config(&folder, &options)
+                    .map_err(or_random)?
+                    .tie_embeddings
+            }
         };
         let config = TransformerConfig {
             attention: model.attention,
@@ -155,23 +159,23 @@ impl FamilyFlags {
             ignore_keys: options.ignore_keys,
         }))
     }
+}
 
-    /// Refuses flags that need `--family`. (clap does not, where another flag conflicts with `--family`.)
-    fn check_unused(&self) -> Result<Option<Family>> {
-        let unused = [
-            ("--save-family", self.save_family.is_some()),
-            ("--random-weights", self.random_weights),
-            ("--ignore-config-key", !self.ignore_config_key.is_empty()),
-        ];
-        match unused.into_iter().find(|(_, is_given)| *is_given) {
-            None => Ok(None),
-            Some((flag, _)) => Err(refuse(
-                flag,
-                "given with --family".into(),
-                "no --family".into(),
-                "name the folder whose architecture and tokenizer the model has, or leave the flag out",
-            )),
-        }
+/// Names the flag that needs no weights in the error of a folder without them.
+fn or_random(error: Error) -> Error {
+    match error {
+        Error::Data {
+            what,
+            expected,
+            got,
+            hint,
+        } => Error::Data {
+            what,
+            expected,
+            got,
+            hint: format!("{hint}, or begin with --random-weights"),
+        },
+        other => other,
     }
 }
 

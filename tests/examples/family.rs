@@ -118,16 +118,18 @@ fn settings_that_are_ignored() {
 #[test]
 fn what_is_refused_before_the_first_step() {
     let folder = family();
-    let refused = |flags: &str, words: &str| {
+    let ends_with = |status: i32, flags: &str, words: &str| {
         let ended = train(folder.path(), 3, flags);
-        assert_eq!(ended.status, Some(1), "{flags}: {ended:?}");
+        assert_eq!(ended.status, Some(status), "{flags}: {ended:?}");
         assert!(ended.err.contains(words), "{flags}: {ended:?}");
     };
+    let refused = |flags: &str, words: &str| ends_with(1, flags, words);
+    let misused = |flags: &str, words: &str| ends_with(2, flags, words);
     refused("--family HERE --save-family HERE", "--save-family");
     // Where the trained model could not be written in the end.
-    refused("--save-family HERE/new --prompt a", "--family");
-    refused("--save-family HERE/new --size tiny --prompt a", "--family");
-    refused("--random-weights --prompt a", "--family");
+    misused("--save-family HERE/new --prompt a", "--family");
+    misused("--save-family HERE/new --size tiny --prompt a", "--family");
+    misused("--random-weights --prompt a", "--family");
     refused(
         "--family HERE --save-family HERE/new --dropout 0.1",
         "dropout",

@@ -528,6 +528,9 @@ const CASES: &[Case] = &[
                 "save-family",
                 &["--save-family f", "--size tiny --save-family f"],
             ),
+            ("ignore-config-key", &["--ignore-config-key k"]),
+            ("overwrite", &["--family x --overwrite"]),
+            ("save-dtype", &["--family x --save-dtype bf16"]),
             ("timeout", &["--timeout 5"]),
             ("nccl-max-ctas", &["--nccl-max-ctas 5"]),
             (
