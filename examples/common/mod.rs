@@ -160,7 +160,9 @@ pub fn progress(text: impl Display) {
 pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     keep_freed_pages();
     tallow::init();
-    code_of(example().map(|()| ExitCode::SUCCESS))
+    // Before anything starts a pool of threads: it checks how many the environment asks for.
+    let ended = tallow::device("cpu").and_then(|_| example());
+    code_of(ended.map(|()| ExitCode::SUCCESS))
 }
 
 /// The exit code, and an error in words on stderr.
@@ -178,7 +180,11 @@ fn status(error: &Error) -> u8 {
     if stdout::is_closed(error) {
         return 0;
     }
-    say_aside(format_args!("error: {}: {error}", env!("CARGO_CRATE_NAME")));
+    let text = error.to_string();
+    match text.strip_prefix(PROGRAM) {
+        Some(rest) if rest.starts_with(": ") => say_aside(format_args!("error: {text}")),
+        _ => say_aside(format_args!("error: {PROGRAM}: {text}")),
+    }
     1
 }
 

@@ -221,7 +221,7 @@ fn errors_begin_with_the_operation() {
     let refusals = [
         ("profile SMALL --by kernel", "error: profile: --by must be"),
         (
-            "e2e_benchmark SMALL --mode forward --memory-budget-gib 1",
+            "e2e_benchmark SMALL --compile --mode forward --memory-budget-gib 1",
             "error: e2e_benchmark: --memory-budget-gib, --optimizer-in-backward must be",
         ),
         (
@@ -230,7 +230,7 @@ fn errors_begin_with_the_operation() {
         ),
         (
             "memory_estimate SMALL --columns nope",
-            "error: select columns: names must be among ",
+            "error: memory_estimate: select columns: names must be among ",
         ),
     ];
     for (line, start) in refusals {

@@ -9,7 +9,6 @@ mod on_gpus;
 mod packing;
 mod precisions;
 mod recording;
-pub mod refused;
 mod saved;
 mod sharding;
 mod snapshot;
