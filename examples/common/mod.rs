@@ -48,8 +48,8 @@ fn keep_freed_pages() {
 }
 
 /// For a run of planned steps alone, which free nothing that another step could use, and where memory is tight: blocks
-/// come from the system one by one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that resident (a small model's
-/// weights and state: 170 MiB).
+/// come from the system one by one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that
+/// resident (a small model's weights and state: 170 MiB).
 pub fn take_blocks_from_the_system() {
     // SAFETY: sets an option, which mimalloc reads atomically.
     unsafe { libmimalloc_sys::mi_option_set(DISALLOW_ARENA_ALLOC, 1) };

@@ -113,9 +113,9 @@ impl EndToEnd {
         }
     }
 
-    /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads, their
-    /// scratch for matmuls, pages of the allocator. What is [available](crate::hardware::available_bytes) afterwards is
-    /// a run's own.
+    /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads,
+    /// their scratch for matmuls, pages of the allocator. What is [available](crate::hardware::available_bytes)
+    /// afterwards is a run's own.
     ///
     /// # Errors
     /// Those of [`run`](Self::run).

@@ -51,8 +51,8 @@ impl SelfAttentionRun {
     /// - `peak_bytes`: the most alive at once in the phase.
     ///
     /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in the others
-    /// what of it is read later. Nothing is updated, and there is no optimizer. Backward begins with the gradient of the
-    /// sum.
+    /// what of it is read later. Nothing is updated, and there is no optimizer. Backward begins with the gradient of
+    /// the sum.
     ///
     /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
     /// backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.

@@ -14,10 +14,10 @@ pub struct StepConfig {
     /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
     /// [`LossStep::run_scaled`](super::LossStep::run_scaled).
     pub loss_scaling: bool,
-    /// Micro-batches in a step. Each input then has them one after another in its first dimension. The step's loss is the
-    /// mean of their losses with equal weights, however many targets each of them counts: a loss of masked targets that
-    /// is to weigh every target equally belongs into one micro-batch, or is a
-    /// [`TrainStep`](super::TrainStep)'s ([`PlanConfig::ignore_index`]).
+    /// Micro-batches in a step. Each input then has them one after another in its first dimension. The step's loss is
+    /// the mean of their losses with equal weights, however many targets each of them counts: a loss of masked targets
+    /// that is to weigh every target equally belongs into one micro-batch, or is a [`TrainStep`](super::TrainStep)'s
+    /// ([`PlanConfig::ignore_index`]).
     pub accumulation: usize,
     /// The most bytes that the arena may have. If a plan needs more, as little is recomputed in backward as will do: in
     /// half precision on a GPU sums that norms read, then gate and up of SwiGLU.

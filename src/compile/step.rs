@@ -144,8 +144,8 @@ impl Step {
         self.communicator.as_ref().map_or(0, Communicator::rank)
     }
 
-    /// Of a loss that is a sum over targets: runs are given what makes it the mean over the targets of all micro-batches
-    /// and ranks, from how many of this rank's count. Returns the targets of all ranks.
+    /// Of a loss that is a sum over targets: runs are given what makes it the mean over the targets of all
+    /// micro-batches and ranks, from how many of this rank's count. Returns the targets of all ranks.
     ///
     /// # Errors
     /// A rank that failed.
@@ -257,8 +257,8 @@ impl Step {
         skipped.map(|(number, _)| *number)
     }
 
-    /// Takes the state of skipped parameters out, which no call has. A GPU has room for one update for each parameter of
-    /// the plan: theirs become another's.
+    /// Takes the state of skipped parameters out, which no call has. A GPU has room for one update for each parameter
+    /// of the plan: theirs become another's.
     fn leave_out_skipped(&self, planned: &mut [PlannedUpdate]) {
         let is_skipped = |number: &usize| self.skipped().any(|skipped| skipped == *number);
         let Some(other) = (0..planned.len()).find(|number| !is_skipped(number)) else {

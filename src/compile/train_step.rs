@@ -210,15 +210,15 @@ impl TrainStep {
 
     /// One step: the mean loss of the batch before the update. tokens and targets (accumulation * B, T) u32 or i64.
     ///
-    /// Where some targets do not count ([`PlanConfig::separator`], [`PlanConfig::ignore_index`]), loss and gradients are
-    /// means over those that do: of all micro-batches, and of all ranks.
+    /// Where some targets do not count ([`PlanConfig::separator`], [`PlanConfig::ignore_index`]), loss and gradients
+    /// are means over those that do: of all micro-batches, and of all ranks.
     ///
     /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
     ///
     /// # Errors
     /// Another shape or dtype than planned, ids outside the vocabulary, no target that counts, an optimizer of other
-    /// parameters, a learning rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter. Whatever
-    /// the error, parameters and optimizer are as they were.
+    /// parameters, a learning rate that cannot work; with clipping, gradients that are not finite, naming the first
+    /// such parameter. Whatever the error, parameters and optimizer are as they were.
     pub fn run(&mut self, optimizer: &mut AdamW, tokens: &Tensor, targets: &Tensor) -> Result<f32> {
         let given = self.given(tokens, targets, optimizer.steps())?;
         self.run_given(optimizer, &given.counted()?)

@@ -52,8 +52,8 @@ impl Update<'_> {
         shares.is_none_or(|shares| shares.has(shares.own.rank, number))
     }
 
-    /// The order in which numbers are kept that there are of each gradient: rank by rank. A parameter without a gradient
-    /// has none.
+    /// The order in which numbers are kept that there are of each gradient: rank by rank. A parameter without a
+    /// gradient has none.
     fn places(&self) -> Vec<Place> {
         let (own, world_size) = match &self.shares {
             Some(shares) => (shares.own.rank, shares.own.world_size),

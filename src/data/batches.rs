@@ -48,7 +48,8 @@ pub trait Batches: fmt::Debug + Send + Sync {
     }
 
     /// Batch `index`, inputs and targets (B, T) u32 or i64 on `device`. The same index gives the same batch, so that a
-    /// resumed run reads on where it stopped. Training reads indices beyond [`len`](Self::len) too: for the next passes.
+    /// resumed run reads on where it stopped. Training reads indices beyond [`len`](Self::len) too: for the next
+    /// passes.
     ///
     /// # Errors
     /// Those of the data.

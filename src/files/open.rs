@@ -30,8 +30,8 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// The most bytes of a text that is read as a whole. The largest ones that models come with, their tokenizers', have some
-/// tens of MB.
+/// The most bytes of a text that is read as a whole. The largest ones that models come with, their tokenizers', have
+/// some tens of MB.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
 
 /// Reads a whole file.

@@ -128,7 +128,8 @@ pub fn total_bytes() -> Option<u64> {
 /// Page cache counts as free. `None` where the system does not say.
 ///
 /// A system that overcommits grants more than it has, and ends the process when that is written. So work is refused
-/// beforehand, by what is left here. After `memory::system::reserve_scratch` what threads keep is not in it. Under `ulimit -v` an allocator may need more addresses than it hands out.
+/// beforehand, by what is left here. After `memory::system::reserve_scratch` what threads keep is not in it. Under
+/// `ulimit -v` an allocator may need more addresses than it hands out.
 pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }
@@ -161,9 +162,9 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
 /// in every run and for any number of threads.
 ///
 /// On AMX-BF16 attention of bf16 multiplies its tiles too, of heads of 64 elements and more. What is computed in f32
-/// there, such as the probabilities, is split into two terms of bf16, which leaves out 2^-15 of a product at most. Other
-/// units would take as long for two terms as f32 takes. A unit that the variable below names multiplies attention's
-/// tiles of any width.
+/// there, such as the probabilities, is split into two terms of bf16, which leaves out 2^-15 of a product at most.
+/// Other units would take as long for two terms as f32 takes. A unit that the variable below names multiplies
+/// attention's tiles of any width.
 ///
 /// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, `f32` for widening, or
 /// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is

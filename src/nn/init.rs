@@ -15,8 +15,8 @@ use std::collections::TryReserveError;
 /// A builder of variables whose initial values are drawn from `seed`. The same seed and name give the same bits, in any
 /// order of calls, on any number of threads and on any device. An NVIDIA GPU draws its own.
 ///
-/// Every call makes a new variable: a name that is asked for twice gives two. For numbers that are not trained, `detach`
-/// what it gives.
+/// Every call makes a new variable: a name that is asked for twice gives two. For numbers that are not trained,
+/// `detach` what it gives.
 ///
 /// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Element i is
 /// `mean + stdev F^-1(u)`, F being the distribution cut so, and u the i-th uniform number of a counter-based generator

@@ -47,11 +47,11 @@ pub enum MissingGradients {
     /// An error that names the parameter: nothing is left untrained unnoticed.
     #[default]
     Error,
-    /// The parameter and its state are left as they are, as PyTorch leaves those whose `grad` is `None`. Bias correction
-    /// counts the updates of each parameter.
+    /// The parameter and its state are left as they are, as PyTorch leaves those whose `grad` is `None`. Bias
+    /// correction counts the updates of each parameter.
     Skip,
-    /// The parameter is updated with a gradient of zeros: its moments decay, and weight decay applies. PyTorch does this
-    /// after `zero_grad(set_to_none=False)`.
+    /// The parameter is updated with a gradient of zeros: its moments decay, and weight decay applies. PyTorch does
+    /// this after `zero_grad(set_to_none=False)`.
     Zero,
 }
 

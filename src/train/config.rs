@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// Batches, steps and hyperparameters of a run.
 ///
-/// A step takes `accumulation` batches of `batch_size` windows of `sequence_length` tokens. Its loss is the mean over all
-/// of their targets that count, as one batch of `accumulation * batch_size` windows would give, in less memory.
+/// A step takes `accumulation` batches of `batch_size` windows of `sequence_length` tokens. Its loss is the mean over
+/// all of their targets that count, as one batch of `accumulation * batch_size` windows would give, in less memory.
 ///
 /// The default is nanoGPT's recipe for characters on a CPU: batches of 12 x 64 tokens, 2,000 steps, learning rate 1e-3
 /// after 100 steps of warm-up and down to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.

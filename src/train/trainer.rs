@@ -188,8 +188,8 @@ impl Trainer {
     /// Mean loss over the whole of the validation data, nats a token. It is put down in the [`History`].
     ///
     /// Of tokens every one but the first is predicted once, from those before it in its window
-    /// ([`SequentialBatches`](crate::data::SequentialBatches)) or in its document ([`TrainConfig::separator`]), whose first
-    /// token is left out. Of [`Batches`] every target that counts is predicted once.
+    /// ([`SequentialBatches`](crate::data::SequentialBatches)) or in its document ([`TrainConfig::separator`]), whose
+    /// first token is left out. Of [`Batches`] every target that counts is predicted once.
     ///
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.

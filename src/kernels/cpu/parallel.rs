@@ -243,8 +243,8 @@ pub fn filled<T: WithDType>(
 ) -> Result<Vec<T>, TryReserveError> {
     let mut out = Vec::new();
     out.try_reserve_exact(len)?;
-    // SAFETY: the capacity is there, any bits are a number of type T, and `fill` (a kernel) writes every element without
-    // reading.
+    // SAFETY: the capacity is there, any bits are a number of type T, and `fill` (a kernel) writes every element
+    // without reading.
     unsafe {
         fill(std::slice::from_raw_parts_mut(out.as_mut_ptr(), len));
         out.set_len(len);

@@ -318,8 +318,8 @@ pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulat
     with_ignored(kernel, ignore).accumulating(accumulate)
 }
 
-/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the step's loss gradient over `divisor`,
-/// the number of losses that the step's loss is the mean of.
+/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the step's loss gradient over
+/// `divisor`, the number of losses that the step's loss is the mean of.
 pub(crate) fn gradient_of_mean(divisor: usize) -> Kernel {
     let kernel = kernel!("loss_gradient", of "dloss", |T, k, s| {
         let share = s.step.loss_gradient / k.count("divisor")? as f64;

@@ -43,7 +43,8 @@ pub(crate) struct Operands<'a> {
     pub writes: Named<View<'a>>,
     /// Of the micro-batches of a step, the one whose calls these are.
     pub micro_batch: usize,
-    /// What the gradient of a step's loss begins with: the loss scale, over the targets of a loss that is a sum: (1) in f32.
+    /// What the gradient of a step's loss begins with: the loss scale, over the targets of a loss that is a sum: (1) in
+    /// f32.
     pub loss_gradient: View<'a>,
 }
 

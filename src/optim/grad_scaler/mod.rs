@@ -318,8 +318,8 @@ impl GradScaler {
         }
     }
 
-    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update); `None` where only
-    /// another rank's part of one was.
+    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update); `None` where
+    /// only another rank's part of one was.
     pub fn non_finite(&self) -> Option<&str> {
         self.non_finite.as_deref()
     }
