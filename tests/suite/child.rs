@@ -8,7 +8,8 @@ const NAME: &str = "TALLOW_TEST_ALONE";
 /// Runs the test called `name`, which calls this first, alone in a fresh process, fails with its output, and returns
 /// true; false in that process, where the test goes on. Its pool has two threads, whatever the machine has: what
 /// threads hold for themselves is counted. candle's own pool has one: its threads spin while they wait, and take the
-/// processor from the tests beside.
+/// processor from the tests beside. Its errors have no backtrace: each would read the binary's debug information, tens
+/// of MiB.
 pub fn ran(name: &str) -> bool {
     ran_by(|| Command::new(std::env::current_exe().unwrap()), name)
 }
@@ -40,7 +41,8 @@ fn ran_by(command: impl FnOnce() -> Command, name: &str) -> bool {
     let mut command = command();
     let command = command.args(arguments).env(NAME, name);
     let command = command.env("RAYON_NUM_THREADS", "2");
-    let output = command.env("CANDLE_NUM_THREADS", "1").output().unwrap();
+    let command = command.env("CANDLE_NUM_THREADS", "1");
+    let output = command.env("RUST_LIB_BACKTRACE", "0").output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{out}{err}");
