@@ -7,7 +7,7 @@ use super::scattering::Scattering;
 use super::{Communicator, FullyShardConfig, Shard};
 use crate::ops::Divided;
 use crate::optim::{clip_parts, described};
-use crate::{Error, Result, graph};
+use crate::{Error, Result, graph, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
@@ -286,7 +286,7 @@ impl SimpleBackend for Sharding<'_> {
                 part.to_device(self.sharded.communicator.device())?
             }
         };
-        let part = Var::from_tensor(&part)?;
+        let part = ops::variable_of(&part)?;
         let hollow = graph::hollow_weight(name, shape, part.dtype())?;
         let part = Part {
             var: part,

@@ -5,8 +5,8 @@ use super::{TransformerConfig, TransformerLM};
 use crate::files::{self, Difference, Entry, TensorFile, first_difference};
 use crate::nn::Layer;
 use crate::saved::Numbers;
-use crate::{Error, Result};
-use candle_core::{DType, Device, Shape, Tensor, Var};
+use crate::{Error, Result, ops};
+use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -341,7 +341,7 @@ impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
             return Err(refused(&expected, &got).into());
         }
         // A variable, which who asks for it then shares: the weight exists once.
-        Ok(Var::from_tensor(&weight)?.into_inner())
+        Ok(ops::variable_of(&weight)?.into_inner())
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -7,7 +7,7 @@ use crate::kernels::normal::stream;
 use crate::ops;
 #[cfg(feature = "cuda")]
 use crate::ops::cuda as on_gpu;
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use half::{bf16, f16};
 use std::collections::TryReserveError;
@@ -66,7 +66,7 @@ impl SimpleBackend for Seeded {
                 "{name}: a seeded builder draws Init::Randn and Init::Const, not {other:?}"
             ))),
         };
-        Ok(Var::from_tensor(&value?)?.into_inner())
+        Ok(ops::variable_of(&value?)?.into_inner())
     }
 
     fn get_unchecked(&self, name: &str, _dtype: DType, _device: &Device) -> Result<Tensor> {

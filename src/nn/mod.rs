@@ -145,10 +145,7 @@ fn variable(
     }
     let weight = vb.get_with_hints(shape.clone(), name, init);
     let weight = weight.map_err(|error| not_given(vb, name, &shape, error))?;
-    if !weight.is_variable() && !graph::is_hollow(&weight) {
-        ops::check_granted_on(weight.device(), weight.dims(), weight.dtype())?; // the variable is a copy
-    }
-    Ok(Var::from_tensor(&weight)?.into_inner())
+    Ok(ops::variable_of(&weight)?.into_inner())
 }
 
 /// As errors say that a builder has no such weight.

@@ -5,7 +5,7 @@ use crate::{Error, Result, graph, hardware};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, MetalStorage, Shape,
-    Tensor,
+    Tensor, Var,
 };
 
 /// The floating-point dtypes that ops compute with. candle has others (8 bits and less), whose conversion does not end
@@ -169,6 +169,14 @@ pub(crate) fn laid_out(x: &Tensor) -> Result<Tensor> {
         check_granted_on(x.device(), x.dims(), x.dtype())?;
     }
     Ok(x.contiguous()?)
+}
+
+/// The variable that `x` is, or a new one with a copy of its elements, or the error that there is no memory for it.
+pub(crate) fn variable_of(x: &Tensor) -> Result<Var> {
+    if !x.is_variable() {
+        check_granted_on(x.device(), x.dims(), x.dtype())?;
+    }
+    Ok(Var::from_tensor(x)?)
 }
 
 /// Zeros, perhaps none, that depend on `operands` all the same: each gets zeros as its gradient. For results without

@@ -5,7 +5,7 @@ use crate::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slic
 use crate::kernels::Update;
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::adamw::{self, Moment};
-use crate::ops::check_granted_on;
+use crate::ops::{check_granted_on, variable_of};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor, Var};
 use half::{bf16, f16};
@@ -59,9 +59,8 @@ impl Slot {
         let master = match var.dtype() {
             DType::F16 | DType::BF16 => {
                 let dtype = wide(var.dtype());
-                check_granted_on(var.device(), &[2, var.elem_count()], dtype)?; // the value and the variable
-                let value = var.detach().to_dtype(dtype)?;
-                Some(Var::from_tensor(&value)?)
+                check_granted_on(var.device(), var.dims(), dtype)?;
+                Some(variable_of(&var.detach().to_dtype(dtype)?)?)
             }
             _ => None,
         };

@@ -3,8 +3,8 @@
 use super::{Data, TrainConfig, Trainer};
 use crate::dist::{Communicator, FullyShard, Replicated, ReplicatedConfig};
 use crate::model::TransformerLM;
-use crate::{Error, Result};
-use candle_core::{Device, Var};
+use crate::{Error, Result, ops};
+use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -79,7 +79,7 @@ impl Trainer {
             let whole = sharded.whole(name)?;
             if is_first {
                 // A variable, which the builder below shares: the weights exist once.
-                let whole = Var::from_tensor(&whole.to_device(&Device::Cpu)?)?;
+                let whole = ops::variable_of(&whole.to_device(&Device::Cpu)?)?;
                 weights.insert(name.clone(), whole.into_inner());
             }
         }

@@ -37,5 +37,5 @@ fn gpu() -> candle_core::Device {
 
 /// Counting costs next to nothing, and the memory tests need it.
 #[global_allocator]
-static ALLOCATOR: tallow::memory::tracker::Tracker<std::alloc::System> =
-    tallow::memory::tracker::Tracker::new(std::alloc::System);
+static ALLOCATOR: tallow::memory::tracker::Tracker<memory::refused::Refusing> =
+    tallow::memory::tracker::Tracker::new(memory::refused::Refusing);

@@ -9,6 +9,7 @@ mod on_gpus;
 mod packing;
 mod precisions;
 mod recording;
+pub mod refused;
 mod saved;
 mod sharding;
 mod snapshot;

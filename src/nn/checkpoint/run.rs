@@ -1,9 +1,9 @@
 //! A function run with a graph of its own.
 
 use super::refuse;
-use crate::ops::operand;
+use crate::ops::{self, operand};
 use crate::{Result, backward_from};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 
 /// A tensor without its graph.
 #[derive(Clone)]
@@ -47,7 +47,7 @@ impl Run {
         let leaf = |input: Input| match input.tracked {
             true => {
                 let copied = operand("nn::checkpoint", &input.tensor)?;
-                Ok(Var::from_tensor(&copied)?.into_inner())
+                Ok(ops::variable_of(&copied)?.into_inner())
             }
             false => Ok(input.tensor),
         };

@@ -1,0 +1,181 @@
+//! Allocations that the system refuses: errors, not an aborted process.
+
+use super::config;
+use crate::child;
+use candle_core::{DType, Device, Tensor};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use tallow::attention::Algorithm;
+use tallow::compile::{PlanConfig, TrainStep};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::{self, Checkpointing};
+use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
+use tallow::precision::Precision;
+use tallow::{Result, backward};
+
+/// The system's allocator, which refuses large blocks where memory ends at a limit.
+pub struct Refusing;
+
+/// How large blocks are that may be refused: what an error needs for its words is smaller.
+const LARGE_BYTES: usize = 1 << 17;
+
+/// The bytes that are left for large blocks; `usize::MAX` is no limit.
+static LEFT: AtomicUsize = AtomicUsize::new(usize::MAX);
+
+impl Refusing {
+    fn grants(&self, bytes: usize) -> bool {
+        if bytes < LARGE_BYTES {
+            return true;
+        }
+        let takes = |left: usize| match left {
+            usize::MAX => Some(usize::MAX),
+            left => left.checked_sub(bytes),
+        };
+        LEFT.fetch_update(SeqCst, SeqCst, takes).is_ok()
+    }
+
+    fn gives_back(&self, bytes: usize) {
+        if bytes >= LARGE_BYTES && LEFT.load(SeqCst) != usize::MAX {
+            LEFT.fetch_add(bytes, SeqCst);
+        }
+    }
+}
+
+// SAFETY: the system's, or no block.
+unsafe impl GlobalAlloc for Refusing {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        match self.grants(layout.size()) {
+            // SAFETY: the caller's promises are the allocator's.
+            true => unsafe { System.alloc(layout) },
+            false => std::ptr::null_mut(),
+        }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        match self.grants(layout.size()) {
+            // SAFETY: as above.
+            true => unsafe { System.alloc_zeroed(layout) },
+            false => std::ptr::null_mut(),
+        }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        self.gives_back(layout.size());
+        // SAFETY: as above.
+        unsafe { System.dealloc(block, layout) };
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if !self.grants(size) {
+            return std::ptr::null_mut();
+        }
+        self.gives_back(layout.size());
+        // SAFETY: as above.
+        unsafe { System.realloc(block, layout, size) }
+    }
+}
+
+/// A way to train.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    planned: bool,
+    precision: Precision,
+    attention: Algorithm,
+    checkpointing: Checkpointing,
+}
+
+const SHAPE: (usize, usize) = (4, 128);
+
+impl Way {
+    fn config(&self) -> TransformerConfig {
+        TransformerConfig {
+            attention: self.attention,
+            checkpointing: self.checkpointing,
+            ..config(128, 256, 2, 1000)
+        }
+    }
+
+    /// A new model, optimizer and batch, and one step.
+    fn step(&self) -> Result<f32> {
+        let weights = nn::seeded(0, self.precision.parameter_dtype(), &Device::Cpu);
+        let model = TransformerLM::from_var_builder(&self.config(), weights)?;
+        let mut optimizer = AdamW::new(model.parameters(), Default::default())?;
+        let tokens = Tensor::new(&[7u32], &Device::Cpu)?;
+        let tokens = tokens.broadcast_as(SHAPE)?;
+        if self.planned {
+            let plan = PlanConfig {
+                batch_size: SHAPE.0,
+                sequence_length: SHAPE.1,
+                precision: self.precision,
+                checkpointing: self.checkpointing,
+                ..Default::default()
+            };
+            let mut step = TrainStep::new(&model, &optimizer, &plan)?;
+            return step.run(&mut optimizer, &tokens, &tokens);
+        }
+        let loss = self.precision.run(|| model.loss(&tokens, &tokens))?;
+        let value = loss.detach();
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            enabled: false,
+            ..Default::default()
+        })?;
+        let mut gradients = backward(loss)?;
+        scaler.step(&mut optimizer, &mut gradients)?;
+        Ok(value.to_dtype(DType::F32)?.to_scalar()?)
+    }
+}
+
+fn ways() -> [Way; 5] {
+    let eager = Way {
+        planned: false,
+        precision: Precision::F32,
+        attention: Algorithm::Naive,
+        checkpointing: Checkpointing::None,
+    };
+    let recomputed = Way {
+        checkpointing: Checkpointing::Block,
+        ..eager
+    };
+    let planned = Way {
+        planned: true,
+        ..eager
+    };
+    let in_bf16 = |way: Way| Way {
+        precision: Precision::BF16,
+        attention: Algorithm::Flash,
+        ..way
+    };
+    [eager, in_bf16(eager), recomputed, planned, in_bf16(planned)]
+}
+
+/// Runs a step with memory refused as it is by now; whether that was noticed.
+fn attempt(way: &Way, expected: f32, what: &str) -> bool {
+    let step = way.step();
+    LEFT.store(usize::MAX, SeqCst);
+    match &step {
+        Err(error) => assert!(error.is_out_of_memory(), "{way:?}, {what}: {error}"),
+        Ok(loss) => assert_eq!(*loss, expected, "{way:?}, {what}"),
+    }
+    step.is_err()
+}
+
+/// Alone in its process, which an abort would end. Memory ends at so many bytes beyond what is there, from none to what
+/// a step from the drawing of the weights on takes: in turn each of its large allocations is the first to fail.
+#[test]
+fn a_step_that_memory_is_refused_is_an_error() {
+    if child::ran("memory::refused::a_step_that_memory_is_refused_is_an_error") {
+        return;
+    }
+    for way in ways() {
+        let expected = way.step().unwrap(); // and threads have what they keep for products
+        let mut left = 0;
+        loop {
+            LEFT.store(left, SeqCst);
+            if !attempt(&way, expected, &format!("{left} bytes left")) {
+                break;
+            }
+            left += LARGE_BYTES;
+        }
+        assert!(left > 20 * LARGE_BYTES, "{way:?}: {left} bytes");
+    }
+}
