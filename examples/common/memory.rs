@@ -4,9 +4,12 @@ use candle_core::Device;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 
+/// The most that a process has been seen to use besides a step: its code, its threads and the data.
+const PROCESS_BYTES: u64 = 64 << 20;
+
 /// The bytes that each of these runs may use on `device`: the limit of the flag in GiB, or what is available.
 ///
-/// Memory is tight where a run fits that needs most of it on the CPU. Then blocks come from the system one by one:
+/// Memory is tight where a run on the CPU fits but leaves less than half its own size and [`PROCESS_BYTES`]. Then blocks come from the system one by one:
 /// mimalloc rounds them up, and keeps freed pages that no later block may fit, together up to half of what a step has
 /// allocated. And each kind of run is done once, at the smallest sizes, before it is asked what is available: what the
 /// process has besides a step is used by then.
@@ -23,7 +26,7 @@ pub fn available_bytes<'r>(
         };
         let wanted = estimate.peak_bytes; // of a planned run more than it needs
         let may_fit = wanted <= available || run.execution == Execution::Planned;
-        may_fit && wanted.saturating_add(wanted / 2) > available
+        may_fit && wanted.saturating_add(wanted / 2 + PROCESS_BYTES) > available
     };
     let mut kinds: Vec<&EndToEnd> = Vec::new();
     if device.is_cpu() {
