@@ -17,6 +17,7 @@ mod golden;
 mod graph;
 mod memory;
 mod model;
+mod modules;
 mod opinfo;
 mod ops;
 mod optim;
