@@ -17,16 +17,25 @@ mod flags;
 
 use clap::Parser;
 use common::{Common, Effects, Output, values};
-use flags::{DataFlags, ModelFlags, TrainingFlags, check_room, eager_bytes, new_model};
+use flags::{DataFlags, ModelFlags, TrainingFlags, check_room, new_model};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use tallow::Result;
-use tallow::data::Tokens;
+use tallow::candle::{DType, Device, Tensor};
+use tallow::data::{Batch, RandomBatches, SequentialBatches, Tokens};
+use tallow::memory::{self, Kernels, Mode, Workload};
+use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::ForwardContext;
+use tallow::ops::DropoutKey;
+use tallow::optim::{
+    AdamW, GradScaler, GradScalerConfig, GradientAccumulator, clip_grad_norm,
+    clip_grad_norm_checked, decay_matrices_only,
+};
 use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
-use tallow::train::{History, Trainer};
+use tallow::train::{Evaluation, History, TrainConfig};
+use tallow::{Result, backward, no_grad};
 
 /// Steps whose mean loss is a run's last, and a point of the curves: one batch's loss says little.
 const STEPS_A_POINT: usize = 10;
@@ -99,35 +108,88 @@ impl Flags {
         published
     }
 
+    /// A run in a loop of its own, op by op: a planned step keeps parameters in f32, which not every precision does.
     fn train(&self, precision: Precision, train: &Tokens, validation: &Tokens) -> Result<Run> {
-        let device = self.common.device()?;
-        let seed = self.common.seed;
+        let (device, seed) = (self.common.device()?, self.common.seed);
         let sizes = self.model.config(train.vocab_size())?;
         let config = self
             .training
-            .config(sizes.context_length, seed, precision)?;
-        let wanted_bytes = eager_bytes(&sizes, &config, None, &device)?;
+            .config(sizes.context_length, seed, Precision::F32)?;
+        let config = TrainConfig {
+            precision,
+            ..config
+        };
+        let wanted_bytes = eager_bytes(&sizes, &config, &device)?;
         check_room(wanted_bytes, &sizes, &config, false, &device)?;
         let model = new_model(&sizes, seed, precision, &device)?;
-        let mut trainer = Trainer::new(model, config, train.clone(), validation.clone())?;
-        let mut time = Duration::ZERO;
-        loop {
+        let parameters = model.parameters();
+        let groups = decay_matrices_only(parameters.clone(), config.optimizer);
+        let mut optimizer = AdamW::with_groups(groups)?;
+        let is_scaled = precision.dtype() == DType::F16;
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            enabled: is_scaled,
+            ..config.loss_scaling
+        })?;
+        let (batch_size, length) = (config.batch_size, config.sequence_length);
+        let batches = RandomBatches::new(train, batch_size, length, seed)?;
+        let held_out = SequentialBatches::new(validation, batch_size, length)?;
+        let max_norm = config.max_grad_norm.unwrap_or(f64::INFINITY);
+        let (mut history, mut time) = (History::default(), Duration::ZERO);
+        for step in 0..config.steps {
             let begun = Instant::now();
-            let Some(step) = trainer.step()? else { break };
-            time += begun.elapsed();
-            if step.step.is_multiple_of(STEPS_A_POINT) {
-                let (step, loss) = (step.step, step.loss);
-                common::progress(format!("{precision}: step {step}, loss {loss:.4}"));
+            let mut accumulator = GradientAccumulator::new(parameters.clone());
+            let mut sum = 0.0;
+            for part in 0..config.accumulation {
+                let index = (step * config.accumulation + part) as u64;
+                let dropout = match sizes.dropout.is_any() {
+                    true => {
+                        let key = DropoutKey::of_micro_batch(seed, optimizer.steps(), part)?;
+                        Some(key.to_device(&device)?)
+                    }
+                    false => None,
+                };
+                let batch = batches.batch(index, &device)?;
+                let targets = num_targets(&config, &batch)?;
+                if targets > 0 {
+                    let loss = loss_of(&config, &model, &batch, dropout)?;
+                    sum += value(&loss)? * targets as f64;
+                    let gradients = backward(scaler.scale(&loss)?)?;
+                    accumulator.add_weighted(gradients, targets as f64)?;
+                }
             }
-            if trainer.evaluation_is_due() {
-                trainer.evaluate()?;
+            let targets = accumulator.total_weight();
+            history.losses.push(sum / targets);
+            if targets > 0.0 {
+                let mut gradients = accumulator.mean()?;
+                if is_scaled {
+                    scaler.unscale(&mut gradients, &parameters)?;
+                    clip_grad_norm(&mut gradients, &parameters, max_norm)?; // what has overflowed is skipped below
+                } else {
+                    clip_grad_norm_checked(&mut gradients, &parameters, max_norm)?;
+                }
+                optimizer.set_learning_rate(config.schedule.learning_rate(step));
+                let stepped = scaler.step(&mut optimizer, &mut gradients)?;
+                scaler.update()?;
+                if !stepped {
+                    history.skipped.push(step + 1);
+                }
+            }
+            time += begun.elapsed();
+            let taken = step + 1;
+            if taken.is_multiple_of(STEPS_A_POINT) {
+                let loss = history.losses[step];
+                common::progress(format!("{precision}: step {taken}, loss {loss:.4}"));
+            }
+            if taken == config.steps || taken.is_multiple_of(config.evaluate_every) {
+                let loss = evaluate(&config, &model, &held_out, &device)?;
+                history.evaluations.push(Evaluation { step: taken, loss });
             }
         }
         Ok(Run {
             precision,
-            history: trainer.history().clone(),
-            loss_scale: trainer.loss_scale(),
-            tokens_per_step: trainer.config().tokens_per_step(),
+            history,
+            loss_scale: is_scaled.then(|| scaler.loss_scale()),
+            tokens_per_step: config.tokens_per_step(),
             time,
         })
     }
@@ -216,6 +278,77 @@ impl Run {
         });
         points.collect()
     }
+}
+
+/// What an eager step takes, by its account.
+fn eager_bytes(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<u64> {
+    let workload = Workload {
+        batch_size: config.batch_size,
+        sequence_length: config.sequence_length,
+        mode: Mode::TrainStep,
+        attention: model.attention,
+        precision: config.precision,
+        checkpointing: model.checkpointing,
+        kernels: Kernels::of(device),
+        moments: config.optimizer.moments,
+        sharding: None,
+    };
+    Ok(memory::estimate(model, &workload)?.peak_bytes)
+}
+
+/// How many targets of a batch count: what follows the end of a document does not.
+fn num_targets(config: &TrainConfig, batch: &Batch) -> Result<usize> {
+    let Some(separator) = config.separator else {
+        return Ok(batch.num_targets());
+    };
+    let tokens = batch.inputs.flatten_all()?.to_vec1::<u32>()?;
+    Ok(tokens.iter().filter(|token| **token != separator).count())
+}
+
+/// The mean loss over the targets that count.
+fn loss_of(
+    config: &TrainConfig,
+    model: &TransformerLM,
+    batch: &Batch,
+    dropout: Option<DropoutKey>,
+) -> Result<Tensor> {
+    let (tokens, targets) = (&batch.inputs, &batch.targets);
+    config.precision.run(|| match config.separator {
+        Some(separator) => model.loss_of_documents(tokens, targets, separator, dropout.as_ref()),
+        None => {
+            let context = ForwardContext {
+                dropout,
+                ..Default::default()
+            };
+            model.loss_with(tokens, targets, &context, None)
+        }
+    })
+}
+
+/// The mean loss over all targets of the held-out text that count.
+fn evaluate(
+    config: &TrainConfig,
+    model: &TransformerLM,
+    held_out: &SequentialBatches,
+    device: &Device,
+) -> Result<f64> {
+    let (mut sum, mut all) = (0.0, 0);
+    for batch in held_out.iter(device) {
+        let batch = batch?;
+        let targets = num_targets(config, &batch)?;
+        if targets > 0 {
+            let loss = no_grad(|| loss_of(config, model, &batch, None))?;
+            sum += value(&loss)? * targets as f64;
+            all += targets;
+        }
+    }
+    Ok(sum / all as f64)
+}
+
+/// A loss as a number.
+fn value(loss: &Tensor) -> Result<f64> {
+    let loss = loss.detach().to_device(&Device::Cpu)?;
+    Ok(loss.to_dtype(DType::F64)?.to_scalar()?)
 }
 
 /// The run that the others are compared with.

@@ -10,10 +10,10 @@
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
 //! cargo run --example train -- --data my.txt --checkpoint out/run.safetensors --keep 2
 //! cargo run --example train -- --data my.txt --precision f16
-//! cargo run --example train -- --data my.txt --compile --precision bf16
-//! cargo run --example train -- --data my.txt --compile --clip 0 --optimizer-in-backward
+//! cargo run --example train -- --data my.txt --precision bf16
+//! cargo run --example train -- --data my.txt --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
-//! cargo run --example train --features cuda -- --data my.txt --size small --compile --precision bf16 --gpus 2
+//! cargo run --example train --features cuda -- --data my.txt --size small --precision bf16 --gpus 2
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 //!
@@ -41,15 +41,11 @@ use clap::Parser;
 use common::ranks::{ExchangeFlags, RankFlags, Strategy};
 use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
-use flags::{
-    DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, eager_bytes,
-    new_model,
-};
+use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, new_model};
 use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use tallow::bench::Execution;
 use tallow::compile::{PlanConfig, TrainStep};
 use tallow::data::Tokens;
 use tallow::dist::{Communicator, FullyShard};
@@ -61,6 +57,8 @@ use tallow::{Error, Result, nn};
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
 #[command(version)]
+#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
+#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     #[command(flatten)]
     common: Common, // first: headings hold for whatever comes after them
@@ -76,12 +74,11 @@ struct Flags {
     ranks: RankFlags,
     #[command(flatten)]
     exchange: ExchangeFlags,
-    /// Plan the step beforehand: faster, in less memory (with f32 weights, on the CPU); evaluations and files are the
-    /// same, and a run may be resumed with or without
+    /// Changes nothing: every step is planned beforehand
     #[arg(long, help_heading = "Training")]
     compile: bool,
-    /// Update each parameter in backward, as soon as its gradient is there: less memory. Wants --compile and --clip 0
-    #[arg(long, requires = "compile", help_heading = "Training")]
+    /// Update each parameter in backward, as soon as its gradient is there: less memory. Wants --clip 0
+    #[arg(long, help_heading = "Training")]
     optimizer_in_backward: bool,
     #[command(flatten)]
     files: FileFlags,
@@ -157,6 +154,7 @@ impl Flags {
         let mut config =
             self.training
                 .config(self.model.context_length, self.common.seed, precision)?;
+        config.optimizer_in_backward = self.optimizer_in_backward;
         config.keep = self.files.keep.map_or(1, usize::from);
         config.accumulation = self
             .training
@@ -290,11 +288,7 @@ impl Flags {
                 trainer.shard_optimizer()?;
             }
         }
-        match (self.compile, self.optimizer_in_backward) {
-            (false, _) => {}
-            (true, false) => trainer.compile()?,
-            (true, true) => trainer.compile_with_optimizer_in_backward()?,
-        }
+        trainer.plan()?; // what cannot be planned is refused before anything is said
         Ok(trainer)
     }
 
@@ -337,11 +331,6 @@ impl Flags {
         fields.insert("attention", model.attention.name());
         fields.insert("checkpointing", model.checkpointing.to_string());
         fields.insert("precision", config.precision.name());
-        let execution = match self.compile {
-            true => Execution::Planned,
-            false => Execution::Eager,
-        };
-        fields.insert("execution", execution.name());
         if communicator.world_size() > 1 {
             let (ranks, config) = (communicator.world_size(), self.exchange.config());
             let dtype = config.dtype;
@@ -503,23 +492,15 @@ impl Flags {
         let in_parts = several && exchange.strategy == Strategy::FullyShard;
         let shard = several.then(|| exchange.strategy.shard(communicator));
         let shard = shard.flatten();
-        let wanted_bytes = match self.compile {
-            true => {
-                let plan = PlanConfig {
-                    optimizer_in_backward: self.optimizer_in_backward,
-                    replicated: (several && !in_parts).then(|| exchange.config()),
-                    fully_shard: in_parts.then(|| exchange.parts()),
-                    shard,
-                    ..Default::default()
-                };
-                planned_bytes(model, config, plan, device)?
-            }
-            false => {
-                let sharding = |own| exchange.strategy.sharding(own, exchange.parts());
-                eager_bytes(model, config, shard.and_then(sharding), device)?
-            }
+        let plan = PlanConfig {
+            optimizer_in_backward: config.optimizer_in_backward,
+            replicated: (several && !in_parts).then(|| exchange.config()),
+            fully_shard: in_parts.then(|| exchange.parts()),
+            shard,
+            ..Default::default()
         };
-        check_room(wanted_bytes, model, config, self.compile, device)
+        let wanted_bytes = planned_bytes(model, config, plan, device)?;
+        check_room(wanted_bytes, model, config, true, device)
     }
 }
 

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::data::{TokenFormat, Tokens};
-use tallow::memory::{self, Kernels, Mode, Sharding, Workload};
+use tallow::memory::Mode;
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, DropoutRates};
 use tallow::optim::{AdamWConfig, Moments, Schedule};
@@ -429,27 +429,6 @@ impl SampleFlags {
         let prompt = self.prompt.as_deref().unwrap_or("\n");
         prompt.bytes().map(u32::from).collect()
     }
-}
-
-/// What an eager step takes, by its account; of a rank, if ranks divide something.
-pub fn eager_bytes(
-    model: &TransformerConfig,
-    config: &TrainConfig,
-    sharding: Option<Sharding>,
-    device: &Device,
-) -> Result<u64> {
-    let workload = Workload {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        mode: Mode::TrainStep,
-        attention: model.attention,
-        precision: config.precision,
-        checkpointing: model.checkpointing,
-        kernels: Kernels::of(device),
-        moments: config.optimizer.moments,
-        sharding,
-    };
-    Ok(memory::estimate(model, &workload)?.peak_bytes)
 }
 
 /// Refuses a training step that does not fit, instead of being killed for it.

@@ -218,17 +218,7 @@ impl PlanConfig {
         check_count("PlanConfig", "batch_size", self.batch_size)?;
         check_count("PlanConfig", "sequence_length", self.sequence_length)?;
         self.step().validate_as("PlanConfig")?;
-        let precision = self.precision;
-        match precision.regime() == Regime::Full || precision.drops_casts() {
-            false => Ok(()),
-            true => Err(Error::Config {
-                config: "PlanConfig",
-                field: "precision",
-                expected: "f32, bf16 or f16".into(),
-                got: precision.to_string(),
-                hint: "parameters stay in f32, and the plan keeps one copy of each weight in half precision".into(),
-            }),
-        }
+        check_precision("PlanConfig", self.precision)
     }
 
     /// The step, but for its shape, precision and checkpointing.
@@ -273,6 +263,22 @@ impl PlanConfig {
             hint: "shorten the sequence, or build the model with a longer context_length".into(),
         })
     }
+}
+
+/// An error for a precision that no step is planned in.
+pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Result<()> {
+    if precision.regime() != Regime::Full && !precision.drops_casts() {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config,
+        field: "precision",
+        expected: "f32, bf16 or f16".into(),
+        got: precision.to_string(),
+        hint: "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
+               your own by backward and AdamW::step"
+            .into(),
+    })
 }
 
 /// An error for documents that end with a token which the model has not.

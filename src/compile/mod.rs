@@ -126,9 +126,9 @@ mod writer;
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use attention::{Attention, AttentionPlanConfig};
 pub use buffer::{Buffer, BufferId, Category, Location};
-#[cfg(feature = "train")]
-pub(crate) use config::check_separator;
 pub use config::{PlanConfig, StepConfig};
+#[cfg(feature = "train")]
+pub(crate) use config::{check_precision, check_separator};
 pub use forward::Forward;
 pub use loss_step::LossStep;
 pub use op::Op;

@@ -24,7 +24,6 @@
 //! };
 //! let mut trainer = Trainer::new(model, config, train, validation)?;
 //! trainer.replicate(&communicator, ReplicatedConfig::default())?;
-//! trainer.compile()?;
 //! while let Some(step) = trainer.step()? {
 //!     if communicator.rank() == 0 {
 //!         println!("{}: {:.3} nats", step.step, step.loss);

@@ -16,33 +16,23 @@ pub(super) fn scaler(config: &TrainConfig) -> Result<Option<GradScaler>> {
     }
 }
 
-/// Whether the model's parameters are of the type that the precision keeps them in. What computes in f32 may be f64.
+/// Whether the model's parameters are in f32, or in f64 where the precision is f32.
 pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result<()> {
     let precision = config.precision;
-    let wanted = precision.parameter_dtype();
     let other = model.parameters().into_iter().find(|(_, parameter)| {
         let dtype = parameter.dtype();
-        dtype != wanted && (precision.dtype(), dtype) != (DType::F32, DType::F64)
+        dtype != DType::F32 && (precision.dtype(), dtype) != (DType::F32, DType::F64)
     });
     let Some((name, parameter)) = other else {
         return Ok(());
     };
-    let hint = match wanted {
-        DType::F32 => {
-            "build it with TransformerLM::new, or train it with Regime::Full of its own dtype"
-        }
-        _ => {
-            "build it with TransformerLM::from_var_builder and nn::seeded in that dtype, or load it with load_with"
-        }
-    };
     Err(Error::DType {
         op: "Trainer",
-        expected: format!(
-            "parameters in {}, for precision {precision}",
-            wanted.as_str()
-        ),
+        expected: format!("parameters in f32, for precision {precision}"),
         got: format!("{name} in {}", parameter.dtype().as_str()),
-        hint: hint.into(),
+        hint: "build it with TransformerLM::new; parameters in half precision are trained in a loop of your own by \
+               backward and AdamW::step"
+            .into(),
     })
 }
 

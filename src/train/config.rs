@@ -1,5 +1,6 @@
 //! What a run is told.
 
+use crate::compile::check_precision;
 use crate::optim::{AdamWConfig, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
@@ -37,14 +38,24 @@ pub struct TrainConfig {
     pub optimizer: AdamWConfig,
     /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
     pub max_grad_norm: Option<f64>,
-    /// What forward and loss compute in, in training and evaluation. The model's parameters must be of its
-    /// [`parameter_dtype`](Precision::parameter_dtype). f32 where a saved run says nothing.
+    /// What forward and loss compute in, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
+    /// parameters are in f32. f32 where a saved run says nothing.
     #[serde(default)]
     pub precision: Precision,
     /// How the loss is scaled where the precision is f16; no other is scaled. If it is not `enabled`, f16 is trained as
     /// it is, and gradients that overflow are an error. The default where a saved run says nothing.
     #[serde(default)]
     pub loss_scaling: GradScalerConfig,
+    /// Whether each parameter is updated as soon as its gradient is there, whose memory is then free again: one
+    /// gradient is alive at a time. Their norm is not taken then ([`StepReport::grad_norm`](super::StepReport::grad_norm)
+    /// is NaN), a loss that is not finite is an error *after* its update, and `max_grad_norm` must be `None`,
+    /// `accumulation` 1 and the loss not scaled. Not saved: it changes no weight.
+    #[serde(skip)]
+    pub optimizer_in_backward: bool,
+    /// The most bytes that activations and gradients of a step may take: as little is recomputed in backward as
+    /// [will do](crate::compile::PlanConfig::memory_budget_bytes). Not saved.
+    #[serde(skip)]
+    pub memory_budget_bytes: Option<u64>,
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
     /// resumed run may be given another number.
     pub evaluate_every: usize,
@@ -91,6 +102,8 @@ impl Default for TrainConfig {
             max_grad_norm: Some(1.0),
             precision: Precision::F32,
             loss_scaling: GradScalerConfig::default(),
+            optimizer_in_backward: false,
+            memory_budget_bytes: None,
             evaluate_every: 250,
             keep: 1,
             separator: None,
@@ -104,8 +117,9 @@ impl TrainConfig {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0; and those of the
-    /// schedule, the optimizer and the loss scale.
+    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0, a precision that
+    /// is not planned, an optimizer in backward beside clipping or accumulation; and those of the schedule, the
+    /// optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TrainConfig", field, got).must_be(expected, hint))
@@ -167,6 +181,23 @@ impl TrainConfig {
                 "over 0",
                 norm.to_string(),
                 "1.0 is usual; leave it out to clip nothing",
+            );
+        }
+        check_precision("TrainConfig", self.precision)?;
+        if self.optimizer_in_backward && self.max_grad_norm.is_some() {
+            return refuse(
+                "max_grad_norm",
+                "None where the optimizer runs in backward",
+                format!("{:?}", self.max_grad_norm),
+                "clipping needs all gradients before the first update; leave one out",
+            );
+        }
+        if self.optimizer_in_backward && self.accumulation > 1 {
+            return refuse(
+                "accumulation",
+                "1 where the optimizer runs in backward",
+                self.accumulation.to_string(),
+                "a sum of gradients needs all of them before the first update; leave one out",
             );
         }
         self.schedule.validate()?;

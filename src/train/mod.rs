@@ -41,11 +41,10 @@ mod data;
 mod fingerprint;
 mod history;
 mod parts;
-mod planned;
 mod ranks;
 mod resume;
+mod step;
 mod trainer;
-mod update;
 
 pub use checkpoint::Checkpoint;
 pub use config::TrainConfig;

@@ -92,7 +92,7 @@ impl Trainer {
 
     /// Has the ranks of a job train together: each takes its part of a step's [`accumulation`] batches, and gradients
     /// and losses are averaged over all. Every rank calls it, right after [`new`](Self::new) or
-    /// [`resume`](Self::resume) and before a plan is made; all then have the weights of rank 0.
+    /// [`resume`](Self::resume) and before the first step; all then have the weights of rank 0.
     ///
     /// A step of several ranks is the same as one rank's, but for the order of sums: the same batches, the same
     /// dropout, the same configuration, which counts the batches of all ranks. So a run may be resumed with another
@@ -138,7 +138,7 @@ impl Trainer {
             return Err(Error::Order {
                 op,
                 problem: "the step is planned for one rank".into(),
-                hint: "call replicate before compile".into(),
+                hint: "call replicate before the first step".into(),
             });
         }
         let facts = [
@@ -154,7 +154,7 @@ impl Trainer {
 
     /// Divides the optimizer's state and update among the ranks that train together (ZeRO, stage 1): each has the state
     /// of its own part of the parameters, and updates those. Every rank calls it, after
-    /// [`replicate`](Self::replicate) and before a plan is made. See [`AdamW::shard`](crate::optim::AdamW::shard).
+    /// [`replicate`](Self::replicate) and before the first step. See [`AdamW::shard`](crate::optim::AdamW::shard).
     ///
     /// The run is the same one otherwise, and so is its file, which rank 0 writes with the state of all: all ranks have
     /// to call [`save`](Self::save), and the run may be resumed by any number of ranks, divided or not.
@@ -177,16 +177,19 @@ impl Trainer {
             );
         };
         if self.planned.is_some() {
-            return refuse("the step is planned already", "call it before compile");
+            return refuse(
+                "the step is planned already",
+                "call it before the first step",
+            );
         }
         self.optimizer.shard(replicated.communicator())
     }
 
-    /// What the other ranks have updated, where steps are planned and each updates a part. (Eager ones end with it.)
+    /// What the other ranks have updated, where each updates a part.
     pub(super) fn gather_weights(&self) -> Result<()> {
         match self.planned {
             Some(_) => self.optimizer.gather_weights(),
-            None => Ok(()),
+            None => Ok(()), // no step was taken here: all weights are those of the beginning
         }
     }
 

@@ -3,19 +3,16 @@
 use super::checks::{check_dtype, check_fits, scaler};
 use super::data::check_shape;
 use super::ranks::Job;
-use super::update::Done;
 use super::{Data, DataFingerprint, History, TrainConfig};
 use crate::compile::TrainStep;
 use crate::data::{Batch, Batches};
 use crate::files::PathLock;
 use crate::model::{MaskedTargets, TransformerLM};
 use crate::nn::ForwardContext;
-use crate::ops::DropoutKey;
 use crate::ops::cross_entropy::nothing_counts;
 use crate::optim::guard::{finite_loss, value_of};
-use crate::optim::{AdamW, GradScaler, GradientAccumulator, decay_matrices_only};
-use crate::{Result, backward, no_grad, probe};
-use candle_core::backprop::GradStore;
+use crate::optim::{AdamW, GradScaler, decay_matrices_only};
+use crate::{Result, no_grad, probe};
 use candle_core::{Tensor, Var};
 use std::sync::Mutex;
 
@@ -30,7 +27,7 @@ pub struct StepReport {
     /// The learning rate of its update.
     pub learning_rate: f64,
     /// The L2 norm of all gradients, unscaled, before clipping; infinite or NaN in a skipped step, NaN where
-    /// [the optimizer runs in backward](Trainer::compile_with_optimizer_in_backward).
+    /// [the optimizer runs in backward](TrainConfig::optimizer_in_backward).
     pub grad_norm: f64,
     /// What the loss was multiplied by, in f16 ([`TrainConfig::loss_scaling`]).
     pub loss_scale: Option<f64>,
@@ -43,6 +40,11 @@ pub struct StepReport {
 }
 
 /// A run: a model, its optimizer, its data, and how far it has come.
+///
+/// Steps are planned ([`TrainStep`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
+/// allocated once. They train models in f32 (f64 on the CPU) on the CPU and on NVIDIA GPUs. What plans refuse, as
+/// parameters in half precision or Apple's GPUs, a loop of one's own trains: `loss`, [`backward`](crate::backward()),
+/// [`AdamW::step`].
 ///
 /// In f16 the loss is scaled ([`TrainConfig::loss_scaling`], [`GradScaler`]): a step whose gradients overflow is
 /// skipped, which is no error. It counts as a step, for the schedule and the data too, but not for the optimizer.
@@ -76,7 +78,7 @@ pub struct Trainer {
     pub(super) config: TrainConfig,
     /// Where several ranks train together.
     pub(super) job: Option<Job>,
-    /// Where steps are planned.
+    /// From the first step on, or the first call of [`plan`](Self::plan).
     pub(super) planned: Option<TrainStep>,
     pub(super) training: Box<dyn Batches>,
     validation: Box<dyn Batches>,
@@ -97,8 +99,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for a configuration that cannot work, windows longer than the model's
     /// context, or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model
-    /// whose parameters are not of [`Precision::parameter_dtype`](crate::precision::Precision::parameter_dtype) (f64
-    /// may train where that is f32); [`Error::Data`](crate::Error::Data) for data shorter than a window.
+    /// whose parameters are not in f32 (or, in a run in f32, in f64); [`Error::Data`](crate::Error::Data) for data shorter than a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,
@@ -160,28 +161,20 @@ impl Trainer {
             .as_ref()
             .map(|ranks| ranks.watch("a step of training"));
         let learning_rate = self.config.schedule.learning_rate(self.step);
-        let done = match self.planned.is_some() {
-            true => self.planned_update(learning_rate)?,
-            false => self.eager_update(learning_rate)?,
-        };
-        let Done {
-            loss,
-            tokens,
-            update,
-        } = done;
+        let done = self.update(learning_rate)?;
         self.step += 1;
-        self.history.stepped(loss, update.skipped);
+        self.history.stepped(done.loss, done.skipped);
         if self.is_done() {
             self.gather_weights()?;
         }
         Ok(Some(StepReport {
             step: self.step,
-            loss,
+            loss: done.loss,
             learning_rate,
-            grad_norm: update.grad_norm,
-            loss_scale: update.loss_scale,
-            skipped: update.skipped,
-            tokens,
+            grad_norm: done.grad_norm,
+            loss_scale: done.loss_scale,
+            skipped: done.skipped,
+            tokens: done.tokens,
         }))
     }
 
@@ -218,7 +211,7 @@ impl Trainer {
                 continue;
             }
             let is_sum = masked.is_some();
-            let loss = no_grad(|| self.loss(&batch, masked, None))?;
+            let loss = no_grad(|| self.loss(&batch, masked))?;
             if index < count {
                 let targets = if is_sum { 1 } else { counted };
                 sum += value_of(&loss)? * targets as f64;
@@ -252,7 +245,7 @@ impl Trainer {
         self.step
     }
 
-    /// The model as it is now, hollow where [weights are divided](Self::fully_sharded); of a planned run whose
+    /// The model as it is now, hollow where [weights are divided](Self::fully_sharded); of a run whose
     /// [optimizer is divided](Self::shard_optimizer), as it was at the last evaluation, the last save, or the end of
     /// the run.
     pub fn model(&self) -> &TransformerLM {
@@ -284,96 +277,11 @@ impl Trainer {
         self.model
     }
 
-    /// A step op by op.
-    fn eager_update(&mut self, learning_rate: f64) -> Result<Done> {
-        let batches = self.batches().map(|i| {
-            let batch = self.training_batch(i)?;
-            let masked = self.masked(&batch)?;
-            Ok((batch, masked))
-        });
-        let batches = batches.collect::<Result<Vec<_>>>()?;
-        let counts = batches
-            .iter()
-            .map(|(_, masked)| Some(masked.as_ref()?.counted));
-        let divisor = match counts.sum::<Option<usize>>() {
-            Some(counted) => Some(self.mean_over_ranks([counted as f64])?[0]),
-            None => None,
-        };
-        let tokens = divisor.map(|mean| (mean * self.num_ranks() as f64).round() as usize);
-        if tokens == Some(0) {
-            return Ok(Done::without_targets(self.loss_scale()));
-        }
-        let (loss, gradients) = self.loss_and_gradients(batches, divisor)?;
-        Ok(Done {
-            loss,
-            tokens: tokens.unwrap_or(self.config.tokens_per_step()),
-            update: self.update(gradients, learning_rate)?,
-        })
-    }
-
-    /// Loss and gradients of this rank's batches, averaged over the ranks; the gradients are those of the scaled loss
-    /// where there is a scale. Losses are means over equally many targets, or sums, over `divisor`.
-    fn loss_and_gradients(
-        &self,
-        batches: Vec<(Batch, Option<MaskedTargets>)>,
-        divisor: Option<f64>,
-    ) -> Result<(f64, GradStore)> {
-        let mut accumulator = GradientAccumulator::new(self.parameters.iter().cloned());
-        let mut sum = 0.0;
-        let count = batches.len();
-        for (i, (batch, masked)) in self.batches().zip(batches) {
-            let loss = {
-                let _range = probe::phase("forward");
-                let loss = self.loss(&batch, masked, self.dropout_key(i)?)?;
-                match divisor {
-                    Some(divisor) => (loss / divisor)?,
-                    None => loss,
-                }
-            };
-            // Whether a scaled one is a number the gradients tell.
-            let [value] = self.mean_over_ranks([value_of(&loss)?])?;
-            let loss = match &self.scaler {
-                Some(scaler) => scaler.scale(&loss)?,
-                None => {
-                    finite_loss(value, || format!("the loss of step {}", self.step + 1))?;
-                    loss
-                }
-            };
-            sum += value;
-            let _range = probe::phase("backward");
-            let gradients = match &self.job {
-                Some(Job::Replicated(replicated)) if count == 1 => {
-                    return Ok((sum, replicated.backward(loss)?));
-                }
-                _ => backward(loss)?,
-            };
-            accumulator.add(gradients)?;
-        }
-        let (loss, mut gradients) = match divisor {
-            Some(_) => (sum, accumulator.sum()?),
-            None => (sum / count as f64, accumulator.mean()?),
-        };
-        if let Some(Job::Replicated(replicated)) = &self.job {
-            replicated.average(&mut gradients)?;
-        }
-        Ok((loss, gradients))
-    }
-
     /// Batch `i` of this step.
     pub(super) fn training_batch(&self, i: usize) -> Result<Batch> {
         let index = self.step * self.config.accumulation + i;
         let batch = self.training.batch(index as u64, self.model.device())?;
         check_shape(batch, &self.config)
-    }
-
-    /// What a step's micro-batch drops, if the model drops anything.
-    fn dropout_key(&self, micro_batch: usize) -> Result<Option<DropoutKey>> {
-        if !self.model.config().dropout.is_any() {
-            return Ok(None);
-        }
-        let (seed, steps) = (self.config.seed, self.optimizer.steps());
-        let key = DropoutKey::of_micro_batch(seed, steps, micro_batch)?;
-        Ok(Some(key.to_device(self.model.device())?))
     }
 
     /// A batch's targets where some may not count.
@@ -383,18 +291,10 @@ impl Trainer {
     }
 
     /// The mean loss of a batch, or the sum over its targets that count.
-    fn loss(
-        &self,
-        batch: &Batch,
-        masked: Option<MaskedTargets>,
-        dropout: Option<DropoutKey>,
-    ) -> Result<Tensor> {
+    fn loss(&self, batch: &Batch, masked: Option<MaskedTargets>) -> Result<Tensor> {
         let model = &self.model;
         let forward = || {
-            let mut context = ForwardContext {
-                dropout,
-                ..Default::default()
-            };
+            let mut context = ForwardContext::default();
             match masked {
                 None => model.loss_with(&batch.inputs, &batch.targets, &context, None),
                 Some(masked) => {

@@ -61,7 +61,7 @@ fn trainer(device: &Device, file: Option<&Path>, steps: usize) -> Result<Trainer
     }
 }
 
-/// Six steps, eager and planned, the optimizer on all ranks or divided, beside those of one process; three of them, and
+/// Six steps, the optimizer on all ranks or divided, beside those of one process; three of them, and
 /// the next three, with a file.
 pub fn as_one_process() -> Result<()> {
     let ranks = join(60)?;
@@ -71,8 +71,8 @@ pub fn as_one_process() -> Result<()> {
     let mut alone = trainer(device, None, 6)?;
     while alone.step()?.is_some() {}
     let wanted = alone.evaluate()?;
-    for (planned, sharded) in [(false, false), (true, false), (false, true), (true, true)] {
-        if file.is_some() && !(planned && sharded) {
+    for sharded in [false, true] {
+        if file.is_some() && !sharded {
             continue; // one run a file
         }
         let steps = match file {
@@ -83,9 +83,6 @@ pub fn as_one_process() -> Result<()> {
         together.replicate(&ranks, ReplicatedConfig::default())?;
         if sharded {
             together.shard_optimizer()?;
-        }
-        if planned {
-            together.compile()?;
         }
         while together.step()?.is_some() {}
         near(&together.history().losses, &alone.history().losses[..steps]);

@@ -82,7 +82,6 @@ fn the_trained_model_is_a_folder_again() {
     let rest = format!("{line} --resume --save-family HERE/again");
     run_well(&train(folder.path(), 3, &rest));
     assert_eq!(weights(&folder.path().join("again")), weights(&tuned));
-    run_well(&train(folder.path(), 3, "--family HERE --compile"));
 }
 
 #[test]

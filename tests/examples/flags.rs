@@ -462,7 +462,7 @@ const CASES: &[Case] = &[
     Case {
         name: "train",
         always: &[
-            PRECISION,
+            &["precision", "autocast", "optimizer-in-backward"],
             &["tf32", "seed", "nvtx", "strict", "gpus", "compile"],
             &["validation-fraction", "attention", "dropout", "family"],
             &[
@@ -549,7 +549,6 @@ const CASES: &[Case] = &[
                 &["--bucket-mib 1", "--gpus 2 --exchange flat --bucket-mib 1"],
             ),
             ("exchange-bf16", &["--exchange-bf16"]),
-            ("optimizer-in-backward", &["--optimizer-in-backward"]),
             ("checkpoint-every", &["--checkpoint-every 5"]),
             ("keep", &["--keep 5"]),
             ("resume", &["--resume"]),

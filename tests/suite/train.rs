@@ -1,16 +1,17 @@
 //! `tallow::train`: what is learned, that a resumed run is the same run, and every refusal.
 
 mod damaged;
+mod eager_loop;
 mod learning;
 mod loss_scaling;
 pub mod masked;
-mod planned;
 mod precision_equality;
 mod refusals;
 mod resuming;
 mod saving;
 mod scale_saved;
 mod signals;
+mod steps;
 mod writers;
 
 use std::path::{Path, PathBuf};

@@ -78,8 +78,6 @@ pub struct GradScaler {
     unscaled: HashMap<TensorId, Progress>,
     /// The first of them whose gradient was not finite.
     non_finite: Option<String>,
-    /// Whether a gradient of another rank's part was not finite.
-    overflowed_elsewhere: bool,
 }
 
 /// How far a parameter has come in this step.
@@ -101,7 +99,6 @@ impl GradScaler {
             state: GradScalerState::new(&config),
             unscaled: HashMap::new(),
             non_finite: None,
-            overflowed_elsewhere: false,
         })
     }
 
@@ -281,8 +278,7 @@ impl GradScaler {
                 hint: "call step first".into(),
             });
         }
-        let overflowed = self.non_finite.is_some() || self.overflowed_elsewhere;
-        self.state = self.state.after(overflowed)?;
+        self.state = self.state.after(self.non_finite.is_some())?;
         self.forget_step();
         Ok(())
     }
@@ -291,23 +287,6 @@ impl GradScaler {
     fn forget_step(&mut self) {
         self.unscaled.clear();
         self.non_finite = None;
-        self.overflowed_elsewhere = false;
-    }
-
-    /// Where each rank of a job has unscaled its parts of gradients: an overflow on one of them is one on all.
-    ///
-    /// # Errors
-    /// [`Error::Rank`].
-    #[cfg(feature = "train")]
-    pub(crate) fn agree(&mut self, ranks: &crate::dist::Communicator) -> Result<()> {
-        let found = f64::from(u8::from(self.non_finite.is_some()));
-        if ranks.mean(&[found])?[0] > 0.0 && self.non_finite.is_none() {
-            self.overflowed_elsewhere = true;
-            for progress in self.unscaled.values_mut() {
-                progress.finite = false;
-            }
-        }
-        Ok(())
     }
 
     /// What losses are multiplied by now: 1 for a scaler that is switched off.

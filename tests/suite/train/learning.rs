@@ -2,8 +2,7 @@
 
 use super::*;
 use candle_core::DType;
-use tallow::data::{RandomBatches, SequentialBatches};
-use tallow::optim::{AdamW, GradientAccumulator, clip_grad_norm, decay_matrices_only};
+use tallow::data::SequentialBatches;
 use tallow::report::Format;
 use tallow::{no_grad, ops};
 
@@ -28,61 +27,6 @@ fn a_repeating_text_is_learned_by_heart() {
     assert!(losses[149] < 0.01, "{}", losses[149]);
     let trained = trainer.evaluate().unwrap();
     assert!(trained < 0.01, "{trained}");
-}
-
-/// The loop against its parts, called by hand: the same bits.
-#[test]
-fn a_run_is_the_sum_of_its_parts() {
-    let config = TrainConfig {
-        accumulation: 2,
-        steps: 4,
-        max_grad_norm: Some(0.5),
-        ..settings()
-    };
-    let mut trainer = start(config.clone());
-    let reports = take(&mut trainer, 4);
-
-    let model = model();
-    let parameters = model.parameters();
-    let groups = decay_matrices_only(parameters.clone(), config.optimizer);
-    let mut optimizer = AdamW::with_groups(groups).unwrap();
-    let batches = RandomBatches::new(&training(), 3, 11, 7).unwrap();
-    for step in 0..4 {
-        let mut accumulator = GradientAccumulator::new(parameters.clone());
-        let mut losses = Vec::new();
-        for part in 0..2 {
-            let batch = batches
-                .batch(step * 2 + part, &candle_core::Device::Cpu)
-                .unwrap();
-            let logits = model.forward(&batch.inputs).unwrap();
-            let loss = ops::cross_entropy(&logits, &batch.targets).unwrap();
-            losses.push(f64::from(loss.to_scalar::<f32>().unwrap()));
-            accumulator.add(loss.backward().unwrap()).unwrap();
-        }
-        let mut gradients = accumulator.mean().unwrap();
-        let norm = clip_grad_norm(&mut gradients, &parameters, 0.5).unwrap();
-        assert!(norm > 0.5, "nothing was clipped: {norm}");
-        let lr = config.schedule.learning_rate(step as usize);
-        optimizer.set_learning_rate(lr);
-        optimizer.step(&gradients).unwrap();
-        let expected = StepReport {
-            step: step as usize + 1,
-            loss: (losses[0] + losses[1]) / 2.0,
-            learning_rate: lr,
-            grad_norm: norm,
-            loss_scale: None,
-            skipped: false,
-            tokens: 2 * 3 * 11,
-        };
-        assert_eq!(reports[step as usize], expected);
-    }
-    for ((name, ours), (_, theirs)) in trainer.model().parameters().iter().zip(&parameters) {
-        let values = |var: &candle_core::Var| {
-            let flat = var.flatten_all().unwrap();
-            flat.to_vec1::<f32>().unwrap()
-        };
-        assert_eq!(values(ours), values(theirs), "{name}");
-    }
 }
 
 /// 79 targets in windows of 11 and a rest of 2: each counts once, whatever the batch it is in.

@@ -80,19 +80,15 @@ pub fn settings(batch_size: usize, precision: Precision) -> TrainConfig {
     }
 }
 
-fn start(batch_size: usize, precision: Precision, planned: bool) -> Trainer {
-    start_on(&Device::Cpu, batch_size, precision, planned)
+fn start(batch_size: usize, precision: Precision) -> Trainer {
+    start_on(&Device::Cpu, batch_size, precision)
 }
 
-fn start_on(device: &Device, batch_size: usize, precision: Precision, planned: bool) -> Trainer {
+fn start_on(device: &Device, batch_size: usize, precision: Precision) -> Trainer {
     let model = TransformerLM::new(&sizes(), 5, device).unwrap();
     let data = MaskedRows::new(&COUNTED, batch_size);
     let config = settings(batch_size, precision);
-    let mut trainer = Trainer::new(model, config, data.clone(), data).unwrap();
-    if planned {
-        trainer.compile().unwrap();
-    }
-    trainer
+    Trainer::new(model, config, data.clone(), data).unwrap()
 }
 
 /// The mean loss over the targets of one step that count, from the means of its rows.
@@ -117,7 +113,6 @@ fn weighted_mean(model: &TransformerLM, step: usize, precision: Precision) -> f6
 /// Four micro-batches of different counts are one batch of four rows: loss, norm and weights.
 #[rstest]
 fn every_target_has_the_same_weight(
-    #[values(false, true)] planned: bool,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let tolerance = if precision == Precision::F32 {
@@ -126,8 +121,8 @@ fn every_target_has_the_same_weight(
         4e-3
     };
     for batch_size in [4, 2, 1] {
-        let mut parts = start(batch_size, precision, planned);
-        let mut judge = start(4, precision, false);
+        let mut parts = start(batch_size, precision);
+        let mut judge = start(4, precision);
         for (step, counted) in COUNTED.iter().enumerate() {
             let expected = weighted_mean(parts.model(), step, precision);
             let before = bits(&parts);
@@ -159,7 +154,7 @@ fn every_target_has_the_same_weight(
 /// Evaluations weigh targets too, and need one.
 #[test]
 fn an_evaluation() {
-    let mut trainer = start(1, Precision::F32, false);
+    let mut trainer = start(1, Precision::F32);
     let model = trainer.model().clone();
     let counted = COUNTED.iter().map(|counted| counted.iter().sum::<usize>());
     let counted: Vec<usize> = counted.collect();
@@ -180,13 +175,10 @@ fn an_evaluation() {
 
 /// A run goes on over a step without targets, stopped before it or behind it.
 #[rstest]
-fn resumed_around_a_step_without_targets(
-    #[values(3, 4)] stop: usize,
-    #[values(false, true)] planned: bool,
-) {
-    let mut whole = start(1, Precision::F16, planned);
+fn resumed_around_a_step_without_targets(#[values(3, 4)] stop: usize) {
+    let mut whole = start(1, Precision::F16);
     take(&mut whole, usize::MAX);
-    let mut first = start(1, Precision::F16, planned);
+    let mut first = start(1, Precision::F16);
     take(&mut first, stop);
     let (_folder, path) = checkpoint();
     first.save(&path).unwrap();
@@ -196,9 +188,6 @@ fn resumed_around_a_step_without_targets(
         Trainer::resume(&path, &sizes(), config, data.clone(), data, &device)
     };
     let mut second = resumed(data).unwrap();
-    if planned {
-        second.compile().unwrap();
-    }
     take(&mut second, usize::MAX);
     assert_eq!(bits(&second), bits(&whole));
     assert_eq!(second.history().skipped, whole.history().skipped);
@@ -209,8 +198,8 @@ fn resumed_around_a_step_without_targets(
 }
 
 /// Text with runs of separators: batches without targets end no run.
-#[rstest]
-fn texts_with_empty_documents(#[values(false, true)] planned: bool) {
+#[test]
+fn texts_with_empty_documents() {
     let mut ids = noise(60, 0).to_vec().unwrap();
     ids.extend([3; 60]);
     ids.extend(noise(60, 9).to_vec().unwrap());
@@ -222,9 +211,6 @@ fn texts_with_empty_documents(#[values(false, true)] planned: bool) {
         ..super::settings()
     };
     let mut trainer = Trainer::new(model(), config, tokens(), tokens()).unwrap();
-    if planned {
-        trainer.compile().unwrap();
-    }
     let reports = take(&mut trainer, usize::MAX);
     assert_eq!(reports.len(), 40);
     let empty = reports.iter().filter(|report| report.tokens == 0).count();
@@ -250,18 +236,12 @@ fn refused_batches() {
     refusal(trainer.step(), &["-100"]);
 }
 
-/// A GPU weighs targets as the CPU does, planned and eagerly.
+/// A GPU weighs targets as the CPU does.
 #[rstest]
 #[ignore = "needs a CUDA device"]
-fn on_a_gpu(
-    #[values(false, true)] planned: bool,
-    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
-) {
+fn on_a_gpu(#[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision) {
     let gpu = tallow::device("cuda").unwrap();
-    let (mut on_gpu, mut on_cpu) = (
-        start_on(&gpu, 1, precision, planned),
-        start(1, precision, planned),
-    );
+    let (mut on_gpu, mut on_cpu) = (start_on(&gpu, 1, precision), start(1, precision));
     for (name, var) in on_cpu.model().parameters() {
         let (_, same) = on_gpu
             .model()

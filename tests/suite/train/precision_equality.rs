@@ -1,9 +1,11 @@
 //! A real text learned in every precision, from the same weights and batches: the losses at the end are f32's.
+//! A plain loop trains parameters in half precision.
 
+use super::eager_loop::EagerLoop;
 use super::*;
 use candle_core::Device;
 use tallow::precision::{Precision, Regime};
-use tallow::train::History;
+use tallow::train::{Evaluation, History};
 
 /// The text of a licence, which does not change, byte by byte.
 fn text() -> (Tokens, Tokens) {
@@ -38,6 +40,19 @@ fn learn(precision: Precision) -> History {
     let vb = tallow::nn::seeded(3, precision.parameter_dtype(), &Device::Cpu);
     let model = TransformerLM::from_var_builder(&sizes, vb).unwrap();
     let (train, validation) = text();
+    if precision.regime() == Regime::Full {
+        let mut eager = EagerLoop::on(model, config, &train, validation);
+        let losses = eager.steps(150).iter().map(|step| step.loss).collect();
+        let evaluation = Evaluation {
+            step: 150,
+            loss: eager.evaluate(),
+        };
+        return History {
+            losses,
+            evaluations: vec![evaluation],
+            ..Default::default()
+        };
+    }
     let mut trainer = Trainer::new(model, config, train, validation).unwrap();
     while trainer.step().unwrap().is_some() {}
     trainer.evaluate().unwrap();

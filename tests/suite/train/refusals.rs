@@ -284,9 +284,9 @@ fn losses_and_gradients_that_are_not_finite() {
     let error = refusal(
         trainer.step(),
         &[
-            "the loss of step 3",
-            "a finite number",
-            "got NaN",
+            "the gradient of parameter token_embeddings.weight",
+            "finite numbers",
+            "a norm of NaN",
             "learning rate",
         ],
     );

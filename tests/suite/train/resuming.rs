@@ -137,21 +137,16 @@ fn flash_attention_goes_on_as_it_was() {
 }
 
 #[test]
-fn half_precision_goes_on_as_it_was() {
+fn f64_goes_on_as_it_was() {
     use candle_core::{DType, Device};
-    use tallow::precision::{Precision, Regime};
-    let full = TrainConfig {
-        precision: Precision::BF16.with_regime(Regime::Full),
-        ..settings()
-    };
-    let vb = tallow::nn::seeded(5, DType::BF16, &Device::Cpu);
+    let vb = tallow::nn::seeded(5, DType::F64, &Device::Cpu);
     let model = TransformerLM::from_var_builder(&sizes(), vb).unwrap();
-    let mut trainer = Trainer::new(model, full.clone(), training(), validation()).unwrap();
+    let mut trainer = Trainer::new(model, settings(), training(), validation()).unwrap();
     take(&mut trainer, 4);
     let (_folder, path) = checkpoint();
     trainer.save(&path).unwrap();
-    let mut resumed = resume(&path, full).unwrap();
-    assert_eq!(resumed.model().parameters()[0].1.dtype(), DType::BF16);
+    let mut resumed = resume(&path, settings()).unwrap();
+    assert_eq!(resumed.model().parameters()[0].1.dtype(), DType::F64);
     assert_eq!(take(&mut resumed, 3), take(&mut trainer, 3));
 }
 

@@ -1,6 +1,7 @@
-//! Runs whose steps are planned.
+//! The steps of a run are those of a plain loop.
 
-use super::loss_scaling::{in_f16, start_in};
+use super::eager_loop::EagerLoop;
+use super::loss_scaling::in_f16;
 use super::*;
 use candle_core::DType;
 use rstest::rstest;
@@ -8,12 +9,6 @@ use tallow::attention::Algorithm;
 use tallow::nn::DropoutRates;
 use tallow::optim::GradScalerConfig;
 use tallow::precision::{Precision, Regime};
-
-fn compiled(config: TrainConfig) -> Trainer {
-    let mut trainer = start(config);
-    trainer.compile().unwrap();
-    trainer
-}
 
 /// The same losses, norms and learning rates as eager steps, and the same evaluations.
 #[rstest]
@@ -26,11 +21,10 @@ fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm
         max_grad_norm,
         ..settings()
     };
-    let mut eager = start(config.clone());
-    let mut planned = compiled(config);
-    assert!(eager.plan().is_none() && planned.plan().is_some());
+    let mut eager = EagerLoop::new(model(), config.clone());
+    let mut planned = start(config);
     for _ in 0..12 {
-        let wanted = eager.step().unwrap().unwrap();
+        let wanted = eager.step();
         let got = planned.step().unwrap().unwrap();
         approx::assert_relative_eq!(got.loss, wanted.loss, max_relative = 1e-5);
         approx::assert_relative_eq!(got.grad_norm, wanted.grad_norm, max_relative = 1e-4);
@@ -42,7 +36,16 @@ fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm
         assert_eq!(rest, wanted);
     }
     assert!(planned.step().unwrap().is_none());
-    let (wanted, got) = (eager.evaluate().unwrap(), planned.evaluate().unwrap());
+    for ((name, got), (_, wanted)) in planned.model().parameters().iter().zip(eager.parameters()) {
+        let difference = (got.as_tensor() - wanted.as_tensor()).unwrap();
+        let norm = |x: &candle_core::Tensor| -> f32 {
+            let sum = x.sqr().unwrap().sum_all().unwrap();
+            sum.to_scalar::<f32>().unwrap().sqrt()
+        };
+        let relative = norm(&difference) / norm(wanted);
+        assert!(relative < 1e-4, "{name}: {relative:e}");
+    }
+    let (wanted, got) = (eager.evaluate(), planned.evaluate().unwrap());
     approx::assert_relative_eq!(got, wanted, max_relative = 1e-5);
     assert_eq!(planned.history().losses.len(), 12);
     assert_eq!(planned.optimizer().steps(), 12);
@@ -58,28 +61,29 @@ fn a_model_with_dropout(#[case] accumulation: usize, #[case] separator: Option<u
         separator,
         ..settings()
     };
-    let begin = |rate| {
+    let model = |rate| {
         let sizes = TransformerConfig {
             dropout: DropoutRates::all(rate),
             ..sizes()
         };
-        let model = TransformerLM::new(&sizes, 5, &candle_core::Device::Cpu).unwrap();
-        Trainer::new(model, config.clone(), training(), validation()).unwrap()
+        TransformerLM::new(&sizes, 5, &candle_core::Device::Cpu).unwrap()
     };
-    let (mut eager, mut planned, mut without) = (begin(0.2), begin(0.2), begin(0.0));
-    planned.compile().unwrap();
-    assert_eq!(eager.evaluate().unwrap(), without.evaluate().unwrap());
-    let wanted = take(&mut eager, 6);
+    let begin = |rate| Trainer::new(model(rate), config.clone(), training(), validation()).unwrap();
+    let mut eager = EagerLoop::new(model(0.2), config.clone());
+    let (mut planned, mut without) = (begin(0.2), begin(0.0));
+    assert_eq!(planned.evaluate().unwrap(), without.evaluate().unwrap());
+    let wanted = eager.steps(6);
     for (got, wanted) in take(&mut planned, 6).iter().zip(&wanted) {
         approx::assert_relative_eq!(got.loss, wanted.loss, max_relative = 1e-5);
     }
-    assert_ne!(take(&mut without, 1)[0].loss, wanted[0].loss);
+    let difference = (take(&mut without, 1)[0].loss - wanted[0].loss).abs();
+    assert!(difference > 1e-3, "nothing was dropped");
 
     let mut whole = begin(0.2);
     let expected = take(&mut whole, usize::MAX);
     let (_folder, path) = checkpoint();
-    eager.save(&path).unwrap();
-    let (sizes, device) = (eager.model().config(), candle_core::Device::Cpu);
+    planned.save(&path).unwrap();
+    let (sizes, device) = (planned.model().config(), candle_core::Device::Cpu);
     let resumed = Trainer::resume(
         &path,
         sizes,
@@ -94,18 +98,20 @@ fn a_model_with_dropout(#[case] accumulation: usize, #[case] separator: Option<u
 }
 
 /// With the optimizer in backward the weights are, to the bit, those of a step that keeps its gradients, in less
-/// memory; nobody sees a norm, so what needs all gradients is refused, and leaves the run eager.
+/// memory; nobody sees a norm, so what needs all gradients is refused.
 #[test]
 fn the_optimizer_in_backward() {
     let config = TrainConfig {
         max_grad_norm: None,
         ..settings()
     };
-    let mut kept = compiled(config.clone());
-    let mut freed = start(config);
-    freed.compile_with_optimizer_in_backward().unwrap();
-    let peak = |trainer: &Trainer| trainer.plan().unwrap().peak_bytes();
-    assert!(peak(&freed) < peak(&kept));
+    let mut kept = start(config.clone());
+    let mut freed = start(TrainConfig {
+        optimizer_in_backward: true,
+        ..config
+    });
+    let peak = |trainer: &mut Trainer| trainer.plan().unwrap().peak_bytes();
+    assert!(peak(&mut freed) < peak(&mut kept));
     for (got, wanted) in take(&mut freed, usize::MAX)
         .iter()
         .zip(take(&mut kept, usize::MAX))
@@ -124,15 +130,26 @@ fn the_optimizer_in_backward() {
         max_grad_norm: None,
         ..settings()
     };
-    for (config, word) in [(clipped, "clip_norm"), (accumulated, "accumulation")] {
-        let mut trainer = start(config);
-        let error = trainer.compile_with_optimizer_in_backward().unwrap_err();
-        assert!(error.to_string().contains(word), "{error}");
-        assert!(trainer.plan().is_none());
+    for (config, word) in [(clipped, "max_grad_norm"), (accumulated, "accumulation")] {
+        let config = TrainConfig {
+            optimizer_in_backward: true,
+            ..config
+        };
+        let refused = Trainer::new(model(), config, training(), validation());
+        let error = refusal(refused, &[word]);
+        assert!(matches!(error, Error::Config { .. }), "{error:?}");
     }
+    // Its loss would have to be scaled.
+    let mut scaled = start(TrainConfig {
+        optimizer_in_backward: true,
+        max_grad_norm: None,
+        precision: Precision::F16,
+        ..settings()
+    });
+    refusal(scaled.step(), &["optimizer_in_backward", "loss_scaling"]);
 }
 
-/// Stopped, saved, resumed and compiled again, it is the run that was not stopped; evaluations change nothing.
+/// Stopped, saved and resumed, it is the run that was not stopped; evaluations change nothing.
 #[rstest]
 #[case(Algorithm::Naive, 1, settings())]
 #[case(Algorithm::Flash, 2, settings())]
@@ -159,43 +176,20 @@ fn resumed_it_has_the_same_bits(
         Trainer::new(model, config.clone(), training(), validation()).unwrap()
     };
     let mut whole = begin();
-    whole.compile().unwrap();
     let expected = take(&mut whole, usize::MAX);
     let (_folder, path) = checkpoint();
     let mut first = begin();
-    first.compile().unwrap();
     let mut reports = take(&mut first, 5);
     first.evaluate().unwrap();
     first.save(&path).unwrap();
-    let again = || {
-        Trainer::resume(
-            &path,
-            &sizes,
-            config.clone(),
-            training(),
-            validation(),
-            &device,
-        )
-        .unwrap()
-    };
-    let mut second = again();
-    second.compile().unwrap();
+    let resumed = Trainer::resume(&path, &sizes, config, training(), validation(), &device);
+    let mut second = resumed.unwrap();
     reports.extend(take(&mut second, usize::MAX));
     // Norms of skipped steps are no numbers.
     assert_eq!(format!("{reports:?}"), format!("{expected:?}"));
     assert_eq!(bits(&second), bits(&whole));
     assert_eq!(second.loss_scale(), whole.loss_scale());
     assert_eq!(second.optimizer().steps(), whole.optimizer().steps());
-
-    // Resumed eagerly it goes on too, but for rounding; which may decide what overflows.
-    if config.precision.dtype() == DType::F16 {
-        return;
-    }
-    let max_relative = tolerance(config.precision);
-    let mut eager = again();
-    for (got, wanted) in take(&mut eager, usize::MAX).iter().zip(&expected[5..]) {
-        approx::assert_relative_eq!(got.loss, wanted.loss, max_relative = max_relative);
-    }
 }
 
 /// A first scale at which everything overflows, and a second at which nothing does.
@@ -227,7 +221,7 @@ fn tolerance(precision: Precision) -> f64 {
     }
 }
 
-/// In half precision the same as eagerly too: scales, skipped steps and learning rates exactly.
+/// In half precision too: scales, skipped steps and learning rates exactly.
 #[rstest]
 #[case(1, in_bf16())]
 #[case(3, in_bf16())]
@@ -239,12 +233,12 @@ fn the_curve_in_half_precision(#[case] accumulation: usize, #[case] config: Trai
         ..config
     };
     let (steps, precision) = (config.steps, config.precision);
-    let mut eager = start(config.clone());
-    let mut planned = compiled(config);
+    let mut eager = EagerLoop::new(model(), config.clone());
+    let mut planned = start(config);
     for _ in 0..steps {
         let scale = planned.loss_scale();
         let before = bits(&planned);
-        let wanted = eager.step().unwrap().unwrap();
+        let wanted = eager.step();
         let got = planned.step().unwrap().unwrap();
         assert_eq!(bits(&planned) == before, got.skipped);
         assert_eq!(got.skipped, !got.grad_norm.is_finite());
@@ -268,14 +262,13 @@ fn the_curve_in_half_precision(#[case] accumulation: usize, #[case] config: Trai
     }
     let skipped = usize::from(precision.dtype() == DType::F16);
     assert_eq!(planned.history().skipped, vec![1; skipped]);
-    assert_eq!(eager.history().skipped, vec![1; skipped]);
-    assert_eq!(planned.optimizer().steps(), eager.optimizer().steps());
+    assert_eq!(planned.optimizer().steps(), eager.updates());
     assert_eq!(planned.loss_scale(), eager.loss_scale());
-    let (wanted, got) = (eager.evaluate().unwrap(), planned.evaluate().unwrap());
+    let (wanted, got) = (eager.evaluate(), planned.evaluate().unwrap());
     approx::assert_relative_eq!(got, wanted, max_relative = tolerance(precision));
 }
 
-/// f16 as it is, without a scale, and a scale that never suffices: errors, as eagerly.
+/// f16 as it is, without a scale, and a scale that never suffices: errors.
 #[test]
 fn overflow_without_a_way_out() {
     let unscaled = TrainConfig {
@@ -296,7 +289,7 @@ fn overflow_without_a_way_out() {
         (unscaled, "nothing was updated"),
         (small, "down to a scale of 6.1"),
     ] {
-        let mut trainer = compiled(config);
+        let mut trainer = start(config);
         take(&mut trainer, 1);
         let parameters = trainer.model().parameters();
         let (_, norm) = parameters
@@ -317,15 +310,13 @@ fn overflow_without_a_way_out() {
     }
 }
 
-/// A run may be compiled in its middle, and its weights are still its model's.
+/// The weights are the model's, wherever it was cloned to.
 #[test]
-fn from_the_middle_on() {
+fn a_clone_of_the_model_is_trained() {
     let mut trainer = start(settings());
-    take(&mut trainer, 4);
     let model = trainer.model().clone();
-    trainer.compile().unwrap();
     let before = bits(&trainer);
-    take(&mut trainer, 1);
+    take(&mut trainer, 4);
     assert!(bits(&trainer) != before);
     let device = candle_core::Device::Cpu;
     let tokens = candle_core::Tensor::zeros((1, 11), DType::U32, &device).unwrap();
@@ -334,34 +325,55 @@ fn from_the_middle_on() {
         logits.to_vec1().unwrap()
     };
     assert_eq!(logits(&model), logits(trainer.model()));
-    assert_eq!(take(&mut trainer, usize::MAX).len(), 7);
 }
 
+/// Precisions that are not planned; on the CPU f64 is.
 #[test]
-fn what_cannot_be_planned_goes_on_eagerly() {
+fn what_cannot_be_planned() {
     let dropped = Precision::BF16.with_dropped_casts(true);
     for precision in [dropped, Precision::BF16.with_regime(Regime::Full)] {
-        let mut trainer = start_in(TrainConfig {
+        let config = TrainConfig {
             precision,
             ..settings()
-        });
-        let parts = ["precision", "f32, bf16 or f16", precision.name()];
-        refusal(trainer.compile(), &parts);
-        assert!(trainer.plan().is_none());
-        trainer.step().unwrap().unwrap();
+        };
+        let parts = [
+            "precision",
+            "f32, bf16 or f16",
+            precision.name(),
+            "backward",
+        ];
+        refusal(
+            Trainer::new(model(), config, training(), validation()),
+            &parts,
+        );
     }
 
     let vb = tallow::nn::seeded(5, DType::F64, &candle_core::Device::Cpu);
     let double = TransformerLM::from_var_builder(&sizes(), vb).unwrap();
     let mut trainer = Trainer::new(double, settings(), training(), validation()).unwrap();
-    trainer.compile().unwrap(); // on the CPU f64 is planned
     trainer.step().unwrap().unwrap();
+}
+
+/// A memory budget that no plan keeps to is refused, and one that some plan does is kept.
+#[test]
+fn a_memory_budget() {
+    let within = |memory_budget_bytes| {
+        start(TrainConfig {
+            memory_budget_bytes,
+            ..settings()
+        })
+    };
+    let wanted = within(None).plan().unwrap().peak_bytes();
+    let mut small = within(Some(wanted - 1));
+    assert!(small.plan().unwrap().peak_bytes() < wanted);
+    take(&mut small, 2);
+    refusal(within(Some(1)).step(), &["memory_budget_bytes"]);
 }
 
 /// A step that fails changes nothing.
 #[test]
 fn gradients_that_are_not_finite_change_nothing() {
-    let mut trainer = compiled(settings());
+    let mut trainer = start(settings());
     take(&mut trainer, 2);
     let parameters = trainer.model().parameters();
     let (_, norm) = parameters
@@ -380,31 +392,25 @@ fn gradients_that_are_not_finite_change_nothing() {
     assert_eq!(trainer.step().unwrap().unwrap().step, 3);
 }
 
-/// Documents that end with a token are the same planned and eagerly, and something else than one text.
+/// Documents that end with a token are something else than one text.
 #[test]
-fn documents_are_the_same_planned() {
+fn documents_are_those_of_a_plain_loop() {
     for attention in Algorithm::ALL {
         let settings = TrainConfig {
             separator: Some(3),
             accumulation: 2,
             ..settings()
         };
-        let run = |is_planned: bool| {
-            let model = model().with_attention(attention);
-            let mut trainer =
-                Trainer::new(model, settings.clone(), training(), validation()).unwrap();
-            if is_planned {
-                trainer.compile().unwrap();
-            }
-            let losses: Vec<f64> = take(&mut trainer, 12)
-                .iter()
-                .map(|step| step.loss)
-                .collect();
-            (losses, trainer.evaluate().unwrap())
-        };
-        let ((eager, of_eager), (planned, of_planned)) = (run(false), run(true));
-        let pairs = eager.iter().zip(&planned).chain([(&of_eager, &of_planned)]);
-        for (eager, planned) in pairs {
+        let model = || model().with_attention(attention);
+        let mut eager = EagerLoop::new(model(), settings.clone());
+        let mut planned =
+            Trainer::new(model(), settings.clone(), training(), validation()).unwrap();
+        let steps = take(&mut planned, 12);
+        let losses = steps.iter().map(|step| step.loss);
+        let wanted: Vec<f64> = eager.steps(12).iter().map(|step| step.loss).collect();
+        let of_planned = planned.evaluate().unwrap();
+        let pairs = losses.zip(wanted.clone());
+        for (planned, eager) in pairs.chain([(of_planned, eager.evaluate())]) {
             assert!(
                 (eager - planned).abs() < 2e-5,
                 "{attention}: {eager} {planned}"
@@ -416,7 +422,7 @@ fn documents_are_the_same_planned() {
         });
         let without = take(&mut whole, 1)[0].loss;
         assert!(
-            (without - eager[0]).abs() > 1e-4,
+            (without - wanted[0]).abs() > 1e-4,
             "{attention}: as without documents"
         );
     }

@@ -1,0 +1,161 @@
+//! A step of a run: its plan, and what a run of it comes to.
+
+use super::Trainer;
+use super::ranks::Job;
+use crate::compile::{Plan, PlanConfig, TrainStep};
+use crate::optim::guard::{DIVERGED, finite_loss};
+use crate::optim::{AdamW, GradScaler};
+use crate::{Error, Result};
+use candle_core::Tensor;
+
+/// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows
+/// even here has diverged. (Not 1: a sum over many tokens may want less.)
+const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
+
+/// What a step has done.
+pub(super) struct Done {
+    /// The mean over the targets that count.
+    pub(super) loss: f64,
+    /// How many targets count, of all ranks.
+    pub(super) tokens: usize,
+    /// NaN where none was taken.
+    pub(super) grad_norm: f64,
+    pub(super) skipped: bool,
+    /// What the loss was multiplied by.
+    pub(super) loss_scale: Option<f64>,
+}
+
+/// An error where a gradient has overflowed at a scale that will not become smaller.
+pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) -> Result<()> {
+    if loss_scale > SMALLEST_SCALE {
+        return Ok(());
+    }
+    Err(Error::Data {
+        what: format!("the gradient of parameter {parameter} in step {step}"),
+        expected: "finite numbers at some loss scale".into(),
+        got: format!("infinity or NaN, down to a scale of {loss_scale:e}"),
+        hint: DIVERGED.into(),
+    })
+}
+
+impl Trainer {
+    /// The plan of the run's step ([`TrainStep`]), from forward to update, in memory that is allocated once. It is made
+    /// here, or in the first [`step`](Self::step).
+    ///
+    /// ```
+    /// # use tallow::data::Tokens;
+    /// # use tallow::model::{TransformerConfig, TransformerLM};
+    /// # use tallow::train::{TrainConfig, Trainer};
+    /// # let (train, validation) = Tokens::from_bytes("to be, or not to be. ".repeat(50))?.split(0.1)?;
+    /// # let model = TransformerConfig {
+    /// #     vocab_size: 256, context_length: 16, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+    /// #     ..Default::default()
+    /// # };
+    /// # let model = TransformerLM::new(&model, 0, &tallow::device("cpu")?)?;
+    /// let config = TrainConfig { batch_size: 4, sequence_length: 16, ..Default::default() };
+    /// let mut trainer = Trainer::new(model, config, train, validation)?;
+    /// println!("a step takes {} KiB", trainer.plan()?.total_bytes() >> 10);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`TrainStep::new`]: a model on a device that is neither the CPU nor a CUDA GPU, weights that share
+    /// storage, a memory budget that no plan keeps to, an arena that does not fit.
+    pub fn plan(&mut self) -> Result<&Plan> {
+        Ok(self.planned()?.0.plan())
+    }
+
+    /// The planned step, made now if there is none yet, and the optimizer that it steps.
+    fn planned(&mut self) -> Result<(&mut TrainStep, &mut AdamW)> {
+        let step = match self.planned.take() {
+            Some(step) => step,
+            None => {
+                let (model, optimizer, config) = (&self.model, &self.optimizer, self.plan_config());
+                match &self.job {
+                    None => TrainStep::new(model, optimizer, &config)?,
+                    Some(Job::Replicated(replicated)) => {
+                        TrainStep::replicated(model, optimizer, &config, replicated)?
+                    }
+                    Some(Job::FullyShard(sharded)) => {
+                        TrainStep::fully_sharded(model, optimizer, &config, sharded)?
+                    }
+                }
+            }
+        };
+        Ok((self.planned.insert(step), &mut self.optimizer))
+    }
+
+    /// Executes the step. After an error weights, optimizer and scale are what they were.
+    pub(super) fn update(&mut self, learning_rate: f64) -> Result<Done> {
+        let batches = self.batches().map(|i| self.training_batch(i));
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        // (accumulation * B, T)
+        let inputs: Vec<&Tensor> = batches.iter().map(|batch| &batch.inputs).collect();
+        let targets: Vec<&Tensor> = batches.iter().map(|batch| &batch.targets).collect();
+        let (inputs, targets) = (Tensor::cat(&inputs, 0)?, Tensor::cat(&targets, 0)?);
+        let (all_tokens, number) = (self.config.tokens_per_step(), self.step + 1);
+        let mut scaler = self.scaler.clone();
+        let loss_scale = scaler.as_ref().map(GradScaler::loss_scale);
+        let (step, optimizer) = self.planned()?;
+        let given = step.given(&inputs, &targets, optimizer.steps())?;
+        let tokens = given.counted.unwrap_or(all_tokens);
+        if tokens == 0 {
+            return Ok(Done {
+                loss: f64::NAN,
+                tokens,
+                grad_norm: f64::NAN,
+                skipped: true,
+                loss_scale,
+            });
+        }
+        optimizer.set_learning_rate(learning_rate);
+        let (loss, skipped) = match &mut scaler {
+            None => {
+                let loss = f64::from(step.run_given(optimizer, &given)?);
+                // Where the norm is taken, gradients that are not finite have been an error, and a loss that is not
+                // gives such.
+                finite_loss(loss, || format!("the loss of step {number}"))?;
+                (loss, false)
+            }
+            Some(scaler) => {
+                let scale = scaler.loss_scale();
+                let done = step.run_scaled_given(optimizer, scaler, &given)?;
+                if let Some(parameter) = &done.non_finite {
+                    refuse_if_hopeless(scale, parameter, number)?;
+                }
+                (f64::from(done.loss), !done.stepped())
+            }
+        };
+        let grad_norm = step.gradient_norm().unwrap_or(f64::NAN);
+        self.scaler = scaler;
+        Ok(Done {
+            loss,
+            tokens,
+            grad_norm,
+            skipped,
+            loss_scale,
+        })
+    }
+
+    /// The run's step, as plans are told of it.
+    pub(super) fn plan_config(&self) -> PlanConfig {
+        let config = &self.config;
+        // The history wants the norm, which guards the update too; it takes all gradients.
+        let all_norms = (!config.optimizer_in_backward).then_some(f64::INFINITY);
+        PlanConfig {
+            batch_size: config.batch_size,
+            sequence_length: config.sequence_length,
+            precision: config.precision,
+            loss_scaling: self.scaler.is_some(),
+            clip_norm: config.max_grad_norm.or(all_norms),
+            accumulation: self.batches().len(),
+            checkpointing: self.model.config().checkpointing,
+            memory_budget_bytes: config.memory_budget_bytes,
+            optimizer_in_backward: config.optimizer_in_backward,
+            separator: config.separator,
+            ignore_index: config.ignore_index,
+            dropout_seed: Some(config.seed),
+            ..Default::default()
+        }
+    }
+}
