@@ -8,7 +8,7 @@
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part memory steps \
 //!     --strategy replicated sharded-optimizer --size medium xl
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl \
-//!     --precision bf16 --attention flash --compile --exchange-bf16
+//!     --precision bf16 --attention flash --exchange-bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
@@ -171,6 +171,7 @@ impl Flags {
                     "exchange-bf16",
                     "strategy",
                     "only-overlapped",
+                    "memory-budget-gib",
                 ],
                 |flags| flags.has(&[Part::Steps, Part::Memory, Part::Paper]),
             )
@@ -178,11 +179,6 @@ impl Flags {
                 "with --part steps or memory",
                 &["compile", "without-alone", "seed"],
                 |flags| flags.has(&[Part::Steps, Part::Memory]),
-            )
-            .only(
-                "on planned steps: with --compile, or with --part paper",
-                &["memory-budget-gib"],
-                |flags| flags.ways.compile || flags.has(&[Part::Paper]),
             )
             .only(
                 "with --part collectives or steps",

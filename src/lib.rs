@@ -145,7 +145,7 @@ mod saved;
 #[cfg(feature = "train")]
 pub mod train;
 
-pub use backward::{backward, backward_from, backward_with_hook};
+pub use backward::{backward, backward_from};
 /// The candle that this crate is built on: a program that uses it by this name has the same version.
 pub use candle_core as candle;
 pub use error::{Error, Result};

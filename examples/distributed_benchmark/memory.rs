@@ -1,11 +1,11 @@
-//! What a rank's memory holds, before and after an update.
+//! What a rank's memory holds, before and after its steps.
 
 use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
 use super::steps::{Job, Way};
 use super::{Flags, common};
 use tallow::dist::Communicator;
-use tallow::memory::{Kernels, Meter, Workload, estimate};
+use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
@@ -18,8 +18,7 @@ pub fn columns() -> Vec<Column> {
         Column::text("exchange", "Gradients averaged"),
         Column::mib("state_bytes", "Optimizer state").minor(1),
         Column::mib("init_bytes", "After init"),
-        Column::mib("before_bytes", "Before update").minor(2),
-        Column::mib("after_bytes", "After update").minor(3),
+        Column::mib("after_bytes", "After the step").minor(2),
         Column::mib("peak_bytes", "Peak"),
         Column::mib("predicted_bytes", "Predicted"),
     ]
@@ -48,10 +47,8 @@ impl Flags {
             columns: columns(),
             rows,
             notes: vec![
-                "Of rank 0, in the second step: what tensors take when model and optimizer are there, when all \
-                 gradients are too (in a planned step they are in its arena), and when weights are updated. The peak \
-                 is that of the whole step, beside what was predicted of it, buckets of gradients left out where the \
-                 step is eager."
+                "Of rank 0, in two steps: what tensors take when model and optimizer are there, and after the steps, \
+                 when the plan's arena is there too. The peak stands beside what the plan says."
                     .into(),
             ],
             ..Default::default()
@@ -87,44 +84,17 @@ impl Flags {
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
         let init = of_run()?;
         let mut row = Fields::new();
-        let peak = || meter.peak_bytes().map(|peak| peak.saturating_sub(base));
-        if self.ways.compile {
-            meter.reset_peak();
-            let mut planned = job.planned(&optimizer, &self.plan_config()?)?;
-            for _ in 0..2 {
-                planned.run(&mut optimizer, &tokens, &targets)?;
-            }
-            row.insert("after_bytes", of_run()?);
-            row.insert("peak_bytes", peak());
-            row.insert("predicted_bytes", planned.plan().total_bytes());
-        } else {
-            let precision = self.precision.precision()?;
-            for _ in 0..2 {
-                meter.reset_peak();
-                let loss = precision.run(|| job.model.loss(&tokens, &targets))?;
-                let gradients = job.backward(loss)?;
-                let before = of_run()?;
-                optimizer.step(&gradients)?;
-                row.insert("before_bytes", before);
-                row.insert("after_bytes", of_run()?);
-                row.insert("peak_bytes", peak());
-            }
-            let workload = Workload {
-                batch_size: self.batch_size,
-                sequence_length: self.context_length,
-                attention: self.attention,
-                precision,
-                checkpointing: config.checkpointing,
-                kernels: Kernels::of(device),
-                sharding: way.and_then(|way| {
-                    let own = way.strategy.shard(communicator)?;
-                    way.strategy.sharding(own, way.parts().unwrap_or_default())
-                }),
-                ..Default::default()
-            };
-            let predicted = estimate(&config, &workload)?;
-            row.insert("predicted_bytes", predicted.peak_bytes);
+        meter.reset_peak();
+        let mut planned = job.planned(&optimizer, &self.plan_config()?)?;
+        for _ in 0..2 {
+            planned.run(&mut optimizer, &tokens, &targets)?;
         }
+        row.insert("after_bytes", of_run()?);
+        row.insert(
+            "peak_bytes",
+            meter.peak_bytes().map(|peak| peak.saturating_sub(base)),
+        );
+        row.insert("predicted_bytes", planned.plan().total_bytes());
         let state = optimizer.state().into_iter();
         let state = state.map(|(_, x)| (x.elem_count() * x.dtype().size_in_bytes()) as u64);
         row.insert("state_bytes", state.sum::<u64>());

@@ -4,7 +4,6 @@ use super::common::models::{Model, with_attention};
 use super::common::outputs::named;
 use super::common::ranks::Strategy;
 use super::{Flags, common, values};
-use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use clap::Args;
 use std::path::PathBuf;
@@ -17,7 +16,7 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{self, Profiler};
 use tallow::report::{Column, Fields, Report};
-use tallow::{Result, backward, nn};
+use tallow::{Result, nn};
 
 /// In a trace: the first of a planned step on a GPU records what the others replay.
 const TRACED_STEPS: usize = 3;
@@ -25,7 +24,7 @@ const TRACED_STEPS: usize = 3;
 /// How steps are run.
 #[derive(Args, Clone, Debug)]
 pub struct Ways {
-    /// Plan the steps beforehand, instead of running them op by op
+    /// Changes nothing: every step is planned beforehand
     #[arg(long)]
     pub compile: bool,
 
@@ -49,7 +48,7 @@ pub struct Ways {
     #[arg(long)]
     without_alone: bool,
 
-    /// Recompute in backward so much that the arena of a planned step is within these, in GiB
+    /// Recompute in backward so much that the arena of a step is within these, in GiB
     #[arg(long, value_name = "GIB", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 }
@@ -120,7 +119,6 @@ impl Ways {
 pub fn columns() -> Vec<Column> {
     vec![
         Column::text("model", "Model"),
-        Column::text("execution", "Execution"),
         Column::text("strategy", "Strategy"),
         Column::text("exchange", "Gradients averaged"),
         Column::ms("step_ms", "Step"),
@@ -153,14 +151,8 @@ impl Flags {
                 let exposed_ms = step_ms - alone_ms;
                 let ranks = communicator.world_size();
                 let tokens = ranks * self.batch_size * self.context_length;
-                let execution = if self.ways.compile {
-                    "planned"
-                } else {
-                    "eager"
-                };
                 let mut row = Fields::new();
                 row.insert("model", model.name.as_str());
-                row.insert("execution", execution);
                 row.insert("strategy", strategy);
                 row.insert("exchange", exchange);
                 row.insert("step_ms", step_ms);
@@ -200,29 +192,11 @@ impl Flags {
             optimizer.shard(communicator)?;
         }
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
-        let mut planned = match self.ways.compile {
-            false => None,
-            true => Some(job.planned(&optimizer, &self.plan_config()?)?),
-        };
-        let precision = self.precision.precision()?;
-        let eager = |optimizer: &mut AdamW| {
-            let loss = {
-                let _phase = profile::phase("forward");
-                precision.run(|| job.model.loss(&tokens, &targets))?
-            };
-            let gradients = {
-                let _phase = profile::phase("backward");
-                job.backward(loss)?
-            };
-            let _phase = profile::phase("optimizer");
-            optimizer.step(&gradients)
-        };
+        let mut planned = job.planned(&optimizer, &self.plan_config()?)?;
         communicator.barrier()?;
         let mut stopwatch = Stopwatch::new(device).warmup(self.warmup_steps);
-        let timing = stopwatch.measure(self.steps, || match &mut planned {
-            Some(planned) => planned.run(&mut optimizer, &tokens, &targets).map(drop),
-            None => eager(&mut optimizer),
-        });
+        let mut step = || planned.run(&mut optimizer, &tokens, &targets).map(drop);
+        let timing = stopwatch.measure(self.steps, &mut step);
         if let Some(path) = trace {
             let profiler = match communicator.rank() {
                 0 => Some(Profiler::start_on(device)?),
@@ -230,10 +204,7 @@ impl Flags {
             };
             for _ in 0..TRACED_STEPS {
                 let _step = profile::step();
-                match &mut planned {
-                    Some(planned) => planned.run(&mut optimizer, &tokens, &targets).map(drop)?,
-                    None => eager(&mut optimizer)?,
-                }
+                step()?;
             }
             if let Some(profiler) = profiler {
                 profiler.finish()?.save_trace(path)?;
@@ -322,13 +293,6 @@ impl Job {
             }
             (_, Some(sharded)) => TrainStep::fully_sharded(&self.model, optimizer, config, sharded),
             _ => TrainStep::new(&self.model, optimizer, config),
-        }
-    }
-
-    pub fn backward(&self, loss: Tensor) -> Result<GradStore> {
-        match &self.replicated {
-            Some(replicated) => replicated.backward(loss),
-            None => backward(loss), // of parts it exchanges by itself
         }
     }
 }

@@ -11,8 +11,7 @@ mod sums;
 
 use crate::ops::record::node_of;
 use crate::{Error, Result};
-use candle_core::{Tensor, TensorId, backprop::GradStore};
-use std::collections::HashMap;
+use candle_core::{Tensor, backprop::GradStore};
 use sums::Sums;
 
 pub(crate) use attach::{Attach, Slot, token};
@@ -52,7 +51,7 @@ pub(crate) use sums::empty_store;
 /// Those of the ops' backwards, and of memory.
 pub fn backward(loss: Tensor) -> Result<GradStore> {
     let seed = loss.ones_like()?;
-    run(loss, seed, None)
+    run(loss, seed)
 }
 
 /// As [`backward`], from this gradient of `output`: the product of a vector with a Jacobian.
@@ -73,51 +72,7 @@ pub fn backward(loss: Tensor) -> Result<GradStore> {
 /// As [`backward`]; [`Error::Shape`] and [`Error::DType`] for a gradient unlike the output.
 pub fn backward_from(output: Tensor, gradient: &Tensor) -> Result<GradStore> {
     check_gradient(&output, gradient)?;
-    run(output, gradient.detach(), None)
-}
-
-/// As [`backward`], and calls `hook` with every variable and its gradient as soon as that is complete: while backward
-/// goes on, other work can begin on it.
-///
-/// Where candle's own ops are in the graph, which may read any variable, all hooks are called at the end.
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor, Var};
-/// use tallow::ops;
-///
-/// let x = Tensor::ones((1, 2), DType::F32, &Device::Cpu)?;
-/// let first = Var::ones((3, 2), DType::F32, &Device::Cpu)?;
-/// let second = Var::ones((4, 3), DType::F32, &Device::Cpu)?;
-/// let loss = ops::sum(&ops::linear(&ops::linear(&x, &first)?, &second)?)?;
-/// let mut order = Vec::new();
-/// tallow::backward_with_hook(loss, |var, _gradient| {
-///     order.push(var.dims().to_vec());
-///     Ok(())
-/// })?;
-/// assert_eq!(order, [[4, 3], [3, 2]]); // the last layer's is there first
-/// # Ok::<(), tallow::Error>(())
-/// ```
-///
-/// # Errors
-/// As [`backward`], and the hook's.
-pub fn backward_with_hook(
-    loss: Tensor,
-    mut hook: impl FnMut(&Tensor, &Tensor) -> Result<()>,
-) -> Result<GradStore> {
-    backward_taking(loss, |variable, gradient| {
-        hook(variable, &gradient)?;
-        Ok(Some(gradient))
-    })
-}
-
-/// As [`backward_with_hook`], of a hook that is given each gradient, which nobody else has, and gives back what stays:
-/// nothing, where it keeps the gradient itself or frees it.
-pub(crate) fn backward_taking(
-    loss: Tensor,
-    mut hook: impl FnMut(&Tensor, Tensor) -> Result<Option<Tensor>>,
-) -> Result<GradStore> {
-    let seed = loss.ones_like()?;
-    run(loss, seed, Some(&mut hook))
+    run(output, gradient.detach())
 }
 
 fn check_gradient(output: &Tensor, gradient: &Tensor) -> Result<()> {
@@ -141,16 +96,12 @@ fn check_gradient(output: &Tensor, gradient: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// What is called with a variable and its gradient, and returns what stays of it.
-type Hook<'a> = &'a mut dyn FnMut(&Tensor, Tensor) -> Result<Option<Tensor>>;
-
 /// Backward from `seed`, which is the gradient of `root`.
-fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> {
+fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
     // As candle sorts them: gradients are added in its order, which sets the bits of a sum.
     let mut graph: Vec<Tensor> = root.sorted_nodes().into_iter().cloned().collect();
     graph.reverse(); // the next is the last
     let mut sums = Sums::new(&graph);
-    let mut hooks = Hooks::new(&graph, &sums, hook);
     sums.add(&root, seed, false)?;
     drop(root);
     while let Some(y) = graph.pop() {
@@ -164,96 +115,18 @@ fn run(root: Tensor, seed: Tensor, hook: Option<Hook<'_>>) -> Result<GradStore> 
                 drop((node, y));
                 sums.add_all(&inputs, gradients, dy)?;
             }
-            for x in inputs {
-                hooks.used(x.id(), &mut sums)?;
-            }
-        } else if let Some(whole) = sums.whole_of(&y) {
+        } else if sums.whole_of(&y).is_some() {
             if let Some(dy) = sums.take(&y) {
                 sums.add_view(&y, dy)?;
             }
-            hooks.used(whole, &mut sums)?;
         } else if sums.has(&y) {
             graph.push(y);
             break;
         }
     }
     sums.later.finish()?;
-    let variables = sums.variables().to_vec();
-    let mut store = match graph.is_empty() {
-        true => sums.into_store()?,
-        false => rest::by_candle(&graph, sums)?,
-    };
-    hooks.call_rest(&variables, &mut store)?;
-    Ok(store)
-}
-
-/// When a variable's gradient is complete.
-struct Hooks<'a> {
-    hook: Option<Hook<'a>>,
-    /// How often nodes and views that are still to come read each variable, of those whose hook was not called.
-    uses: HashMap<TensorId, usize>,
-}
-
-impl<'a> Hooks<'a> {
-    fn new(graph: &[Tensor], sums: &Sums, hook: Option<Hook<'a>>) -> Self {
-        let mut uses = HashMap::new();
-        if hook.is_some() {
-            let variables = sums.variables().iter();
-            uses.extend(variables.map(|x| (x.id(), 0)));
-            for y in graph.iter().filter(|y| !y.is_variable()) {
-                let read: Vec<TensorId> = match (node_of(y), sums.whole_of(y)) {
-                    (Some(node), _) => node.inputs().iter().map(Tensor::id).collect(),
-                    (None, Some(whole)) => vec![whole],
-                    (None, None) => {
-                        uses.values_mut().for_each(|uses| *uses = usize::MAX);
-                        break;
-                    }
-                };
-                for id in read {
-                    if let Some(uses) = uses.get_mut(&id) {
-                        *uses += 1;
-                    }
-                }
-            }
-        }
-        Self { hook, uses }
-    }
-
-    /// Something that reads this is done.
-    fn used(&mut self, id: TensorId, sums: &mut Sums) -> Result<()> {
-        let (Some(hook), Some(uses)) = (&mut self.hook, self.uses.get_mut(&id)) else {
-            return Ok(());
-        };
-        *uses -= 1;
-        if *uses > 0 {
-            return Ok(());
-        }
-        let mut variables = sums.variables().iter();
-        let variable = variables.find(|variable| variable.id() == id).cloned();
-        if let Some(variable) = variable
-            && let Some(gradient) = sums.complete(&variable)?
-        {
-            self.uses.remove(&id);
-            if let Some(gradient) = hook(&variable, gradient)? {
-                sums.add(&variable, gradient, true)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The end: hooks that were not called.
-    fn call_rest(&mut self, variables: &[Tensor], store: &mut GradStore) -> Result<()> {
-        let Some(hook) = &mut self.hook else {
-            return Ok(());
-        };
-        let rest = variables.iter().filter(|x| self.uses.contains_key(&x.id()));
-        for variable in rest {
-            if let Some(gradient) = store.remove(variable)
-                && let Some(gradient) = hook(variable, gradient)?
-            {
-                store.insert(variable, gradient);
-            }
-        }
-        Ok(())
+    match graph.is_empty() {
+        true => sums.into_store(),
+        false => rest::by_candle(&graph, sums),
     }
 }

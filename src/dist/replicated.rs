@@ -3,11 +3,9 @@
 use super::buckets::Buckets;
 use super::{Communicator, Exchange, ReplicatedConfig};
 use crate::Result;
-use crate::backward::backward_taking;
 use crate::optim::{MissingGradients, described, distinct};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, TensorId, Var};
-use std::collections::HashMap;
+use candle_core::{Tensor, Var};
 
 const OP: &str = "dist::Replicated";
 
@@ -31,7 +29,8 @@ const OP: &str = "dist::Replicated";
 ///             let parameters = vec![("w".to_string(), w.clone())];
 ///             let replicated = Replicated::new(&communicator, parameters, ReplicatedConfig::default())?;
 ///             let x = Tensor::new(&[1f32, 4.0 * rank], &Device::Cpu)?; // this rank's part of the batch
-///             let gradients = replicated.backward(ops::sum(&ops::mul(&w, &x)?)?)?;
+///             let mut gradients = tallow::backward(ops::sum(&ops::mul(&w, &x)?)?)?;
+///             replicated.average(&mut gradients)?;
 ///             assert_eq!(gradients.get(&w).unwrap().to_vec1::<f32>()?, [1.0, 2.0]);
 ///             assert_eq!(w.to_vec1::<f32>()?, [1.0, 2.0]);
 ///             Ok(())
@@ -79,44 +78,17 @@ impl Replicated {
     /// [`MissingGradients::Skip`] a parameter has a gradient after the exchange if it has one on any rank: the others
     /// count as zeros. With [`MissingGradients::Zero`] every parameter has one. All ranks need the same choice.
     ///
-    /// Gradients are then exchanged when backward is over, since ranks may complete them in different orders. A
-    /// [planned](crate::compile::LossStep::replicated) step is the same on all ranks, and follows its optimizer.
+    /// A [planned](crate::compile::LossStep::replicated) step is the same on all ranks, and follows its optimizer.
     pub fn with_missing(self, missing: MissingGradients) -> Self {
         Self { missing, ..self }
     }
 
-    /// The averaged gradients of the parameters, of this rank's `loss`: [`backward`](crate::backward()), and their
-    /// exchange as the configuration says. All ranks get the same bits.
+    /// Averages the parameters' gradients over the ranks: each alone, all together, or bucket by bucket, as the
+    /// configuration says. All ranks get the same bits. Exchanges overlap with backward in
+    /// [planned](crate::compile::TrainStep::replicated) steps alone.
     ///
     /// A bucket's gradients are copied into one tensor, and freed; the averages are views of it. What a step takes
     /// beyond that of a rank alone is one bucket.
-    ///
-    /// # Errors
-    /// Those of backward; [`Error::MissingGradient`](crate::Error::MissingGradient), unless
-    /// [`with_missing`](Self::with_missing) takes it; a rank that failed.
-    pub fn backward(&self, loss: Tensor) -> Result<GradStore> {
-        let bucket_bytes = match (self.config.exchange, self.missing) {
-            (Exchange::Overlapped { bucket_bytes }, MissingGradients::Error) => bucket_bytes,
-            _ => {
-                let mut gradients = crate::backward(loss)?;
-                self.average(&mut gradients)?;
-                return Ok(gradients);
-            }
-        };
-        let mut buckets = Buckets::new(self, bucket_bytes);
-        let ours = self.parameters.iter().map(|(_, var)| (var.id(), var));
-        let ours: HashMap<TensorId, &Var> = ours.collect();
-        let mut gradients = backward_taking(loss, |variable, gradient| {
-            match ours.get(&variable.id()) {
-                Some(var) => buckets.add(var, gradient).map(|()| None),
-                None => Ok(Some(gradient)), // trained elsewhere
-            }
-        })?;
-        buckets.finish(&mut gradients)?;
-        Ok(gradients)
-    }
-
-    /// Averages gradients that are complete: of several micro-batches, or that were made in another way.
     ///
     /// # Errors
     /// [`Error::MissingGradient`](crate::Error::MissingGradient), unless [`with_missing`](Self::with_missing) takes

@@ -208,7 +208,7 @@ fn as_replicated_eagerly(
             Ok::<_, tallow::Error>((loss.detach(), loss))
         });
         let ((wanted, of_wanted), (found, of_found)) = (wanted?, found?);
-        of_whole.step(&replicated.backward(of_wanted)?)?;
+        of_whole.step(&super::averaged(&replicated, of_wanted)?)?;
         optimizer.step(&tallow::backward(of_found)?)?;
         let (a, b) = (found.to_scalar::<f32>()?, wanted.to_scalar::<f32>()?);
         assert!((a - b).abs() <= 1e-3 * b, "{case}: {a} {b}");

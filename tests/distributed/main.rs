@@ -147,3 +147,13 @@ fn succeed(case: &str, count: usize) {
     let ended = ranks(case, count, &[]);
     assert!(ended.success, "{case} of {count}: {}", ended.text);
 }
+
+/// The gradients of a rank's loss, averaged over the ranks.
+fn averaged(
+    replicated: &tallow::dist::Replicated,
+    loss: candle_core::Tensor,
+) -> tallow::Result<candle_core::backprop::GradStore> {
+    let mut gradients = tallow::backward(loss)?;
+    replicated.average(&mut gradients)?;
+    Ok(gradients)
+}

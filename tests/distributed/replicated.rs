@@ -132,7 +132,10 @@ fn five_steps(ranks: &Communicator, exchange: Exchange, tied: bool) -> Result<()
             let part = x.narrow(0, ranks.rank() * rows, rows)?;
             part.contiguous()
         };
-        network.step(&replicated.backward(network.loss(&part(&x)?, &part(&y)?)?)?)?;
+        network.step(&super::averaged(
+            &replicated,
+            network.loss(&part(&x)?, &part(&y)?)?,
+        )?)?;
         for (ours, wanted) in network.layers.iter().zip(&alone.layers) {
             let values = |x: &Var| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
             for (a, b) in values(ours)?.into_iter().zip(values(wanted)?) {

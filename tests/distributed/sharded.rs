@@ -72,7 +72,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
             Some(step) => {
                 step.run(&mut optimizer, &[("x", &x), ("y", &y)])?;
             }
-            None => optimizer.step(&replicated.backward(network.loss(&x, &y)?)?)?,
+            None => optimizer.step(&super::averaged(&replicated, network.loss(&x, &y)?)?)?,
         }
     }
     optimizer.gather_weights()?;

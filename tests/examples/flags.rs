@@ -195,7 +195,7 @@ const CASES: &[Case] = &[
             ("compile", &["--part paper --compile"]),
             ("without-alone", &["--part paper --without-alone"]),
             ("seed", &["--part paper --seed 1"]),
-            ("memory-budget-gib", &["--part steps --memory-budget-gib 1"]),
+            ("memory-budget-gib", &["--part accounting --memory-budget-gib 1"]),
             ("warmup-steps", &["--part memory --warmup-steps 1"]),
             ("steps", &["--part memory --steps 1"]),
             ("trace", &["--part memory --trace t.json"]),

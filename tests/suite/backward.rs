@@ -3,13 +3,12 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use rstest::rstest;
-use std::cell::RefCell;
 use tallow::attention::Algorithm;
 use tallow::memory::tracker;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
-use tallow::{Error, Result, backward, backward_from, backward_with_hook, nn, ops};
+use tallow::{Error, Result, backward, backward_from, nn, ops};
 
 const CPU: Device = Device::Cpu;
 
@@ -208,81 +207,6 @@ fn gradients_are_nobody_elses() -> CandleResult<()> {
     assert_eq!(bits(sum.get(&b).unwrap()), bits(&((&dy + &dy)? + &dy)?));
     assert_eq!(bits(&dy), bits(&before));
     Ok(())
-}
-
-#[test]
-fn hooks_are_called_once_whatever_is_differentiated() {
-    let vars = [var(&[4, 6], 1), var(&[4, 6], 2)];
-    let functions: [Function; 4] = [
-        |v| Ok(v[0].as_tensor().clone()),
-        |v| Ok(v[0].t()?),
-        |v| {
-            let x = ops::contiguous(&v[0].t()?)?;
-            ops::add(
-                &ops::mul(&x, &v[0].reshape((6, 4))?)?,
-                &v[1].narrow(0, 0, 1)?.reshape((6, 1))?,
-            )
-        },
-        |v| Ok((ops::relu(&v[0])?.exp()? * v[1].as_tensor())?),
-    ];
-    for f in functions {
-        let mut seen = Vec::new();
-        let gradients = backward_with_hook(f(&vars).unwrap(), |var, gradient| {
-            seen.push((var.id(), bits(gradient)));
-            Ok(())
-        });
-        let gradients = gradients.unwrap();
-        let wanted: Vec<_> = vars
-            .iter()
-            .filter_map(|var| Some((var.id(), bits(gradients.get(var)?))))
-            .collect();
-        assert_eq!(seen.len(), wanted.len());
-        assert!(wanted.iter().all(|wanted| seen.contains(wanted)));
-    }
-}
-
-#[test]
-fn hooks_have_complete_gradients_in_time() {
-    let config = config(2, Algorithm::Flash, "none");
-    let model = TransformerLM::new(&config, 1, &CPU).unwrap();
-    let parameters = model.parameters();
-    let name_of = |x: &Tensor| {
-        let found = parameters.iter().find(|(_, var)| var.id() == x.id());
-        found.unwrap().0.clone()
-    };
-    for policy in [KernelPolicy::Prefer, KernelPolicy::Reference] {
-        let loss = || with_kernel_policy(policy, || model.loss(&ids(1), &ids(2))).unwrap();
-        let seen = RefCell::new(Vec::new());
-        let gradients = backward_with_hook(loss(), |var, gradient| {
-            seen.borrow_mut().push((name_of(var), bits(gradient)));
-            Ok(())
-        });
-        let gradients = gradients.unwrap();
-        let seen = seen.into_inner();
-        assert_eq!(seen.len(), parameters.len());
-        for (name, var) in &parameters {
-            let found = seen.iter().find(|(seen, _)| seen == name);
-            assert_eq!(
-                found.unwrap().1,
-                bits(gradients.get(var).unwrap()),
-                "{name}"
-            );
-        }
-        if policy == KernelPolicy::Prefer {
-            let place = |name: &str| seen.iter().position(|(seen, _)| seen.starts_with(name));
-            assert_eq!(place("lm_head"), Some(0));
-            assert!(place("layers.1") < place("layers.0"));
-            assert_eq!(place("token_embeddings"), Some(seen.len() - 1));
-        }
-        let refused = backward_with_hook(loss(), |_, _| {
-            Err(Error::Order {
-                op: "hook",
-                problem: "no".into(),
-                hint: "none".into(),
-            })
-        });
-        assert!(matches!(refused, Err(Error::Order { op: "hook", .. })));
-    }
 }
 
 /// What a chain of ops keeps goes while backward runs, and stays for who holds it.

@@ -11,6 +11,7 @@ mod replicated;
 mod sharded;
 mod trainer;
 
+use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
 use tallow::Result;
 use tallow::attention::Algorithm;
@@ -88,6 +89,13 @@ fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
 }
 
 /// The bits of all elements, in f32.
+/// The gradients of a rank's loss, averaged over the ranks.
+fn averaged(replicated: &dist::Replicated, loss: Tensor) -> tallow::Result<GradStore> {
+    let mut gradients = tallow::backward(loss)?;
+    replicated.average(&mut gradients)?;
+    Ok(gradients)
+}
+
 fn bits(x: &Tensor) -> Vec<u32> {
     let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     x.into_iter().map(f32::to_bits).collect()

@@ -1,6 +1,6 @@
 //! Weights that are gathered a layer ahead: what is read is what they are then, whatever was gathered before.
 
-use super::{batch, bits, config_of_six_layers, on_ranks};
+use super::{averaged, batch, bits, config_of_six_layers, on_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
@@ -48,7 +48,10 @@ fn blocks_of_a_model(
             assert_eq!(bits(&evaluated), bits(&first));
             let found = [backward(first)?, backward(second)?];
             let [first, second] = [loss(&whole, 0)?, loss(&whole, 1)?];
-            let wanted = [replicated.backward(first)?, replicated.backward(second)?];
+            let wanted = [
+                averaged(&replicated, first)?,
+                averaged(&replicated, second)?,
+            ];
             for (found, wanted) in found.iter().zip(&wanted) {
                 of_whole.step(wanted)?;
                 optimizer.step(found)?;
@@ -126,7 +129,7 @@ fn gradients_of_weights_read_twice() {
         });
         let named: Vec<(String, Var)> = named.collect();
         let replicated = Replicated::new(&ranks, named.clone(), ReplicatedConfig::default())?;
-        let wanted = replicated.backward(loss(&whole)?)?;
+        let wanted = averaged(&replicated, loss(&whole)?)?;
         let of_parts = |found: GradStore| -> Result<()> {
             let parts = sharded.parameters();
             assert_eq!(parts.len(), named.len());
@@ -191,7 +194,7 @@ fn backwards_with_a_change_between(
             Ok(())
         };
         for (wanted, found) in losses(&whole)?.into_iter().zip(losses(&maps)?) {
-            let (wanted, found) = (replicated.backward(wanted)?, backward(found)?);
+            let (wanted, found) = (averaged(&replicated, wanted)?, backward(found)?);
             for ((name, var), (_, part)) in weights.iter().zip(sharded.parameters()) {
                 let found = found.get(&part).unwrap();
                 let wanted = wanted.get(var).unwrap().flatten_all()?;

@@ -1,6 +1,8 @@
 //! Weights, gradients and optimizer state divided among ranks: the step of replicated ones.
 
-use super::{batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks};
+use super::{
+    averaged, batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks,
+};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::compile::{Category, LossStep, Op, Plan, PlanConfig, StepConfig, TrainStep};
@@ -160,7 +162,7 @@ fn eager_steps(
         let (model, mut optimizer, sharded) = sharded_model(&ranks, &config)?;
         let loss = |model: &TransformerLM| precision.run(|| model.loss(&tokens, &targets));
         for _ in 0..3 {
-            of_whole.step(&replicated.backward(loss(&whole)?)?)?;
+            of_whole.step(&averaged(&replicated, loss(&whole)?)?)?;
             optimizer.step(&tallow::backward(loss(&model)?)?)?;
         }
         for (name, weight) in whole.parameters() {

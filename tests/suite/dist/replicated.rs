@@ -1,6 +1,6 @@
 //! Eager steps: the gradients of all ranks averaged.
 
-use super::{EXCHANGES, batch, bits, distance, model, on_ranks};
+use super::{EXCHANGES, averaged, batch, bits, distance, model, on_ranks};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::dist::{Replicated, ReplicatedConfig};
@@ -34,7 +34,7 @@ fn as_one_rank_with_all_batches(#[values(2, 3)] world_size: usize) {
             };
             let replicated = Replicated::new(&ranks, model.parameters(), config)?;
             let [tokens, targets] = batch(ranks.rank());
-            let gradients = replicated.backward(model.loss(&tokens, &targets)?)?;
+            let gradients = averaged(&replicated, model.loss(&tokens, &targets)?)?;
             let named = model.parameters().into_iter();
             let named = named.map(|(name, var)| (name, gradients.get(&var).unwrap().clone()));
             Ok(named.collect::<Vec<_>>())
@@ -66,7 +66,7 @@ fn rounded_to_bf16() {
         };
         let replicated = Replicated::new(&ranks, model.parameters(), config)?;
         let [tokens, targets] = batch(ranks.rank());
-        let gradients = replicated.backward(model.loss(&tokens, &targets)?)?;
+        let gradients = averaged(&replicated, model.loss(&tokens, &targets)?)?;
         let parameters = model.parameters().into_iter();
         Ok(parameters
             .map(|(_, var)| gradients.get(&var).unwrap().clone())
@@ -92,7 +92,7 @@ fn tied_frozen_and_shared() {
         // d/da and d/db of (a + b) x are one tensor in candle's backward.
         let sum = ops::add(a.as_tensor(), b.as_tensor())?;
         let loss = ops::sum(&ops::mul(&ops::mul(&sum, &frozen)?, a.as_tensor())?)?;
-        let gradients = replicated.backward(loss)?;
+        let gradients = averaged(&replicated, loss)?;
         let of = |var: &Var| gradients.get(var).unwrap().to_vec1::<f32>().unwrap();
         Ok([of(&a), of(&b)])
     });
@@ -113,7 +113,7 @@ fn without_a_gradient() {
                 dtype: None,
             };
             let replicated = Replicated::new(&ranks, parameters, config)?;
-            Ok(replicated.backward(ops::sum(a.as_tensor())?).unwrap_err())
+            Ok(averaged(&replicated, ops::sum(a.as_tensor())?).unwrap_err())
         });
         for error in errors {
             let is_named =
@@ -139,7 +139,7 @@ fn experts_that_some_ranks_do_not_choose() {
                 let replicated = Replicated::new(&ranks, parameters, config)?;
                 let replicated = replicated.with_missing(missing);
                 let chosen = &vars[1 + ranks.rank()];
-                let gradients = replicated.backward(ops::sum(&ops::mul(&vars[0], chosen)?)?)?;
+                let gradients = averaged(&replicated, ops::sum(&ops::mul(&vars[0], chosen)?)?)?;
                 let of = |var: &Var| gradients.get(var).map(|g| g.to_vec1::<f32>().unwrap()[0]);
                 Ok(vars.each_ref().map(of))
             });
