@@ -6,7 +6,6 @@
 //! cargo run --example memory_estimate -- --size small medium --context-length 512 --mode forward train-step
 //! cargo run --example memory_estimate -- --size 2.7b --precision bf16 --attention flash --memory-limit-gib 80
 //! cargo run --example memory_estimate -- --size medium --context-length 1024 --budget --memory-limit-gib 8
-//! cargo run --example memory_estimate -- --size 10b --precision bf16 --ranks 64 --strategy fully-shard
 //! cargo run --example memory_estimate -- --verify
 //! ```
 //!
@@ -24,16 +23,13 @@ mod common;
 mod verify;
 
 use answers::Question;
-use candle_core::DType;
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
-use common::ranks::Strategy;
 use common::{Effects, Output, values};
 use std::process::ExitCode;
-use tallow::dist::{FullyShardConfig, Shard};
-use tallow::memory::{Estimate, Kernels, MemoryKind, Sharding, Workload, estimate};
+use tallow::memory::{Estimate, Kernels, MemoryKind, Workload, estimate};
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -62,18 +58,6 @@ struct Flags {
 
     #[command(flatten)]
     precision: PrecisionFlags,
-
-    /// Ranks that train together, of which the first is predicted
-    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count(), requires = "strategy")]
-    ranks: usize,
-
-    /// What is divided among them, besides the batch
-    #[arg(long, value_enum, default_value_t = Strategy::Replicated, requires = "ranks")]
-    strategy: Strategy,
-
-    /// Fully sharded ranks round gradients to bf16 to average them
-    #[arg(long)]
-    exchange_bf16: bool,
 
     /// The memory that is to hold it, in GiB, instead of what is available
     #[arg(long, value_parser = values::gib)]
@@ -136,17 +120,12 @@ impl Flags {
                     "autocast",
                     "full-half",
                     "drop-casts",
-                    "ranks",
-                    "strategy",
                     "memory-limit-gib",
                     "budget",
                     "device",
                 ],
                 |flags| !flags.verify,
             )
-            .only("with --strategy fully-shard", &["exchange-bf16"], |flags| {
-                flags.strategy == Strategy::FullyShard
-            })
     }
 
     /// Whether every prediction that was checked is near.
@@ -180,10 +159,6 @@ impl Flags {
         let precisions = self.precision.precisions()?;
         let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
-        if self.ranks > 1 || self.strategy != Strategy::Replicated {
-            let ranks = format!("{}, {}", self.ranks, self.strategy.name());
-            report.configuration.insert("ranks", ranks);
-        }
         let workloads = self.workloads(&precisions, kernels);
         report.columns = columns();
         self.output.check_columns([columns(), terms()])?;
@@ -241,7 +216,6 @@ impl Flags {
                                     precision,
                                     checkpointing,
                                     kernels,
-                                    sharding: self.sharding(),
                                     ..Default::default()
                                 });
                             }
@@ -251,18 +225,6 @@ impl Flags {
             }
         }
         workloads
-    }
-
-    fn sharding(&self) -> Option<Sharding> {
-        let own = Shard {
-            rank: 0,
-            world_size: self.ranks,
-        };
-        let parts = FullyShardConfig {
-            dtype: self.exchange_bf16.then_some(DType::BF16),
-            ..Default::default()
-        };
-        self.strategy.sharding(own, parts)
     }
 
     fn available_bytes(&self) -> Result<u64> {

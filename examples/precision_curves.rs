@@ -291,7 +291,6 @@ fn eager_bytes(model: &TransformerConfig, config: &TrainConfig, device: &Device)
         checkpointing: model.checkpointing,
         kernels: Kernels::of(device),
         moments: config.optimizer.moments,
-        sharding: None,
     };
     Ok(memory::estimate(model, &workload)?.peak_bytes)
 }

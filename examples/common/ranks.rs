@@ -9,7 +9,6 @@ use std::time::Duration;
 use tallow::dist::{
     self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig, Shard,
 };
-use tallow::memory::Sharding;
 use tallow::{Error, Result};
 
 /// Flags of a job's ranks.
@@ -198,15 +197,6 @@ impl Strategy {
             rank: communicator.rank(),
             world_size: communicator.world_size(),
         })
-    }
-
-    /// As an account of memory has it: what is divided, and whose it is.
-    pub fn sharding(self, own: Shard, parts: FullyShardConfig) -> Option<Sharding> {
-        match self {
-            Self::Replicated => None,
-            Self::ShardedOptimizer => Some(Sharding::Optimizer(own)),
-            Self::FullyShard => Some(Sharding::Full(own, parts)),
-        }
     }
 }
 

@@ -5,7 +5,6 @@
 //! the graph, which is candle's: ops of this crate are nodes of it, and are found by the tape that `ops` writes.
 
 mod attach;
-mod later;
 mod rest;
 mod sums;
 
@@ -15,7 +14,6 @@ use candle_core::{Tensor, backprop::GradStore};
 use sums::Sums;
 
 pub(crate) use attach::{Attach, Slot, token};
-pub(crate) use later::{Unfinished, finish_later};
 pub(crate) use sums::empty_store;
 
 /// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, in less
@@ -111,7 +109,7 @@ fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
         if let Some(node) = node_of(&y) {
             let inputs = node.inputs();
             if let Some(dy) = sums.take(&y) {
-                let gradients = sums.later.leaving(|| node.backward(&y, &dy.gradient))?;
+                let gradients = node.backward(&y, &dy.gradient)?;
                 drop((node, y));
                 sums.add_all(&inputs, gradients, dy)?;
             }
@@ -124,7 +122,6 @@ fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
             break;
         }
     }
-    sums.later.finish()?;
     match graph.is_empty() {
         true => sums.into_store(),
         false => rest::by_candle(&graph, sums),

@@ -1,6 +1,5 @@
 //! Gradients so far.
 
-use super::later::Later;
 use crate::inplace::storage_address;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
 use crate::ops::strided::put_back;
@@ -14,8 +13,6 @@ pub(super) struct Sums {
     /// What nodes and variables are, by their storage: views of one show its elements.
     wholes: HashMap<usize, (TensorId, Vec<usize>)>,
     variables: Vec<Tensor>,
-    /// What is to be finished before a variable's gradient is read.
-    pub later: Later,
 }
 
 /// A gradient, contiguous.
@@ -40,7 +37,6 @@ impl Sums {
             sums: HashMap::new(),
             wholes: wholes.collect(),
             variables: variables.cloned().collect(),
-            later: Later::new(),
         }
     }
 
@@ -68,7 +64,6 @@ impl Sums {
 
     /// Takes that of a variable which nothing is added to any more: no other tensor has its elements.
     pub fn complete(&mut self, variable: &Tensor) -> Result<Option<Tensor>> {
-        self.later.finish()?;
         let gradient = self.take(variable).map(|sum| match sum.is_own {
             true => Ok(sum.gradient),
             false => {
@@ -126,12 +121,7 @@ impl Sums {
     fn add_to(&mut self, id: TensorId, new: Sum) -> Result<()> {
         let sum = match self.sums.remove(&id) {
             None => new,
-            Some(before) => {
-                if self.variables.iter().any(|variable| variable.id() == id) {
-                    self.later.finish()?;
-                }
-                before.plus(new)?
-            }
+            Some(before) => before.plus(new)?,
         };
         self.sums.insert(id, sum);
         Ok(())

@@ -166,7 +166,6 @@ impl EndToEnd {
             checkpointing: self.config.checkpointing,
             kernels: Kernels::of(device),
             moments: self.optimizer.moments(),
-            sharding: None,
         };
         memory::estimate(&self.config, &workload)
     }

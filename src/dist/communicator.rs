@@ -5,7 +5,7 @@ use super::gpu_queue::GpuQueue;
 use super::host_queue::{Exchanged, HostQueue};
 use super::membership::{Membership, Watch, encoded};
 use super::pending::Pending;
-use super::{Collective, Reduce, Shard, is_exchanged};
+use super::{Collective, Reduce, is_exchanged};
 use crate::hardware::device_name;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, WithDType};
@@ -78,13 +78,6 @@ impl Communicator {
     pub fn alone(device: &Device) -> Self {
         let membership = Arc::new(Membership::alone());
         Self::new((0, 1), device.clone(), Backend::Alone, membership)
-    }
-
-    /// A rank of a job that there is not, for traces: it can say who it is, and exchanges nothing.
-    pub(super) fn on_paper(own: Shard) -> Self {
-        let membership = Arc::new(Membership::alone());
-        let place = (own.rank, own.world_size);
-        Self::new(place, Device::Cpu, Backend::Alone, membership)
     }
 
     /// This process's number, from 0.

@@ -1,33 +1,26 @@
 //! Fully sharded data parallelism: weights divided over the ranks.
 
-#[cfg(feature = "report")]
-use super::ahead::Place;
 use super::part::Part;
-use super::scattering::Scattering;
 use super::{Communicator, FullyShardConfig, Shard};
 use crate::ops::Divided;
-use crate::optim::{clip_parts, described};
+use crate::optim::described;
 use crate::{Error, Result, graph, ops};
-use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The same model on every rank, none of which has all of it: of each weight, its gradient and its optimizer state a
 /// rank has its [part](Shard::part), and weights are there as a whole only while they are used (ZeRO, stage 3;
 /// `fully_shard` in PyTorch).
 ///
-/// A layer that is built from its [`builder`](Self::builder) has hollow weights, which take no memory, and which it
-/// [gathers](super::gathered) where it reads them. What is trained are the parts, [`parameters`](Self::parameters), by
-/// any optimizer. They and the layers' weights are connected for as long as this lives.
+/// A layer that is built from its [`builder`](Self::builder) has hollow weights, which take no memory. What is trained
+/// are the parts, [`parameters`](Self::parameters), in a
+/// [planned](crate::compile::TrainStep::fully_sharded) step: it gathers each weight for forward in the dtype that a
+/// product reads, and again for backward, bucket by bucket, and averages gradients while backward goes on. On a GPU
+/// this is done ahead, and the last bucket of forward's is kept, which backward reads first.
 ///
-/// A weight is gathered for forward in the dtype that a product reads, and again for backward. In a
-/// [planned](crate::compile::TrainStep::fully_sharded) step on a GPU this is done bucket by bucket, ahead, and the last
-/// bucket of forward's is kept, which backward reads first. In an eager step it is done block by block, a block ahead
-/// ([`gather_ahead`](super::gather_ahead)), with room for two blocks; what is in no block is gathered when it is read,
-/// and freed then. What no product reads (an embedding's table, norms' weights, biases) is there as a whole from
-/// forward until backward. Gradients are averaged while [`backward`](crate::backward()) goes on, those of four weights
-/// at once.
+/// Outside of plans the layers run without a graph ([`no_grad`](crate::no_grad())), to evaluate: each op gathers the
+/// weight that it reads, and frees it. The parts and the layers' weights are connected for as long as this lives.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -65,7 +58,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 pub struct FullyShard {
     communicator: Communicator,
     config: FullyShardConfig,
-    scattering: Arc<Scattering>,
     /// In the order in which they were asked for.
     weights: Arc<Mutex<Vec<Weight>>>,
 }
@@ -87,19 +79,8 @@ impl FullyShard {
         Ok(Self {
             communicator: communicator.clone(),
             config,
-            scattering: Arc::new(Scattering::new(communicator, config.dtype)),
             weights: Arc::default(),
         })
-    }
-
-    /// A rank of a job that there is not, to be traced: of weights that are hollow themselves its parts are hollow too.
-    ///
-    /// # Errors
-    /// [`Error::Config`], as [`new`](Self::new), and for a rank beyond the job.
-    #[cfg(feature = "report")]
-    pub(crate) fn on_paper(own: Shard, config: FullyShardConfig) -> Result<Self> {
-        own.validate()?;
-        Self::new(&Communicator::on_paper(own), config)
     }
 
     /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file),
@@ -129,22 +110,9 @@ impl FullyShard {
     pub fn whole(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
         match weight {
-            Some(Weight { part, .. }) => {
-                let dtype = part.var.dtype();
-                part.gathered(dtype)
-            }
+            Some(Weight { part, .. }) => part.gathered(part.var.dtype()),
             None => Err(self.refuse(format!("there is no weight {name}"))),
         }
-    }
-
-    /// Scales gradients of [parts](Self::parameters) so that the common L2 norm of all parts of all ranks is at most
-    /// `max_norm`; the norm before. As [`clip_grad_norm`](crate::optim::clip_grad_norm) otherwise; every rank has to
-    /// call it.
-    ///
-    /// # Errors
-    /// As [`clip_grad_norm`](crate::optim::clip_grad_norm); [`Error::Rank`].
-    pub fn clip_grad_norm(&self, gradients: &mut GradStore, max_norm: f64) -> Result<f64> {
-        clip_parts(gradients, &self.parameters(), max_norm, &self.communicator)
     }
 
     /// The ranks.
@@ -217,14 +185,6 @@ impl FullyShard {
         }
     }
 
-    /// What there is room for of weights that are [gathered ahead](super::gather_ahead): elements, and their dtype.
-    #[cfg(feature = "report")]
-    pub(crate) fn rooms(&self) -> Vec<(usize, DType)> {
-        let weights = self.weights();
-        let mut places = weights.iter().filter_map(|weight| weight.part.place.get());
-        places.next().map_or_else(Vec::new, Place::rooms)
-    }
-
     /// The weights by name, hollow.
     pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
@@ -275,25 +235,13 @@ impl SimpleBackend for Sharding<'_> {
         }
         drop(known);
         let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
-        let part = match graph::is_hollow(&whole) {
-            true => graph::hollow_weight(
-                name,
-                self.sharded.part_dims(shape.dims()).into(),
-                whole.dtype(),
-            )?,
-            false => {
-                let part = self.sharded.own_part(&whole)?.detach();
-                part.to_device(self.sharded.communicator.device())?
-            }
-        };
-        let part = ops::variable_of(&part)?;
+        let part = self.sharded.own_part(&whole)?.detach();
+        let part = ops::variable_of(&part.to_device(self.sharded.communicator.device())?)?;
         let hollow = graph::hollow_weight(name, shape, part.dtype())?;
         let part = Part {
             var: part,
             hollow: hollow.clone(),
             communicator: self.sharded.communicator.clone(),
-            scattering: Arc::clone(&self.sharded.scattering),
-            place: OnceLock::new(),
         };
         self.sharded.weights().push(Weight {
             name: name.into(),

@@ -75,13 +75,11 @@
 //! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
 //! checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time is no waiting.
 
-mod ahead;
 mod buckets;
 mod collective;
 mod communicator;
 mod config;
 mod fully_shard;
-mod gather;
 #[cfg(feature = "cuda")]
 mod gpu_queue;
 mod host;
@@ -102,30 +100,26 @@ mod part;
 mod pending;
 mod ranks;
 mod replicated;
-mod scattering;
 mod shard;
 #[cfg_attr(not(any(feature = "cuda", feature = "mpi")), allow(dead_code))]
 mod store;
 mod threads;
 
-pub use ahead::gather_ahead;
+pub use crate::ops::gathered;
 pub use collective::Reduce;
 pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;
 pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
 pub use fully_shard::FullyShard;
 #[cfg(feature = "report")]
-pub(crate) use gather::ALL_GATHER;
 pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
 pub use membership::Watch;
 #[cfg(feature = "report")]
 pub use paper::{plan_columns, plan_report};
-pub use part::gathered;
 pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
 #[cfg(feature = "report")]
-pub(crate) use scattering::EXCHANGED_TOGETHER;
 pub use shard::Shard;

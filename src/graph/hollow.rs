@@ -149,7 +149,7 @@ pub(super) fn hollow(
 }
 
 /// A storage without elements that says `dtype`: what a tensor takes its own dtype from, when it is made.
-pub(crate) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
+pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
     Ok(match dtype {
         DType::U8 => CpuStorage::U8(Vec::new()),
         DType::U32 => CpuStorage::U32(Vec::new()),

@@ -48,9 +48,7 @@ pub use target::Target;
 pub use trace::{Outputs, name, trace};
 
 pub(crate) use data::CHECKPOINT;
-pub(crate) use hollow::{
-    are_on_one_device, constant, empty, gives_hollow, hollow_weight, refuse_hollow,
-};
+pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, hollow_weight, refuse_hollow};
 pub(crate) use record::{Call, kept_value, record};
 pub(crate) use segment::checkpoint;
 pub(crate) use session::{autocast_ended, is_tracing, target, trace_number};

@@ -17,9 +17,6 @@ pub enum MemoryStep {
     GiveBack(usize),
     /// Takes room for this step alone.
     Pass(Room),
-    /// Takes room for what ranks exchange while backward goes on. Four are begun together
-    /// ([`FullyShard`](crate::dist::FullyShard)): then the four before are over.
-    Exchange(Room),
     /// Drops the one of [`Node::reads`](super::Node::reads) with this index.
     DropRead(usize),
     /// Drops the one of [`Node::kept`](super::Node::kept) with this index.

@@ -35,7 +35,7 @@ pub use measure::{
     tracker, watch_graphs,
 };
 pub use predict::{
-    AttentionWorkload, Estimate, Kernels, Mode, SelfAttentionWorkload, Sharding, Workload,
+    AttentionWorkload, Estimate, Kernels, Mode, SelfAttentionWorkload, Workload,
     attention_breakdown, estimate, estimate_graph, largest_batch_size, most_frugal,
     planned_attention_breakdown, planned_self_attention_breakdown, recommend,
     self_attention_breakdown, smallest_sequence_beyond, smallest_sequence_saved,

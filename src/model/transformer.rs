@@ -2,7 +2,6 @@
 
 use super::{TransformerConfig, depth};
 use crate::attention::Algorithm;
-use crate::dist::{gather_ahead, gathered};
 use crate::nn::{
     self, Architecture, Checkpointing, DropoutRates, Embedding, ForwardContext, Layer, Linear,
     Norm, RotaryConfig, RotaryEmbedding, TransformerBlock, join,
@@ -129,7 +128,6 @@ impl TransformerLM {
         let positions = || table(config.context_length, "position_embeddings");
         let position_embeddings = config.is_gpt2().then(positions).transpose()?;
         let layers: Vec<TransformerBlock> = layers.collect::<Result<_>>()?;
-        gather_ahead(layers.iter().map(Layer::weights));
         let ln_final = Norm::new(architecture, width, eps, vb.pp("ln_final"))?;
         let lm_head = match config.tie_embeddings {
             true => Linear::from_weights(token_embeddings.weight().clone(), None)?,
@@ -342,7 +340,7 @@ impl TransformerLM {
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
         if let Some(positions) = &self.position_embeddings {
-            let positions = gathered(positions.weight())?;
+            let positions = ops::gathered(positions.weight())?;
             let first = positions.narrow(0, 0, tokens.dim(1)?)?; // (T, D)
             x = in_module("position_embeddings", || ops::add(&x, &first))?;
         }

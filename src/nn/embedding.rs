@@ -1,7 +1,7 @@
 //! Token ids to vectors.
 
 use super::{Layer, check_weight, join, variable};
-use crate::dist::gathered;
+use crate::ops::gathered;
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};

@@ -1,7 +1,7 @@
 //! Normalisation layers.
 
 use super::{Layer, check_weight, join, variable};
-use crate::dist::gathered;
+use crate::ops::gathered;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};

@@ -1,7 +1,7 @@
 //! A weight by itself.
 
 use super::{Layer, variable};
-use crate::dist::gathered;
+use crate::ops::gathered;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use candle_nn::{Init, VarBuilder};

@@ -20,7 +20,6 @@ use super::operand::{check_size, zeros_of};
 use super::product::{Factor, product};
 use super::record::{Spec, float_input, run};
 use super::weight::{self, WeightCopy, read_weight, tell_kept, with_copies};
-use crate::graph::Attribute;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
@@ -147,10 +146,6 @@ impl Spec for Linear {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [x, weight] = [&inputs[0], &inputs[1]];
         (with_last_dim(x.dims, weight.dims[0]).into(), x.dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        weight::attributes(&self.copies)
     }
 
     fn reads(&self) -> Vec<Tensor> {

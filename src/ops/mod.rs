@@ -113,6 +113,5 @@ pub use softmax::softmax;
 pub use swiglu::swiglu;
 pub use swiglu_linear::swiglu_linear;
 pub use tanh::tanh;
-pub(crate) use weight::{
-    Divided, Reading, divided, forget, forward_reading, recomputing, stands_for,
-};
+pub use weight::gathered;
+pub(crate) use weight::{Divided, forget, stands_for};

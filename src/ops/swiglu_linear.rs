@@ -22,7 +22,7 @@ use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
 use super::swiglu::{gated, gated_backward, swiglu};
 use super::weight::{self, WeightCopy, read_weight, tell_kept, with_copies};
-use crate::graph::{Attribute, Target};
+use crate::graph::Target;
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
@@ -147,10 +147,6 @@ impl Spec for SwiGluLinear {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [x, w1] = [&inputs[0], &inputs[1]];
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        weight::attributes(&self.copies)
     }
 
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {

@@ -3,7 +3,6 @@
 use super::gradients::{Owners, distinct, gradient_of, gradients_of};
 use super::guard::first_non_finite;
 use super::squares::sums_of_squares;
-use crate::dist::Communicator;
 use crate::inplace;
 use crate::probe::{self, Kind};
 use crate::{Error, Result, ops};
@@ -18,7 +17,7 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 /// an error too.
 pub fn grad_norm(gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
     let parameters = distinct(parameters.iter().cloned());
-    norm("grad_norm", gradients, &parameters, None)
+    norm("grad_norm", gradients, &parameters)
 }
 
 /// Scales `parameters`' gradients so that their common L2 norm is at most `max_norm`. Returns the norm before.
@@ -51,7 +50,7 @@ pub fn clip_grad_norm(
     max_norm: f64,
 ) -> Result<f64> {
     let parameters = distinct(parameters.iter().cloned());
-    clip(gradients, &parameters, max_norm, None)
+    clip(gradients, &parameters, max_norm)
 }
 
 /// As [`clip_grad_norm`], where gradients that are infinite or NaN are an error that names the first such parameter.
@@ -64,22 +63,9 @@ pub fn clip_grad_norm_checked(
     max_norm: f64,
 ) -> Result<f64> {
     let parameters = distinct(parameters.iter().cloned());
-    let norm = clip(gradients, &parameters, max_norm, None)?;
+    let norm = clip(gradients, &parameters, max_norm)?;
     check_norm(norm, gradients, &parameters)?;
     Ok(norm)
-}
-
-/// As [`clip_grad_norm`], where each rank of a job has a part of every gradient: the norm is that of all parts.
-///
-/// # Errors
-/// As [`clip_grad_norm`]; [`Error::Rank`].
-pub(crate) fn clip_parts(
-    gradients: &mut GradStore,
-    parameters: &[(String, Var)],
-    max_norm: f64,
-    ranks: &Communicator,
-) -> Result<f64> {
-    clip(gradients, parameters, max_norm, Some(ranks))
 }
 
 /// An error that names the first parameter whose gradient is not finite, if the norm is not.
@@ -110,26 +96,13 @@ pub(crate) fn check_norm(
 /// The operation's name in errors.
 const CLIP: &str = "clip_grad_norm";
 
-fn norm(
-    op: &'static str,
-    gradients: &GradStore,
-    parameters: &[(String, Var)],
-    ranks: Option<&Communicator>,
-) -> Result<f64> {
+fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
     let gradients = gradients_of(op, gradients, parameters)?;
-    let mut sum: f64 = sums_of_squares(&gradients)?.iter().sum();
-    if let Some(ranks) = ranks {
-        sum = ranks.mean(&[sum])?[0] * ranks.world_size() as f64;
-    }
+    let sum: f64 = sums_of_squares(&gradients)?.iter().sum();
     Ok(sum.sqrt())
 }
 
-fn clip(
-    gradients: &mut GradStore,
-    parameters: &[(String, Var)],
-    max_norm: f64,
-    ranks: Option<&Communicator>,
-) -> Result<f64> {
+fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
     let range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
     if max_norm.is_nan() || max_norm <= 0.0 {
         return Err(Error::config(CLIP, "max_norm", max_norm).must_be(
@@ -137,7 +110,7 @@ fn clip(
             "1.0 is usual; grad_norm measures without clipping",
         ));
     }
-    let norm = norm(CLIP, gradients, parameters, ranks)?;
+    let norm = norm(CLIP, gradients, parameters)?;
     let factor = max_norm / (norm + 1e-6);
     if !norm.is_finite() || factor >= 1.0 {
         return Ok(norm);

@@ -51,7 +51,6 @@ mod state;
 
 pub use accumulate::GradientAccumulator;
 pub use adamw::AdamW;
-pub(crate) use clip::clip_parts;
 pub use clip::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
 pub use config::{AdamWConfig, Moments, ParameterGroup, decay_matrices_only, parameters_of};
 pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};

@@ -195,7 +195,10 @@ const CASES: &[Case] = &[
             ("compile", &["--part paper --compile"]),
             ("without-alone", &["--part paper --without-alone"]),
             ("seed", &["--part paper --seed 1"]),
-            ("memory-budget-gib", &["--part accounting --memory-budget-gib 1"]),
+            (
+                "memory-budget-gib",
+                &["--part accounting --memory-budget-gib 1"],
+            ),
             ("warmup-steps", &["--part memory --warmup-steps 1"]),
             ("steps", &["--part memory --steps 1"]),
             ("trace", &["--part memory --trace t.json"]),
@@ -276,18 +279,6 @@ const CASES: &[Case] = &[
             ("autocast", &["--verify --autocast cpu"]),
             ("full-half", &["--verify --full-half"]),
             ("drop-casts", &["--verify --drop-casts"]),
-            (
-                "ranks",
-                &["--ranks 4", "--verify --ranks 4 --strategy fully-shard"],
-            ),
-            ("strategy", &["--strategy fully-shard"]),
-            (
-                "exchange-bf16",
-                &[
-                    "--exchange-bf16",
-                    "--ranks 2 --strategy replicated --exchange-bf16",
-                ],
-            ),
             ("memory-limit-gib", &["--verify --memory-limit-gib 1"]),
             ("budget", &["--verify --budget"]),
             ("device", &["--verify --device cpu"]),
@@ -655,10 +646,7 @@ fn a_flag_with_effect_is_taken() {
             "e2e_benchmark --compile --precision f32 bf16-full --lr 0.1 --columns x",
             "columns",
         ),
-        (
-            "memory_estimate --ranks 4 --strategy replicated --columns x",
-            "columns",
-        ),
+        ("memory_estimate --batch-size 4 --columns x", "columns"),
         (
             "memory_profile --compile --snapshot s.json --largest 2 --columns x",
             "columns",

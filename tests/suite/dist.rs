@@ -1,7 +1,6 @@
 //! Several ranks, here threads of one process: collectives, and steps that are those of one rank with their batches.
 //! (Processes are in `tests/distributed`, by MPI; several GPUs in the example `distributed_benchmark`.)
 
-mod ahead;
 mod collectives;
 mod fully_sharded;
 mod missing_gradients;

@@ -11,7 +11,6 @@ mod precisions;
 mod recording;
 pub mod refused;
 mod saved;
-mod sharding;
 mod snapshot;
 mod verification;
 

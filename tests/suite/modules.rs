@@ -38,12 +38,10 @@ const ORDER: [&str; 29] = [
 ];
 
 /// Modules that still use a later one. A pair that is no longer used must go.
-const EXCEPTIONS: [(&str, &str); 7] = [
+const EXCEPTIONS: [(&str, &str); 5] = [
     ("dist", "compile"), // paper.rs forecasts from plans
     ("files", "graph"),
     ("hardware", "kernels"),
-    ("model", "dist"), // weights that are divided over ranks
-    ("nn", "dist"),
     ("optim", "dist"),
     ("precision", "graph"),
 ];

@@ -44,15 +44,8 @@ pub struct Measured {
 ///
 /// # Errors
 /// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses,
-/// what the run meets, and [`Error::Config`] for a rank of several.
+/// and what the run meets.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
-    if let Some(sharding) = workload.sharding {
-        let got = Error::config("Workload", "sharding", format!("{sharding:?}"));
-        return Err(got.must_be(
-            "None to be measured",
-            "a job's ranks are measured in its processes, by memory::Meter",
-        ));
-    }
     check_room(config, workload)?;
     ops::reserve_scratch(workload.precision.dtype() != DType::F32)?;
     let before = current_bytes()?;

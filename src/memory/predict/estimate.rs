@@ -4,9 +4,7 @@ use super::layer;
 use super::naming::Naming;
 use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
 use super::stack::{self, Stack};
-use super::workload::{
-    Mode, Workload, check, check_some, optimizer_state, own_elements, place, reaching,
-};
+use super::workload::{Mode, Workload, check, check_some, optimizer_state, place, reaching};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
@@ -47,10 +45,6 @@ use std::fmt;
 /// backward until it is through, one at a time, and with it its weights' casts.
 ///
 /// Nothing is dropped: a step with dropout is [traced](estimate_graph).
-///
-/// Of a [rank](super::Sharding) of several that divide weights, P are its parts. Two blocks' weights are there as a
-/// whole, in the dtype that products read ([`gather_ahead`](crate::dist::gather_ahead)); what no product reads is so
-/// in the weights' dtype, until backward has read it last. Gradients are copied to be exchanged, of 8 weights at most.
 ///
 /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
 /// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
@@ -132,7 +126,7 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
         graph: &stack.graph,
         letters: &stack::letters(config, workload),
     };
-    let parameters = own_elements(config, workload);
+    let parameters = config.num_parameters() as f64;
     let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
     Ok(Estimate::of(
         &outcome,

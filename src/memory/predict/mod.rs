@@ -19,6 +19,6 @@ pub use fit::{largest_batch_size, smallest_sequence_beyond, smallest_sequence_sa
 pub use planned::{planned_attention_breakdown, planned_self_attention_breakdown};
 pub use recommend::{most_frugal, recommend};
 pub use self_attention::{SelfAttentionWorkload, self_attention_breakdown};
-pub use workload::{Kernels, Mode, Sharding, Workload};
+pub use workload::{Kernels, Mode, Workload};
 
 use super::breakdown::{MemoryBreakdown, MemoryKind};

@@ -1,7 +1,7 @@
 //! What must be run again for a step to fit.
 
 use super::stack;
-use super::workload::{check, check_some, optimizer_state, state_elements};
+use super::workload::{check, check_some, optimizer_state};
 use super::{Mode, Workload};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
@@ -132,7 +132,7 @@ fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
         Mode::TrainStep => {
             let state = optimizer_state(width, workload.moments);
             let widths: usize = state.map(|(_, width)| width).sum();
-            widths as f64 * state_elements(config, workload)
+            widths as f64 * config.num_parameters() as f64
         }
         _ => 0.0,
     };

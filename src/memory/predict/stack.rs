@@ -3,11 +3,10 @@
 
 use super::layer::traced;
 use super::replay::{Buffer, Formula, Outcome, Repeat, What, elements, replay};
-use super::workload::{Sharding, optimizer_state, own_elements, place, reaching, state_elements};
+use super::workload::{optimizer_state, place, reaching};
 use super::{MemoryKind, Mode, Workload};
 use crate::Result;
 use crate::attention::Algorithm;
-use crate::dist::FullyShard;
 use crate::graph::{self, Graph, TraceEvent};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing};
@@ -28,26 +27,22 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
         count,
     };
     let all = config.parameters_formula();
-    let (of_weights, of_state) = match workload.sharding {
-        None => (all, all),
-        Some(Sharding::Optimizer(_)) => (all, "own parameters"),
-        Some(Sharding::Full(..)) => ("own parts", "own parts"),
-    };
-    let parameters = own_elements(config, workload);
+    let parameters = config.num_parameters() as f64;
     let mut residents = vec![buffer(
         MemoryKind::Weights,
         "weights",
-        of_weights,
+        all,
         parameters,
         width,
         1.0,
     )];
     if workload.mode == Mode::TrainStep {
-        let (formula, elements) = (of_state, state_elements(config, workload));
         let state = optimizer_state(width, workload.moments);
-        residents.extend(state.map(|(what, width)| {
-            buffer(MemoryKind::Optimizer, what, formula, elements, width, 1.0)
-        }));
+        residents.extend(
+            state.map(|(what, width)| {
+                buffer(MemoryKind::Optimizer, what, all, parameters, width, 1.0)
+            }),
+        );
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
     residents.push(buffer(
@@ -137,8 +132,6 @@ pub(super) fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Res
 pub(super) struct Stack {
     pub graph: Graph,
     repeats: Vec<Repeat>,
-    /// Room for what is gathered ahead.
-    ahead: Vec<Buffer>,
 }
 
 /// How many blocks each of those that are traced stands for.
@@ -284,16 +277,8 @@ impl Stack {
         };
         let shape = (workload.batch_size, workload.sequence_length);
         let precision = workload.precision;
-        let sharded = match workload.sharding {
-            Some(Sharding::Full(own, config)) => Some(FullyShard::on_paper(own, config)?),
-            _ => None,
-        };
         let forward = || {
             let weights = graph::weights(precision.parameter_dtype());
-            let weights = match &sharded {
-                Some(sharded) => sharded.builder(weights),
-                None => weights,
-            };
             let model = TransformerLM::of_any_length(&config, weights)?;
             let tokens = graph::input("tokens", shape, DType::U32)?;
             precision.run(|| match workload.mode {
@@ -304,25 +289,14 @@ impl Stack {
             })
         };
         let graph = traced(workload.kernels, workload.mode != Mode::Forward, forward)?;
-        let rooms = sharded.as_ref().map_or_else(Vec::new, FullyShard::rooms);
-        let rooms = rooms.into_iter().map(|(elements, dtype)| Buffer {
-            kind: MemoryKind::Weights,
-            what: What::Named("gathered ahead"),
-            formula: Formula::Letters("of a block"),
-            elements: elements as f64,
-            width: dtype.size_in_bytes(),
-            count: 1.0,
-        });
         Ok(Self {
             repeats: depth.repeats(&graph),
             graph,
-            ahead: rooms.collect(),
         })
     }
 
     /// Replays it.
     pub fn replay(&self, mode: Mode, residents: impl IntoIterator<Item = Buffer>) -> Outcome {
-        let residents = residents.into_iter().chain(self.ahead.iter().copied());
         replay(&self.graph, mode, residents, &self.repeats)
     }
 }

@@ -5,7 +5,6 @@ use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
 use crate::backward::{Attach, Slot, token};
 use crate::hardware::device_name;
-use crate::ops::recomputing;
 use crate::ops::record::{Entry, Node};
 use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -128,7 +127,7 @@ impl InGraph {
 impl Recompute {
     fn run(&self) -> Result<Run> {
         let run = || Run::new(&self.f, self.inputs.iter().cloned());
-        self.conditions.restored(|| recomputing(run))
+        self.conditions.restored(run)
     }
 }
 

@@ -6,7 +6,6 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, TrainStep};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig, Shard};
-use tallow::memory::{Sharding, Workload, estimate, measure};
 use tallow::model::TransformerLM;
 use tallow::optim::{
     AdamW, AdamWConfig, GradScaler, GradScalerConfig, Moments, ParameterGroup, decay_matrices_only,
@@ -369,47 +368,4 @@ fn what_is_refused() {
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(error.contains("under the number of ranks, 2"), "{error}");
-}
-
-/// `memory::estimate` knows what state each rank has; the rest is that of a rank alone.
-#[rstest]
-fn what_a_rank_keeps_is_predicted(
-    #[values(Moments::Wide, Moments::Bf16 { seed: 1 })] moments: Moments,
-) {
-    let workload = |sharding| Workload {
-        batch_size: 2,
-        sequence_length: 6,
-        moments,
-        sharding,
-        ..Default::default()
-    };
-    let alone = estimate(&config(), &workload(None)).unwrap();
-    let states = on_ranks(3, |ranks| {
-        let model = TransformerLM::new(&config(), 3, &Device::Cpu)?;
-        let config = AdamWConfig {
-            moments,
-            ..Default::default()
-        };
-        let mut optimizer = AdamW::new(model.parameters(), config)?;
-        optimizer.shard(&ranks)?;
-        let state = optimizer.state().into_iter();
-        let bytes = state.map(|(_, tensor)| tensor.elem_count() * tensor.dtype().size_in_bytes());
-        Ok(bytes.sum::<usize>() as u64)
-    });
-    for (rank, state_bytes) in states.into_iter().enumerate() {
-        let own = Shard {
-            rank,
-            world_size: 3,
-        };
-        let of_rank = estimate(&config(), &workload(Some(Sharding::Optimizer(own)))).unwrap();
-        assert_eq!(of_rank.optimizer_bytes, state_bytes);
-        let saved = alone.optimizer_bytes - of_rank.optimizer_bytes;
-        assert_eq!(alone.peak_bytes - of_rank.peak_bytes, saved);
-        assert!(measure(&config(), &workload(Some(Sharding::Optimizer(own)))).is_err());
-    }
-    let nobody = Shard {
-        rank: 3,
-        world_size: 3,
-    };
-    assert!(estimate(&config(), &workload(Some(Sharding::Optimizer(nobody)))).is_err());
 }

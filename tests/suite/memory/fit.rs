@@ -6,9 +6,8 @@ use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution};
-use tallow::dist::Shard;
 use tallow::memory::{
-    Mode, Sharding, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond,
+    Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond,
     smallest_sequence_saved, tracker,
 };
 use tallow::model::TransformerConfig;
@@ -172,36 +171,24 @@ fn predictions_allocate_nothing_for_the_sizes() {
             (TransformerConfig { context_length: large, ..c.clone() }, large, large),
         ]);
     }
-    let own = Shard {
-        rank: 1,
-        world_size: 4,
-    };
-    let shardings = [
-        None,
-        Some(Sharding::Optimizer(own)),
-        Some(Sharding::Full(own, Default::default())),
-    ];
     for (config, batch_size, sequence_length) in &configs {
-        for sharding in shardings {
-            for checkpointing in [Checkpointing::None, Checkpointing::Block] {
-                let workload = Workload {
-                    batch_size: *batch_size,
-                    sequence_length: *sequence_length,
-                    checkpointing,
-                    sharding,
-                    ..Default::default()
-                };
-                let what = format!("{config:?} {workload:?}");
-                within(&what, || drop(estimate(config, &workload)));
-                within(&what, || {
-                    drop(largest_batch_size(config, &workload, 1 << 30))
-                });
-                within(&what, || {
-                    drop(smallest_sequence_beyond(config, &workload, 1 << 30))
-                });
-                within(&what, || drop(smallest_sequence_saved(config, &workload)));
-                within(&what, || drop(recommend(config, &workload, 1 << 30)));
-            }
+        for checkpointing in [Checkpointing::None, Checkpointing::Block] {
+            let workload = Workload {
+                batch_size: *batch_size,
+                sequence_length: *sequence_length,
+                checkpointing,
+                ..Default::default()
+            };
+            let what = format!("{config:?} {workload:?}");
+            within(&what, || drop(estimate(config, &workload)));
+            within(&what, || {
+                drop(largest_batch_size(config, &workload, 1 << 30))
+            });
+            within(&what, || {
+                drop(smallest_sequence_beyond(config, &workload, 1 << 30))
+            });
+            within(&what, || drop(smallest_sequence_saved(config, &workload)));
+            within(&what, || drop(recommend(config, &workload, 1 << 30)));
         }
         for execution in [Execution::Eager, Execution::Planned] {
             for mode in [Mode::Forward, Mode::TrainStep] {

@@ -89,13 +89,9 @@ pub(crate) fn wrong_of(
     ];
     let line = format!("{pairs:?} {:?}", (config, workload));
     println!("{line}");
-    // Records of tensors and ops; more where each weight has one that a segment reads, or those of its gathering.
+    // Records of tensors and ops; more where each weight has one that a segment reads.
     let of_segments = usize::from(workload.checkpointing != Checkpointing::None) * 32;
-    let of_gathers = match workload.sharding {
-        Some(_) => 5 * config.parameter_shapes().len(),
-        None => 0,
-    };
-    let records = config.num_layers.max(4) * (64 + of_segments) + of_gathers;
+    let records = config.num_layers.max(4) * (64 + of_segments);
     let records = (records * RECORD_BYTES) as f64;
     // The breakdown has what every thread works in; on a busy machine not all may at the same time.
     let idle = 1048576.0 * rayon::current_num_threads() as f64;

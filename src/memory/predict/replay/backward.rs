@@ -4,8 +4,7 @@
 use super::gradients::{BETWEEN, Gradient, Gradients};
 use super::ledger::Key;
 use super::{Repeat, Replay, elements};
-use crate::dist::EXCHANGED_TOGETHER;
-use crate::graph::{MemoryStep, Node, Room, ValueId, ValueRef};
+use crate::graph::{MemoryStep, Node, ValueId, ValueRef};
 use crate::memory::MemoryKind;
 use std::collections::HashSet;
 
@@ -33,7 +32,6 @@ impl Replay<'_> {
                 }
             }
         }
-        self.exchanged_but(0);
     }
 
     /// The nodes behind `root`, each before all that it depends on, in the order in which candle visits them.
@@ -158,7 +156,6 @@ impl Replay<'_> {
                 }
                 MemoryStep::GiveBack(index) => self.ledger.give_back(taken[*index]),
                 MemoryStep::Pass(room) => self.pass(*room),
-                MemoryStep::Exchange(room) => self.exchange(*room),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
                 MemoryStep::Output
                 | MemoryStep::Keep(_)
@@ -190,26 +187,6 @@ impl Replay<'_> {
     fn repeat_of(&self, event: usize) -> Option<Repeat> {
         let mut repeats = self.repeats.iter();
         repeats.find(|r| r.stretch.contains(&event)).cloned()
-    }
-
-    /// What is under way when backward has come through stretches that are alike: segments leave nothing.
-    fn exchange_of_many(&mut self, repeat: &Repeat) {
-        let is_inside = |event: &usize| self.segments.iter().any(|s| s.inside.contains(event));
-        let events = repeat.stretch.clone().rev();
-        let nodes = events
-            .filter(|event| !is_inside(event))
-            .filter_map(|event| self.node(event));
-        let steps = nodes.flat_map(|node| &node.backward);
-        let rooms = steps.filter_map(|step| match step {
-            MemoryStep::Exchange(room) => Some(*room),
-            _ => None,
-        });
-        let rooms: Vec<Room> = rooms.collect();
-        let together = EXCHANGED_TOGETHER as f64;
-        let count = repeat.count.min(together + repeat.count % together); // what is under way then is the same
-        for _ in 0..count as usize {
-            rooms.iter().for_each(|room| self.exchange(*room));
-        }
     }
 
     /// Backward of stretches that are alike, from one end to the other: each frees what it held, and makes its weights'
@@ -252,6 +229,5 @@ impl Replay<'_> {
                 }
             }
         }
-        self.exchange_of_many(repeat);
     }
 }

@@ -2,7 +2,6 @@
 
 use super::ledger::{Buffer, Formula, Key, What};
 use super::{Replay, elements};
-use crate::dist::ALL_GATHER;
 use crate::graph::{MemoryStep, Node, TraceEvent, ValueId};
 use crate::memory::MemoryKind;
 use crate::ops::WEIGHT_CAST;
@@ -45,7 +44,7 @@ impl Replay<'_> {
                 MemoryStep::Pass(room) => self.pass(*room),
                 MemoryStep::DropRead(i) => self.free(node.reads[*i].value),
                 MemoryStep::DropKept(i) => self.free(node.kept[*i].value),
-                MemoryStep::Gradient(_) | MemoryStep::PassThrough(_) | MemoryStep::Exchange(_) => {} // backward's
+                MemoryStep::Gradient(_) | MemoryStep::PassThrough(_) => {} // backward's
             }
         }
         for key in taken {
@@ -106,7 +105,6 @@ impl Replay<'_> {
             WEIGHT_CAST => {
                 return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
             }
-            ALL_GATHER => return (MemoryKind::Weights, What::Weight(node.inputs[0].value)),
             _ => {}
         }
         let is_result = |id| self.graph.outputs.iter().any(|output| output.value == id);

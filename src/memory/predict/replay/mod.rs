@@ -20,12 +20,11 @@ mod unscale;
 pub(super) use ledger::{Buffer, Formula, What};
 
 use super::{MemoryKind, Mode};
-use crate::dist::EXCHANGED_TOGETHER;
 use crate::graph::{Graph, Node, Room, Source, TraceEvent, ValueId, ValueRef};
 use gradients::{Gradient, Gradients};
 use ledger::{Key, Ledger};
 use segments::Segment;
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 /// What came of it.
@@ -109,8 +108,6 @@ struct Replay<'a> {
     holders: Vec<usize>,
     /// Backward: how many tensors more than one there are on a buffer.
     sharing: HashMap<Key, usize>,
-    /// Backward: what ranks exchange, the first to be over first.
-    exchanged: VecDeque<Key>,
 }
 
 impl<'a> Replay<'a> {
@@ -156,7 +153,6 @@ impl<'a> Replay<'a> {
             waiting: HashSet::new(),
             holders: vec![0; values],
             sharing: HashMap::new(),
-            exchanged: VecDeque::new(),
         }
     }
 
@@ -214,23 +210,6 @@ impl<'a> Replay<'a> {
     fn pass(&mut self, room: Room) {
         let key = self.take_room(MemoryKind::Scratch, room, 1.0);
         self.ledger.give_back(key);
-    }
-
-    /// Takes room for what ranks exchange. Some are begun together, and then those that were begun before are over.
-    fn exchange(&mut self, room: Room) {
-        let key = self.take_room(MemoryKind::Scratch, room, 1.0);
-        self.exchanged.push_back(key);
-        if self.exchanged.len() == 2 * EXCHANGED_TOGETHER {
-            self.exchanged_but(EXCHANGED_TOGETHER);
-        }
-    }
-
-    /// Gives back what ranks have exchanged, until so many are left.
-    fn exchanged_but(&mut self, left: usize) {
-        while self.exchanged.len() > left {
-            let first = self.exchanged.pop_front();
-            first.into_iter().for_each(|key| self.ledger.give_back(key));
-        }
     }
 
     /// Gives back a value's buffer, if there is one.
