@@ -80,7 +80,7 @@ impl Step {
             };
             return Err(Error::config(of, "dtype", "bf16").must_be(
                 "None or f32 in a plan for the CPU",
-                "its update reads gradients in f32; eager steps exchange bf16 on the CPU too",
+                "a planned update on the CPU reads gradients in f32",
             ));
         }
         let mut updated = vec![false; parameters.len()];

@@ -75,7 +75,6 @@
 //! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
 //! checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time is no waiting.
 
-mod buckets;
 mod collective;
 mod communicator;
 mod config;

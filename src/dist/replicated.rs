@@ -1,11 +1,10 @@
 //! Data parallelism: gradients averaged over the ranks.
 
-use super::buckets::Buckets;
-use super::{Communicator, Exchange, ReplicatedConfig};
-use crate::Result;
+use super::{Communicator, Exchange, Reduce, ReplicatedConfig};
 use crate::optim::{MissingGradients, described, distinct};
+use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 
 const OP: &str = "dist::Replicated";
 
@@ -100,13 +99,64 @@ impl Replicated {
             Exchange::Flat => u64::MAX,
             Exchange::Overlapped { bucket_bytes } => bucket_bytes,
         };
-        let mut buckets = Buckets::new(self, bucket_bytes);
-        for (_, var) in self.parameters.iter().rev() {
-            if let Some(gradient) = gradients.remove(var) {
-                buckets.add(var, gradient)?;
+        let mut missing = None;
+        let mut bucket: Vec<(&Var, Tensor)> = Vec::new();
+        let mut bytes = 0;
+        for (name, var) in self.parameters.iter().rev() {
+            let Some(gradient) = gradients.remove(var) else {
+                missing = Some(name);
+                continue;
+            };
+            let dtype = self.exchanged(&gradient);
+            if bucket
+                .first()
+                .is_some_and(|(_, first)| self.exchanged(first) != dtype)
+            {
+                self.average_bucket(std::mem::take(&mut bucket), gradients)?;
+                bytes = 0;
+            }
+            bytes += (gradient.elem_count() * dtype.size_in_bytes()) as u64;
+            bucket.push((var, gradient.detach()));
+            if bytes >= bucket_bytes {
+                self.average_bucket(std::mem::take(&mut bucket), gradients)?;
+                bytes = 0;
             }
         }
-        buckets.finish(gradients)
+        self.average_bucket(bucket, gradients)?;
+        match missing {
+            Some(name) if self.missing == MissingGradients::Error => Err(Error::MissingGradient {
+                op: OP,
+                parameter: name.clone(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// What a gradient is averaged in.
+    fn exchanged(&self, gradient: &Tensor) -> DType {
+        self.config.dtype.unwrap_or(gradient.dtype())
+    }
+
+    /// Averages gradients as one tensor, and puts them back in their own dtypes.
+    fn average_bucket(&self, bucket: Vec<(&Var, Tensor)>, gradients: &mut GradStore) -> Result<()> {
+        let flat = bucket.iter().map(|(_, gradient)| {
+            let flat = gradient.flatten_all()?;
+            flat.to_dtype(self.exchanged(gradient))
+        });
+        let flat = match &flat.collect::<candle_core::Result<Vec<_>>>()?[..] {
+            [] => return Ok(()),
+            [one] => one.force_contiguous()?, // another gradient may lie on the same storage
+            several => Tensor::cat(several, 0)?,
+        };
+        self.communicator.all_reduce(&flat, Reduce::Mean)?;
+        let mut first = 0;
+        for (var, gradient) in bucket {
+            let average = flat.narrow(0, first, var.elem_count())?;
+            let average = average.reshape(var.shape())?;
+            gradients.insert(var, average.to_dtype(gradient.dtype())?);
+            first += var.elem_count();
+        }
+        Ok(())
     }
 
     /// Adds gradients of zeros where this rank has none and needs one for the exchange.

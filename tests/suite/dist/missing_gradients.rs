@@ -117,22 +117,31 @@ fn as_alone(
     assert_eq!(is_left, missing == MissingGradients::Skip);
 }
 
-/// An eager forward reads a divided parameter by its value, and its part has a gradient.
+/// A step and an evaluation read a divided parameter by its value, and its part has a gradient.
 #[test]
 fn a_parameter_of_which_ranks_have_parts() {
     let of = |ranks: Communicator| {
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
         let model = Model::new(vb)?;
+        let optimizer = AdamW::new(
+            sharded.parameters(),
+            AdamWConfig {
+                missing_gradients: MissingGradients::Skip,
+                ..Default::default()
+            },
+        )?;
+        let x = graph::input("x", (3, 4), DType::F32)?;
+        let config = StepConfig::default();
+        let step = LossStep::fully_sharded(&optimizer, &config, &sharded, || model.loss(&x));
+        let mut step = step?;
         let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
-        let gradients = tallow::backward(model.loss(&x)?)?;
-        let parts = sharded.parameters();
-        let (_, part) = parts.iter().find(|(name, _)| name == "scale").unwrap();
-        Ok(gradients
-            .get(part)
-            .unwrap()
-            .flatten_all()?
-            .to_vec1::<f32>()?)
+        let evaluated = tallow::no_grad(|| model.loss(&x))?.to_scalar::<f32>()?;
+        let loss = step.forward_backward(&[("x", &x)])?;
+        assert!((loss - evaluated).abs() <= 1e-6 * loss.abs());
+        let gradients = step.gradients()?;
+        let (_, part) = gradients.iter().find(|(name, _)| name == "scale").unwrap();
+        Ok(part.flatten_all()?.to_vec1::<f32>()?)
     };
     let found = on_ranks(2, of).concat();
     let whole = Model::new(nn::seeded(1, DType::F32, &Device::Cpu)).unwrap();
