@@ -38,7 +38,7 @@ mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
-use common::ranks::{ExchangeFlags, RankFlags, Strategy};
+use common::ranks::{ExchangeFlags, RankFlags, Strategy, own_shard};
 use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
 use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, new_model};
@@ -46,7 +46,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{PlanConfig, StepRanks, TrainStep};
 use tallow::data::Tokens;
 use tallow::dist::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -489,14 +489,19 @@ impl Flags {
             ..config.clone()
         };
         let (several, exchange) = (communicator.world_size() > 1, &self.exchange);
-        let in_parts = several && exchange.strategy == Strategy::FullyShard;
-        let shard = several.then(|| exchange.strategy.shard(communicator));
-        let shard = shard.flatten();
+        let ranks = match exchange.strategy {
+            _ if !several => StepRanks::Alone,
+            Strategy::Replicated => StepRanks::Replicated(exchange.config()),
+            Strategy::ShardedOptimizer => {
+                StepRanks::ShardedOptimizer(exchange.config(), own_shard(communicator))
+            }
+            Strategy::FullyShard => {
+                StepRanks::FullySharded(exchange.parts(), own_shard(communicator))
+            }
+        };
         let plan = PlanConfig {
             optimizer_in_backward: config.optimizer_in_backward,
-            replicated: (several && !in_parts).then(|| exchange.config()),
-            fully_shard: in_parts.then(|| exchange.parts()),
-            shard,
+            ranks,
             ..Default::default()
         };
         let wanted_bytes = planned_bytes(model, config, plan, device)?;

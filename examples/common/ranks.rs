@@ -190,13 +190,14 @@ impl Strategy {
             Self::FullyShard => "fully shard",
         }
     }
+}
 
-    /// Which rank this is, of how many, if anything is divided.
-    pub fn shard(self, communicator: &Communicator) -> Option<Shard> {
-        (self != Self::Replicated).then(|| Shard {
-            rank: communicator.rank(),
-            world_size: communicator.world_size(),
-        })
+/// Which rank this is, of how many.
+#[allow(dead_code)] // not every example asks
+pub fn own_shard(communicator: &Communicator) -> Shard {
+    Shard {
+        rank: communicator.rank(),
+        world_size: communicator.world_size(),
     }
 }
 

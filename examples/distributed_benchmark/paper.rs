@@ -5,7 +5,7 @@ use super::common::ranks::Strategy;
 use super::steps::Way;
 use super::{Flags, common, values};
 use clap::Args;
-use tallow::compile::{PlanConfig, Rates, TrainStep};
+use tallow::compile::{PlanConfig, Rates, StepRanks, TrainStep};
 use tallow::dist::{Shard, plan_columns, plan_report};
 use tallow::report::{Column, Report};
 use tallow::{Error, Result};
@@ -95,17 +95,19 @@ impl Flags {
     /// What steps measure too, but for exchanges that do not overlap.
     fn strategies(&self) -> Result<Vec<(&'static str, String, PlanConfig)>> {
         let plan = self.plan_config()?;
-        let shard = Some(Shard {
+        let own = Shard {
             rank: 0,
             world_size: 1, // whatever the number of GPUs
-        });
+        };
         let ways = self.ways.all().into_iter().flatten();
         let plans = ways.map(|way| {
-            let fully_shard = way.parts();
+            let ranks = match (way.strategy, way.parts()) {
+                (_, Some(parts)) => StepRanks::FullySharded(parts, own),
+                (Strategy::ShardedOptimizer, _) => StepRanks::ShardedOptimizer(way.exchange, own),
+                _ => StepRanks::Replicated(way.exchange),
+            };
             let plan = PlanConfig {
-                replicated: Some(way.exchange).filter(|_| fully_shard.is_none()),
-                shard: shard.filter(|_| way.strategy != Strategy::Replicated),
-                fully_shard,
+                ranks,
                 ..plan.clone()
             };
             let (strategy, exchange) = Way::names(Some(way));

@@ -5,6 +5,71 @@ use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
+use candle_core::DType;
+
+/// The ranks of a [job](crate::dist) that take a step together, and what is divided among them besides the batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum StepRanks {
+    /// One process.
+    #[default]
+    Alone,
+    /// Every rank has the whole model and its optimizer. Gradients and loss are averaged.
+    Replicated(ReplicatedConfig),
+    /// Every rank has the whole model. This rank, of so many, has the state of its share of the parameters and updates
+    /// those ([`AdamW::shard`](crate::optim::AdamW::shard); ZeRO, stage 1).
+    ShardedOptimizer(ReplicatedConfig, Shard),
+    /// This rank, of so many, has a part of every weight, gradient and state
+    /// ([`FullyShard`](crate::dist::FullyShard); ZeRO, stage 3).
+    FullySharded(FullyShardConfig, Shard),
+}
+
+impl StepRanks {
+    /// How gradients are averaged, where each rank has all of them.
+    pub(super) fn replicated(self) -> Option<ReplicatedConfig> {
+        match self {
+            Self::Replicated(config) | Self::ShardedOptimizer(config, _) => Some(config),
+            Self::Alone | Self::FullySharded(..) => None,
+        }
+    }
+
+    /// How weights are gathered, where each rank has a part.
+    pub(super) fn fully_sharded(self) -> Option<FullyShardConfig> {
+        match self {
+            Self::FullySharded(config, _) => Some(config),
+            _ => None,
+        }
+    }
+
+    /// Which rank this is, where something is divided besides the batch.
+    pub(super) fn shard(self) -> Option<Shard> {
+        match self {
+            Self::ShardedOptimizer(_, own) | Self::FullySharded(_, own) => Some(own),
+            Self::Alone | Self::Replicated(_) => None,
+        }
+    }
+
+    /// What gradients are rounded to for their exchange.
+    pub(super) fn exchanged(self) -> Option<DType> {
+        match self {
+            Self::Alone => None,
+            Self::Replicated(config) | Self::ShardedOptimizer(config, _) => config.dtype,
+            Self::FullySharded(config, _) => config.dtype,
+        }
+    }
+
+    fn validate(self) -> Result<()> {
+        if let Some(config) = self.replicated() {
+            config.validate()?;
+        }
+        if let Some(config) = self.fully_sharded() {
+            config.validate()?;
+        }
+        match self.shard() {
+            Some(own) => own.validate(),
+            None => Ok(()),
+        }
+    }
+}
 
 /// How a planned step is run, whatever the loss.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,16 +90,8 @@ pub struct StepConfig {
     /// Update each parameter in backward, as soon as its gradient is complete and nothing reads the parameter any more.
     /// Goes with neither clipping, accumulation nor loss scaling, which need all gradients first.
     pub optimizer_in_backward: bool,
-    /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how. Does not go with an
-    /// optimizer in backward.
-    pub replicated: Option<ReplicatedConfig>,
-    /// Which rank the plan is of, of how many: with `replicated` of an optimizer whose state and update are
-    /// [divided](crate::optim::AdamW::shard) among them, with `fully_shard` of ranks that have parts of all.
-    pub shard: Option<Shard>,
-    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, and how, for
-    /// [`LossStep::fully_sharded`](super::LossStep::fully_sharded). Wants `shard`, and goes with neither `replicated`
-    /// nor an optimizer in backward.
-    pub fully_shard: Option<FullyShardConfig>,
+    /// The ranks that take the step together. Several do not go with an optimizer in backward.
+    pub ranks: StepRanks,
 }
 
 /// One micro-batch, nothing else.
@@ -46,9 +103,7 @@ impl Default for StepConfig {
             accumulation: 1,
             memory_budget_bytes: None,
             optimizer_in_backward: false,
-            replicated: None,
-            shard: None,
-            fully_shard: None,
+            ranks: StepRanks::Alone,
         }
     }
 }
@@ -68,37 +123,12 @@ impl StepConfig {
         if let Some(norm) = self.clip_norm {
             check_clip_norm(config, norm)?;
         }
-        if let Some(replicated) = &self.replicated {
-            replicated.validate()?;
-        }
-        if let Some(shard) = &self.shard {
-            shard.validate()?;
-        }
-        if let Some(fully_shard) = &self.fully_shard {
-            fully_shard.validate()?;
-        }
-        let refuse = |field, expected: &str, got: &str| {
-            Err(Error::config(config, field, got).must_be(
-                expected,
-                "ranks have all of the weights (replicated) or parts of them (fully_shard), and shard says which rank",
-            ))
-        };
-        match (&self.replicated, &self.fully_shard, &self.shard) {
-            (Some(_), Some(_), _) => {
-                return refuse("fully_shard", "None with replicated", "both");
-            }
-            (_, Some(_), None) => return refuse("shard", "Some with fully_shard", "None"),
-            (None, None, Some(_)) => {
-                return refuse("shard", "None without replicated or fully_shard", "Some");
-            }
-            _ => {}
-        }
+        self.ranks.validate()?;
         let beside = [
             (self.clip_norm.is_some(), "false with clip_norm"),
             (self.accumulation > 1, "false with accumulation"),
             (self.loss_scaling, "false with loss_scaling"),
-            (self.replicated.is_some(), "false with replicated"),
-            (self.fully_shard.is_some(), "false with fully_shard"),
+            (self.ranks != StepRanks::Alone, "false with several ranks"),
         ];
         let beside = beside.into_iter().find(|(is_there, _)| *is_there);
         match beside {
@@ -171,17 +201,11 @@ pub struct PlanConfig {
     /// The seed of dropout, of a model whose configuration has any: a step is then that of a
     /// [key](crate::ops::DropoutKey) of this seed and the optimizer's steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
-    /// Whether gradients and loss are averaged over the ranks of a [job](crate::dist), and how, for
-    /// [`TrainStep::replicated`](super::TrainStep::replicated). Does not go with an optimizer in backward.
-    pub replicated: Option<ReplicatedConfig>,
-    /// Which rank the plan is of, of how many: with `replicated` of an optimizer whose state and update are
-    /// [divided](crate::optim::AdamW::shard) among them, with `fully_shard` of ranks that have parts of all.
-    pub shard: Option<Shard>,
-    /// Whether weights, gradients and optimizer state are divided among the ranks of a job, and how, for
-    /// [`TrainStep::fully_sharded`](super::TrainStep::fully_sharded): what a rank of any number of them needs,
-    /// [`TrainStep::plan_for`](super::TrainStep::plan_for) tells without them. Wants `shard`, and goes with neither
-    /// `replicated` nor an optimizer in backward.
-    pub fully_shard: Option<FullyShardConfig>,
+    /// The ranks that take the step together. Several do not go with an optimizer in backward.
+    /// [`TrainStep::replicated`](super::TrainStep::replicated) and
+    /// [`fully_sharded`](super::TrainStep::fully_sharded) say it themselves; for
+    /// [`TrainStep::plan_for`](super::TrainStep::plan_for) it is whose plan is asked for.
+    pub ranks: StepRanks,
 }
 
 /// Four sequences of 256 tokens, nothing else.
@@ -200,9 +224,7 @@ impl Default for PlanConfig {
             separator: None,
             ignore_index: None,
             dropout_seed: None,
-            replicated: None,
-            shard: None,
-            fully_shard: None,
+            ranks: StepRanks::Alone,
         }
     }
 }
@@ -229,9 +251,7 @@ impl PlanConfig {
             accumulation: self.accumulation,
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer_in_backward: self.optimizer_in_backward,
-            replicated: self.replicated,
-            shard: self.shard,
-            fully_shard: self.fully_shard,
+            ranks: self.ranks,
         }
     }
 

@@ -50,7 +50,7 @@ impl Plan {
 mod tests {
     use super::super::calls::in_phases;
     use super::super::phase_times::PhaseClock;
-    use super::super::{PlanConfig, TrainStep};
+    use super::super::{PlanConfig, StepRanks, TrainStep};
     use super::*;
     use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
     use crate::model::TransformerConfig;
@@ -78,28 +78,26 @@ mod tests {
             num_layers: 4,
             ..TransformerConfig::tiny()
         };
-        let shard = Some(Shard {
+        let own = Shard {
             rank: 1,
             world_size: 2,
-        });
-        let fully_shard = FullyShardConfig {
+        };
+        let parts = FullyShardConfig {
             bucket_bytes: 4 << 20,
             ..Default::default()
         };
-        let replicated = ReplicatedConfig::default();
-        for (fully_shard, replicated, shard) in [
-            (Some(fully_shard), None, shard),
-            (None, Some(replicated), shard),
-            (None, Some(replicated), None),
+        let exchange = ReplicatedConfig::default();
+        for ranks in [
+            StepRanks::FullySharded(parts, own),
+            StepRanks::ShardedOptimizer(exchange, own),
+            StepRanks::Replicated(exchange),
         ] {
             for accumulation in [1, 2] {
                 let config = PlanConfig {
                     precision: Precision::BF16,
                     clip_norm: Some(1.0),
                     accumulation,
-                    fully_shard,
-                    replicated,
-                    shard,
+                    ranks,
                     ..Default::default()
                 };
                 let (plan, _) = TrainStep::plan_for_gpu(&model, &config).unwrap();

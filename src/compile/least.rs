@@ -1,7 +1,7 @@
 //! What a plan takes at least, by arithmetic alone. Planning takes time and memory of its own, which grow with the
 //! blocks and with the rows of the loss: what cannot fit is better not planned.
 
-use super::config::PlanConfig;
+use super::config::{PlanConfig, StepRanks};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
@@ -13,8 +13,8 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
     let [q, kv] = model.attention_widths().map(|size| size as f64);
-    let parameters = match (config.fully_shard, config.shard) {
-        (Some(_), Some(own)) => {
+    let parameters = match config.ranks {
+        StepRanks::FullySharded(_, own) => {
             let parts = model
                 .parameter_counts()
                 .map(|(shape, count)| count as f64 * own.part(shape.elem_count()).len() as f64);

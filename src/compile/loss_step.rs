@@ -2,7 +2,7 @@
 
 use super::arguments::Arguments;
 use super::budget;
-use super::config::StepConfig;
+use super::config::{StepConfig, StepRanks};
 use super::executor::Executor;
 use super::parameters;
 use super::phase_times::PhaseTimes;
@@ -147,8 +147,10 @@ impl LossStep {
         loss: impl FnOnce() -> Result<Tensor>,
     ) -> Result<Self> {
         let config = StepConfig {
-            replicated: Some(replicated.config()),
-            shard: optimizer.own_shard(),
+            ranks: match optimizer.own_shard() {
+                None => StepRanks::Replicated(replicated.config()),
+                Some(own) => StepRanks::ShardedOptimizer(replicated.config(), own),
+            },
             ..config.clone()
         };
         let mut step = Self::new(optimizer, &config, loss)?;
@@ -169,8 +171,7 @@ impl LossStep {
         loss: impl FnOnce() -> Result<Tensor>,
     ) -> Result<Self> {
         let config = StepConfig {
-            fully_shard: Some(sharded.config()),
-            shard: Some(sharded.shard()),
+            ranks: StepRanks::FullySharded(sharded.config(), sharded.shard()),
             ..config.clone()
         };
         config.validate()?;

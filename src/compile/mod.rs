@@ -126,7 +126,7 @@ mod writer;
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use attention::{Attention, AttentionPlanConfig};
 pub use buffer::{Buffer, BufferId, Category, Location};
-pub use config::{PlanConfig, StepConfig};
+pub use config::{PlanConfig, StepConfig, StepRanks};
 #[cfg(feature = "train")]
 pub(crate) use config::{check_precision, check_separator};
 pub use forward::Forward;

@@ -1,6 +1,6 @@
 //! A planned training step, whatever was traced for it: its plan, what runs it, and what a run leaves behind.
 
-use super::config::{StepConfig, check_clip_norm};
+use super::config::{StepConfig, StepRanks, check_clip_norm};
 use super::executor::Executor;
 use super::lower::Lowered;
 use super::op::Op;
@@ -71,12 +71,10 @@ impl Step {
         config: &StepConfig,
         config_name: &'static str,
     ) -> Result<Self> {
-        let replicated = config.replicated.and_then(|replicated| replicated.dtype);
-        let sharded = config.fully_shard.and_then(|sharded| sharded.dtype);
-        if replicated.or(sharded) == Some(DType::BF16) && device.is_cpu() {
-            let of = match sharded {
-                None => "ReplicatedConfig",
-                Some(_) => "FullyShardConfig",
+        if config.ranks.exchanged() == Some(DType::BF16) && device.is_cpu() {
+            let of = match config.ranks {
+                StepRanks::FullySharded(..) => "FullyShardConfig",
+                _ => "ReplicatedConfig",
             };
             return Err(Error::config(of, "dtype", "bf16").must_be(
                 "None or f32 in a plan for the CPU",
@@ -127,8 +125,7 @@ impl Step {
     /// A plan that has exchanges, and no ranks.
     fn ranks(&self) -> Result<Option<Communicator>> {
         let config = &self.config;
-        let exchanges = config.replicated.is_some() || config.fully_shard.is_some();
-        if exchanges && self.communicator.is_none() {
+        if config.ranks != StepRanks::Alone && self.communicator.is_none() {
             return Err(Error::Order {
                 op: self.op,
                 problem: "the plan averages gradients over ranks, and was given none".into(),

@@ -123,11 +123,11 @@ impl Plan {
     /// A run on paper, of a rank of `world_size`, after the first.
     ///
     /// ```
-    /// use tallow::compile::{PlanConfig, Rates, TrainStep};
+    /// use tallow::compile::{PlanConfig, Rates, StepRanks, TrainStep};
     /// use tallow::dist::ReplicatedConfig;
     /// use tallow::model::TransformerConfig;
     ///
-    /// let config = PlanConfig { replicated: Some(ReplicatedConfig::default()), ..Default::default() };
+    /// let config = PlanConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
     /// let (plan, _) = TrainStep::plan_for_gpu(&TransformerConfig::small(), &config)?;
     /// let rates = Rates {
     ///     product_flops: 50e12, // f32

@@ -1,6 +1,6 @@
 //! A training step, planned.
 
-use super::config::PlanConfig;
+use super::config::{PlanConfig, StepRanks};
 use super::executor::Executor;
 use super::loss_step::LossStep;
 use super::model::Planner;
@@ -95,8 +95,10 @@ impl TrainStep {
         replicated: &Replicated,
     ) -> Result<Self> {
         let config = PlanConfig {
-            replicated: Some(replicated.config()),
-            shard: optimizer.own_shard(),
+            ranks: match optimizer.own_shard() {
+                None => StepRanks::Replicated(replicated.config()),
+                Some(own) => StepRanks::ShardedOptimizer(replicated.config(), own),
+            },
             ..config.clone()
         };
         let mut step = Self::new(model, optimizer, &config)?;
@@ -123,8 +125,7 @@ impl TrainStep {
         sharded: &FullyShard,
     ) -> Result<Self> {
         let config = PlanConfig {
-            fully_shard: Some(sharded.config()),
-            shard: Some(sharded.shard()),
+            ranks: StepRanks::FullySharded(sharded.config(), sharded.shard()),
             ..config.clone()
         };
         config.check(model.config())?;

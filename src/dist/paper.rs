@@ -2,7 +2,7 @@
 
 use super::Shard;
 use crate::Result;
-use crate::compile::{Plan, PlanConfig, Rates, Timeline, TrainStep};
+use crate::compile::{Plan, PlanConfig, Rates, StepRanks, Timeline, TrainStep};
 use crate::model::TransformerConfig;
 use crate::report::{Column, Fields, Report};
 
@@ -10,20 +10,20 @@ use crate::report::{Column, Fields, Report};
 /// there is any GPU.
 ///
 /// Each step is planned, as on a GPU: memory is [`Plan::total_bytes`], of rank 0, and time is [`Plan::timeline`] by the
-/// rates that are given for the number of ranks. A strategy is a configuration with a name:
-/// [`replicated`](PlanConfig::replicated), the same with a [`shard`](PlanConfig::shard), for a sharded optimizer, or
-/// [`fully_shard`](PlanConfig::fully_shard); which rank of how many the shard says does not matter here. Efficiency is
-/// the step of a rank alone over that of the row.
+/// rates that are given for the number of ranks. A strategy is a configuration with a name,
+/// whose [`ranks`](PlanConfig::ranks) say what is divided; which rank of how many does not matter here. Efficiency is the
+/// step of a rank alone over that of the row.
 ///
 /// ```
-/// use tallow::compile::{PlanConfig, Rates};
+/// use tallow::compile::{PlanConfig, Rates, StepRanks};
 /// use tallow::dist::{self, FullyShardConfig, ReplicatedConfig, Shard};
 /// use tallow::model::TransformerConfig;
 /// use tallow::report::Format;
 ///
-/// let shard = Some(Shard { rank: 0, world_size: 1 });
-/// let replicated = PlanConfig { replicated: Some(ReplicatedConfig::default()), ..Default::default() };
-/// let fully_sharded = PlanConfig { fully_shard: Some(FullyShardConfig::default()), shard, ..Default::default() };
+/// let ranks = StepRanks::Replicated(ReplicatedConfig::default());
+/// let replicated = PlanConfig { ranks, ..Default::default() };
+/// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), Shard { rank: 0, world_size: 1 });
+/// let fully_sharded = PlanConfig { ranks, ..Default::default() };
 /// let rates = Rates {
 ///     product_flops: 50e12,
 ///     memory_bytes: 3e12,
@@ -51,19 +51,25 @@ pub fn plan_report(
     let mut rows = Vec::new();
     for (name, config) in strategies {
         let alone = PlanConfig {
-            replicated: None,
-            shard: None,
-            fully_shard: None,
+            ranks: StepRanks::Alone,
             memory_budget_bytes: None, // there may be no GPU with room for all of it
             ..config.clone()
         };
         let (alone, _) = TrainStep::plan_for_gpu(model, &alone)?;
         for (world_size, rates) in ranks {
+            let own = Shard {
+                rank: 0,
+                world_size: *world_size,
+            };
+            let ranks = match config.ranks {
+                StepRanks::ShardedOptimizer(exchange, _) => {
+                    StepRanks::ShardedOptimizer(exchange, own)
+                }
+                StepRanks::FullySharded(parts, _) => StepRanks::FullySharded(parts, own),
+                others => others,
+            };
             let config = PlanConfig {
-                shard: config.shard.map(|_| Shard {
-                    rank: 0,
-                    world_size: *world_size,
-                }),
+                ranks,
                 ..config.clone()
             };
             let (plan, _) = TrainStep::plan_for_gpu(model, &config)?;

@@ -47,7 +47,7 @@ impl Lower<'_> {
         let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
         let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
         let before = calls.len();
-        let repeats = match (target, self.job.config.fully_shard) {
+        let repeats = match (target, self.job.config.ranks.fully_sharded()) {
             (Target::Cuda, Some(sharded)) => {
                 sharded::gather_ahead(repeats, &self.plan.buffers, sharded.bucket_bytes)
             }
@@ -66,9 +66,9 @@ impl Lower<'_> {
             kept: &mut self.plan.kept,
             loss: output.buffer,
         };
-        if let Some(replicated) = &self.job.config.replicated {
+        if let Some(replicated) = &self.job.config.ranks.replicated() {
             averaged.add(replicated);
-        } else if self.job.config.fully_shard.is_some() {
+        } else if self.job.config.ranks.fully_sharded().is_some() {
             averaged.add_loss();
         }
         if let Some(owners) = &owners {

@@ -113,7 +113,13 @@ impl Lower<'_> {
             dtype,
             ..
         } = &function.parameters[number];
-        let elements = match self.job.config.fully_shard.and(self.job.config.shard) {
+        let elements = match self
+            .job
+            .config
+            .ranks
+            .fully_sharded()
+            .and(self.job.config.ranks.shard())
+        {
             Some(own) => own.part(*elements).len(),
             None => *elements,
         };

@@ -32,8 +32,8 @@ impl Lower<'_> {
     /// This rank's part of a weight, if ranks have parts of it.
     pub(super) fn part_of(&self, weight: ValueId) -> Option<Shard> {
         let config = self.job.config;
-        config.fully_shard?;
-        self.trained(weight).and(config.shard)
+        config.ranks.fully_sharded()?;
+        self.trained(weight).and(config.ranks.shard())
     }
 
     /// All of weights that ranks have parts of, one under the other.
@@ -90,13 +90,13 @@ impl Lower<'_> {
     }
 
     fn shard(&self) -> Shard {
-        self.job.config.shard.unwrap_or(ALONE)
+        self.job.config.ranks.shard().unwrap_or(ALONE)
     }
 
     /// Forward is over: what it has gathered is freed, and backward gathers it again; but not, on a GPU, the last
     /// bucket of it, which backward reads first.
     pub(super) fn free_weights(&mut self) {
-        let Some(config) = self.job.config.fully_shard else {
+        let Some(config) = self.job.config.ranks.fully_sharded() else {
             return;
         };
         let mut left_bytes = match self.is_on_gpu() {
@@ -121,7 +121,7 @@ impl Lower<'_> {
     /// The backward of a module is over: gradients that are complete are exchanged, once they are enough, and those of
     /// before, which have been, are kept, this rank's part of them.
     pub(super) fn scatter_gradients(&mut self) {
-        let Some(sharded) = self.job.config.fully_shard else {
+        let Some(sharded) = self.job.config.ranks.fully_sharded() else {
             return;
         };
         let complete = self.weights.sharded.complete.iter();

@@ -67,7 +67,7 @@ impl Lower<'_> {
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
     pub(super) fn copy_weights(&mut self) {
-        if self.job.config.fully_shard.is_some() {
+        if self.job.config.ranks.fully_sharded().is_some() {
             return; // they are there only while they are used
         }
         for placed in self.forms.clone().iter() {
@@ -121,7 +121,7 @@ impl Lower<'_> {
         }
         let accumulate = match self.job.config.accumulation {
             1 => Accumulate::Never,
-            _ if self.job.config.fully_shard.is_some() => Accumulate::Never, // parts are accumulated
+            _ if self.job.config.ranks.fully_sharded().is_some() => Accumulate::Never, // parts are accumulated
             _ => Accumulate::AfterFirst,
         };
         let places = self.stack("gradient of", weights, dtype, Category::Gradient);
@@ -142,8 +142,7 @@ impl Lower<'_> {
             None => false,
         };
         let config = self.job.config;
-        let replicated = config.replicated.and_then(|replicated| replicated.dtype);
-        let exchanged = replicated.or(config.fully_shard.and_then(|sharded| sharded.dtype));
+        let exchanged = config.ranks.exchanged();
         let is_rounded =
             exchanged == Some(DType::BF16) && config.accumulation == 1 && !config.loss_scaling;
         let passes = self.is_on_gpu() && (config.optimizer_in_backward || is_rounded);
@@ -160,7 +159,7 @@ impl Lower<'_> {
             return;
         };
         let config = self.job.config;
-        let stays = config.accumulation == 1 || config.fully_shard.is_some();
+        let stays = config.accumulation == 1 || config.ranks.fully_sharded().is_some();
         let is_first = self.weights.gradients[number].is_none();
         if is_first && stays && !self.gradients.reads(gradient.buffer) {
             self.weights.gradients[number] = Some(gradient);
@@ -179,7 +178,8 @@ impl Lower<'_> {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         for number in numbers {
             self.weights.to_come[number] -= 1;
-            if self.weights.to_come[number] == 0 && self.job.config.fully_shard.is_some() {
+            if self.weights.to_come[number] == 0 && self.job.config.ranks.fully_sharded().is_some()
+            {
                 self.weights.sharded.complete.push(number);
             }
             if self.weights.to_come[number] > 0 || !self.job.config.optimizer_in_backward {
@@ -230,8 +230,8 @@ impl Lower<'_> {
     /// What each rank updates, where that is divided among ranks.
     pub(super) fn shares(&self) -> Option<Shares> {
         let config = self.job.config;
-        let own = config.shard?;
-        if config.fully_shard.is_some() {
+        let own = config.ranks.shard()?;
+        if config.ranks.fully_sharded().is_some() {
             return Some(Shares { own, owners: None });
         }
         let parameters = self.job.function.parameters.iter();

@@ -3,7 +3,7 @@
 use super::{batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
-use tallow::compile::{Category, LossStep, Op, Plan, PlanConfig, StepConfig, TrainStep};
+use tallow::compile::{Category, LossStep, Op, Plan, PlanConfig, StepConfig, StepRanks, TrainStep};
 use tallow::dist::{
     Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
 };
@@ -254,11 +254,13 @@ fn a_loss_of_layers() {
 fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
     let of = |shard: Option<Shard>| {
         let config = PlanConfig {
-            fully_shard: shard.map(|_| FullyShardConfig {
-                bucket_bytes: 0,
-                ..Default::default()
+            ranks: shard.map_or(StepRanks::Alone, |own| {
+                let parts = FullyShardConfig {
+                    bucket_bytes: 0,
+                    ..Default::default()
+                };
+                StepRanks::FullySharded(parts, own)
             }),
-            shard,
             ..plan_config(1, Some(1.0))
         };
         let model = TransformerConfig {
@@ -321,54 +323,26 @@ fn what_is_refused() {
         assert!(error.to_string().contains("FullyShardConfig"), "{error}");
         Ok(())
     });
-    let (rank, world_size) = (1, 2);
-    let config = PlanConfig {
-        fully_shard: Some(FullyShardConfig::default()),
-        shard: Some(Shard { rank, world_size }),
-        ..plan_config(1, None)
+    let config = |rank| {
+        let own = Shard {
+            rank,
+            world_size: 2,
+        };
+        PlanConfig {
+            ranks: StepRanks::FullySharded(FullyShardConfig::default(), own),
+            ..plan_config(1, None)
+        }
     };
-    config.validate().unwrap();
-    for (config, field) in [
-        (
-            PlanConfig {
-                shard: None,
-                ..config.clone()
-            },
-            "shard",
-        ),
-        (
-            PlanConfig {
-                replicated: Some(ReplicatedConfig::default()),
-                ..config.clone()
-            },
-            "fully_shard",
-        ),
-        (
-            PlanConfig {
-                optimizer_in_backward: true,
-                ..config.clone()
-            },
-            "fully_shard",
-        ),
-        (
-            PlanConfig {
-                fully_shard: None,
-                ..config.clone()
-            },
-            "shard",
-        ),
-        (
-            PlanConfig {
-                shard: Some(Shard {
-                    rank: 2,
-                    world_size,
-                }),
-                ..config
-            },
-            "under the number of ranks, 2",
-        ),
+    config(1).validate().unwrap();
+    let in_backward = PlanConfig {
+        optimizer_in_backward: true,
+        ..config(1)
+    };
+    for (config, words) in [
+        (in_backward, "false with several ranks"),
+        (config(2), "under the number of ranks, 2"),
     ] {
         let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains(field), "{error}");
+        assert!(error.contains(words), "{error}");
     }
 }

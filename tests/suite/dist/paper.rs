@@ -1,6 +1,6 @@
 //! Steps of several GPUs on paper.
 
-use tallow::compile::{PlanConfig, Rates, Timeline, TrainStep};
+use tallow::compile::{PlanConfig, Rates, StepRanks, Timeline, TrainStep};
 use tallow::dist::{Exchange, FullyShardConfig, ReplicatedConfig, Shard, plan_report};
 use tallow::model::TransformerConfig;
 
@@ -37,33 +37,32 @@ fn alone() -> PlanConfig {
 fn replicated(exchange: Exchange) -> PlanConfig {
     let dtype = None;
     PlanConfig {
-        replicated: Some(ReplicatedConfig { exchange, dtype }),
+        ranks: StepRanks::Replicated(ReplicatedConfig { exchange, dtype }),
         ..alone()
     }
-}
-
-fn shard(world_size: usize) -> Option<Shard> {
-    let rank = 0;
-    Some(Shard { rank, world_size })
 }
 
 /// Replicated, of a sharded optimizer, fully sharded.
 fn strategies(world_size: usize) -> [(&'static str, PlanConfig); 3] {
     let bucket_bytes = 1 << 16;
-    let replicated = replicated(Exchange::Overlapped { bucket_bytes });
-    let fully_shard = FullyShardConfig {
+    let exchange = ReplicatedConfig {
+        exchange: Exchange::Overlapped { bucket_bytes },
+        dtype: None,
+    };
+    let parts = FullyShardConfig {
         dtype: None,
         bucket_bytes,
     };
-    let sharded = PlanConfig {
-        shard: shard(world_size),
-        ..replicated.clone()
+    let own = Shard {
+        rank: 0,
+        world_size,
     };
-    let fully = PlanConfig {
-        fully_shard: Some(fully_shard),
-        shard: shard(world_size),
-        ..alone()
-    };
+    let [replicated, sharded, fully] = [
+        StepRanks::Replicated(exchange),
+        StepRanks::ShardedOptimizer(exchange, own),
+        StepRanks::FullySharded(parts, own),
+    ]
+    .map(|ranks| PlanConfig { ranks, ..alone() });
     [
         ("replicated", replicated),
         ("sharded", sharded),

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::Error;
-use tallow::compile::{Op, Plan, PlanConfig, TrainStep};
+use tallow::compile::{Op, Plan, PlanConfig, StepRanks, TrainStep};
 use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
 use tallow::precision::Precision;
@@ -110,7 +110,7 @@ fn buckets_in_backward() {
             dtype: None,
         };
         let config = PlanConfig {
-            replicated: Some(replicated),
+            ranks: StepRanks::Replicated(replicated),
             ..plan_config(1)
         };
         TrainStep::plan_for(&config_of_six_layers(), &config)
@@ -208,7 +208,7 @@ fn what_is_refused() {
     let error = TrainStep::replicated(&model, &optimizer, &config, &replicated).unwrap_err();
     assert!(error.to_string().contains("None or f32"), "{error}");
     let without_ranks = PlanConfig {
-        replicated: Some(ReplicatedConfig::default()),
+        ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         ..config.clone()
     };
     let mut optimizer = optimizer;
@@ -221,13 +221,13 @@ fn what_is_refused() {
         assert!(error.to_string().contains("with replicated"), "{error}");
     }
     let config = PlanConfig {
-        replicated: Some(ReplicatedConfig::default()),
+        ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         optimizer_in_backward: true,
         clip_norm: None,
         ..config
     };
     let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("false with replicated"), "{error}");
+    assert!(error.contains("false with several ranks"), "{error}");
 }
 
 /// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one

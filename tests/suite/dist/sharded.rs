@@ -4,7 +4,7 @@ use super::{EXCHANGES, batch, batches, bits, config, config_of_six_layers, model
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
-use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, TrainStep};
+use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, StepRanks, TrainStep};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig, Shard};
 use tallow::model::TransformerLM;
 use tallow::optim::{
@@ -220,9 +220,12 @@ fn a_gradient_that_is_not_finite_is_named() {
 #[test]
 fn what_a_rank_does() {
     let of = |shard: Option<Shard>| {
+        let exchange = ReplicatedConfig::default();
         let config = PlanConfig {
-            replicated: Some(ReplicatedConfig::default()),
-            shard,
+            ranks: match shard {
+                None => StepRanks::Replicated(exchange),
+                Some(own) => StepRanks::ShardedOptimizer(exchange, own),
+            },
             ..plan_config(1, Some(1.0))
         };
         TrainStep::plan_for(&config_of_six_layers(), &config)
@@ -349,22 +352,13 @@ fn what_is_refused() {
         assert!(error.to_string().contains("AdamW::shard"), "{error}");
         Ok(())
     });
-    let config = PlanConfig {
-        shard: Some(Shard {
-            rank: 0,
-            world_size: 2,
-        }),
-        ..plan_config(1, None)
+    let nobody = Shard {
+        rank: 2,
+        world_size: 2,
     };
-    let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("without replicated"), "{error}");
     let config = PlanConfig {
-        replicated: Some(ReplicatedConfig::default()),
-        shard: Some(Shard {
-            rank: 2,
-            world_size: 2,
-        }),
-        ..config
+        ranks: StepRanks::ShardedOptimizer(ReplicatedConfig::default(), nobody),
+        ..plan_config(1, None)
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(error.contains("under the number of ranks, 2"), "{error}");
