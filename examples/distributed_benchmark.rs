@@ -54,6 +54,8 @@ use tallow::report::{Fields, Report};
 /// Times collectives, and training steps whose gradients several ranks average
 #[derive(Parser)]
 #[command(version)]
+#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
+#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     /// What to measure
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["collectives", "steps"])]
@@ -164,8 +166,6 @@ impl Flags {
                 &[
                     "precision",
                     "autocast",
-                    "full-half",
-                    "drop-casts",
                     "attention",
                     "bucket-mib",
                     "exchange-bf16",
@@ -177,7 +177,7 @@ impl Flags {
             )
             .only(
                 "with --part steps or memory",
-                &["compile", "without-alone", "seed"],
+                &["without-alone", "seed"],
                 |flags| flags.has(&[Part::Steps, Part::Memory]),
             )
             .only(

@@ -35,10 +35,13 @@ use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
 use tallow::train::{Evaluation, History, TrainConfig};
-use tallow::{Result, backward, no_grad};
+use tallow::{Error, Result, backward, no_grad};
 
 /// Steps whose mean loss is a run's last, and a point of the curves: one batch's loss says little.
 const STEPS_A_POINT: usize = 10;
+
+/// A loss scale at which gradients that overflow are no longer the scale's fault: f16's smallest normal number, 2^-14.
+const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
 /// `train` evaluates more often: with the default data and sizes that takes as long as a hundred steps each time.
 const EVALUATE_HELP: &str = "Steps from one evaluation to the next, besides the one at the end";
@@ -119,6 +122,18 @@ impl Flags {
             precision,
             ..config
         };
+        if let Some(id) = config
+            .separator
+            .filter(|id| *id as usize >= sizes.vocab_size)
+        {
+            return Err(Error::Config {
+                config: common::PROGRAM,
+                field: "--separator",
+                expected: format!("under the vocabulary of {}", sizes.vocab_size),
+                got: id.to_string(),
+                hint: "it is the id of the token that documents end with".into(),
+            });
+        }
         let wanted_bytes = eager_bytes(&sizes, &config, &device)?;
         check_room(wanted_bytes, &sizes, &config, false, &device)?;
         let model = new_model(&sizes, seed, precision, &device)?;
@@ -153,13 +168,20 @@ impl Flags {
                 if targets > 0 {
                     let loss = loss_of(&config, &model, &batch, dropout)?;
                     sum += value(&loss)? * targets as f64;
-                    let gradients = backward(scaler.scale(&loss)?)?;
+                    let scaled = scaler.scale(&loss)?;
+                    drop(loss); // who holds it keeps the graph
+                    let gradients = backward(scaled)?;
                     accumulator.add_weighted(gradients, targets as f64)?;
                 }
             }
             let targets = accumulator.total_weight();
-            history.losses.push(sum / targets);
-            if targets > 0.0 {
+            let loss = sum / targets;
+            history
+                .losses
+                .push(if loss.is_finite() { loss } else { f64::NAN });
+            if targets == 0.0 {
+                history.skipped.push(step + 1);
+            } else {
                 let mut gradients = accumulator.mean()?;
                 if is_scaled {
                     scaler.unscale(&mut gradients, &parameters)?;
@@ -169,6 +191,9 @@ impl Flags {
                 }
                 optimizer.set_learning_rate(config.schedule.learning_rate(step));
                 let stepped = scaler.step(&mut optimizer, &mut gradients)?;
+                if !stepped && scaler.loss_scale() <= SMALLEST_SCALE {
+                    return Err(not_finite("gradients at every loss scale", step + 1));
+                }
                 scaler.update()?;
                 if !stepped {
                     history.skipped.push(step + 1);
@@ -182,6 +207,9 @@ impl Flags {
             }
             if taken == config.steps || taken.is_multiple_of(config.evaluate_every) {
                 let loss = evaluate(&config, &model, &held_out, &device)?;
+                if !loss.is_finite() {
+                    return Err(not_finite("the validation loss", taken));
+                }
                 history.evaluations.push(Evaluation { step: taken, loss });
             }
         }
@@ -342,6 +370,16 @@ fn evaluate(
         }
     }
     Ok(sum / all as f64)
+}
+
+/// The error of a run that has diverged.
+fn not_finite(what: &str, step: usize) -> Error {
+    Error::Data {
+        what: format!("{what} in step {step}"),
+        expected: "finite numbers".into(),
+        got: "infinity or NaN".into(),
+        hint: "lower the learning rate".into(),
+    }
 }
 
 /// A loss as a number.

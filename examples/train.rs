@@ -580,7 +580,10 @@ fn planned_bytes(
         precision: config.precision,
         loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
         checkpointing: model.checkpointing,
-        clip_norm: config.max_grad_norm,
+        // The trainer takes the norm of all gradients where it can.
+        clip_norm: config
+            .max_grad_norm
+            .or((!config.optimizer_in_backward).then_some(f64::INFINITY)),
         ..ranks
     };
     // Planning what cannot fit would take longer than anybody waits.

@@ -193,7 +193,6 @@ impl Strategy {
 }
 
 /// Which rank this is, of how many.
-#[allow(dead_code)] // not every example asks
 pub fn own_shard(communicator: &Communicator) -> Shard {
     Shard {
         rank: communicator.rank(),

@@ -24,10 +24,6 @@ const TRACED_STEPS: usize = 3;
 /// How steps are run.
 #[derive(Args, Clone, Debug)]
 pub struct Ways {
-    /// Changes nothing: every step is planned beforehand
-    #[arg(long)]
-    pub compile: bool,
-
     /// Bytes of a bucket, in MiB: a row each
     #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_name = "MIB")]
     bucket_mib: Vec<u64>,

@@ -113,7 +113,7 @@ fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
                 drop((node, y));
                 sums.add_all(&inputs, gradients, dy)?;
             }
-        } else if sums.whole_of(&y).is_some() {
+        } else if sums.is_view(&y) {
             if let Some(dy) = sums.take(&y) {
                 sums.add_view(&y, dy)?;
             }

@@ -45,9 +45,9 @@ impl Sums {
         &self.variables
     }
 
-    /// What `x` is a view of, if that is no result of candle's.
-    pub fn whole_of(&self, x: &Tensor) -> Option<TensorId> {
-        self.whole(x).map(|(id, _)| *id)
+    /// Whether `x` is a view of something that is no result of candle's.
+    pub fn is_view(&self, x: &Tensor) -> bool {
+        self.whole(x).is_some()
     }
 
     fn whole(&self, x: &Tensor) -> Option<&(TensorId, Vec<usize>)> {
@@ -63,7 +63,7 @@ impl Sums {
     }
 
     /// Takes that of a variable which nothing is added to any more: no other tensor has its elements.
-    pub fn complete(&mut self, variable: &Tensor) -> Result<Option<Tensor>> {
+    fn complete(&mut self, variable: &Tensor) -> Result<Option<Tensor>> {
         let gradient = self.take(variable).map(|sum| match sum.is_own {
             true => Ok(sum.gradient),
             false => {

@@ -39,7 +39,8 @@ pub enum Exchange {
     Flat,
     /// In backward: gradients are collected into buckets in the order in which they are complete, from the last layer's
     /// to the first's, and a bucket is averaged while backward goes on, as soon as it has so many bytes. 0: every
-    /// gradient by itself.
+    /// gradient by itself. That is in planned steps; [`Replicated::average`](super::Replicated::average) averages bucket
+    /// by bucket after backward.
     Overlapped {
         /// A bucket is full with these.
         bucket_bytes: u64,
@@ -68,6 +69,7 @@ pub struct ReplicatedConfig {
     /// When gradients are averaged.
     pub exchange: Exchange,
     /// What gradients are rounded to for the exchange: bf16 halves the bytes. `None`: they are exchanged as they are.
+    /// Planned steps on the CPU do not take bf16.
     ///
     /// In a planned step on a GPU the gradients of matrices are then made in bf16 by the products themselves, as with
     /// [an optimizer in backward](crate::compile::PlanConfig::optimizer_in_backward); those of embedding and norms stay
@@ -97,10 +99,8 @@ impl ReplicatedConfig {
 
 /// Fully sharded data parallelism: every rank has a part of each weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct FullyShardConfig {
     /// What gradients are rounded to for the exchange, as [`ReplicatedConfig::dtype`] says.
-    #[cfg_attr(feature = "serde", serde(with = "by_name"))]
     pub dtype: Option<DType>,
     /// In a planned step on a GPU weights are gathered together that are read one after the other, block by block,
     /// until they have so many bytes, while the ones before are at work; and so are gradients. The most weights that
@@ -125,26 +125,6 @@ impl FullyShardConfig {
     /// [`Error::Config`], as [`ReplicatedConfig::validate`].
     pub fn validate(&self) -> Result<()> {
         check_dtype("FullyShardConfig", self.dtype)
-    }
-}
-
-/// A dtype as serde has it: by its name.
-#[cfg(feature = "serde")]
-mod by_name {
-    use candle_core::DType;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
-
-    pub fn serialize<S: Serializer>(dtype: &Option<DType>, to: S) -> Result<S::Ok, S::Error> {
-        dtype.map(|dtype| dtype.as_str()).serialize(to)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<DType>, D::Error> {
-        let name = Option::<String>::deserialize(from)?;
-        let dtype = name.map(|name| {
-            let unknown = |_| D::Error::custom(format!("{name} is no dtype"));
-            name.parse().map_err(unknown)
-        });
-        dtype.transpose()
     }
 }
 

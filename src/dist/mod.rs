@@ -110,7 +110,6 @@ pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;
 pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
 pub use fully_shard::FullyShard;
-#[cfg(feature = "report")]
 pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
@@ -120,5 +119,4 @@ pub use paper::{plan_columns, plan_report};
 pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
-#[cfg(feature = "report")]
 pub use shard::Shard;

@@ -139,21 +139,26 @@ impl Replicated {
 
     /// Averages gradients as one tensor, and puts them back in their own dtypes.
     fn average_bucket(&self, bucket: Vec<(&Var, Tensor)>, gradients: &mut GradStore) -> Result<()> {
-        let flat = bucket.iter().map(|(_, gradient)| {
-            let flat = gradient.flatten_all()?;
-            flat.to_dtype(self.exchanged(gradient))
-        });
-        let flat = match &flat.collect::<candle_core::Result<Vec<_>>>()?[..] {
-            [] => return Ok(()),
-            [one] => one.force_contiguous()?, // another gradient may lie on the same storage
-            several => Tensor::cat(several, 0)?,
+        let mut places = Vec::new();
+        let mut flat = Vec::new();
+        for (var, gradient) in bucket {
+            places.push((var, gradient.dtype()));
+            let row = gradient.flatten_all()?;
+            flat.push(row.to_dtype(self.exchanged(&gradient))?);
+        }
+        let flat = match (&flat[..], &places[..]) {
+            ([], _) => return Ok(()),
+            // Another gradient may lie on the same storage.
+            ([one], [(_, dtype)]) if one.dtype() == *dtype => one.force_contiguous()?,
+            ([one], _) => one.clone(),
+            (several, _) => Tensor::cat(several, 0)?,
         };
         self.communicator.all_reduce(&flat, Reduce::Mean)?;
         let mut first = 0;
-        for (var, gradient) in bucket {
+        for (var, dtype) in places {
             let average = flat.narrow(0, first, var.elem_count())?;
             let average = average.reshape(var.shape())?;
-            gradients.insert(var, average.to_dtype(gradient.dtype())?);
+            gradients.insert(var, average.to_dtype(dtype)?);
             first += var.elem_count();
         }
         Ok(())

@@ -9,7 +9,6 @@ const PART_ELEMENTS: usize = 8;
 
 /// One rank of several, each of which has a share of something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Shard {
     /// From 0.
     pub rank: usize,

@@ -1,5 +1,5 @@
-//! A weight as products read it: itself; in an autocast region its copy in half precision, which is no node of the graph;
-//! all of one that ranks have parts of.
+//! A weight as products read it: itself; in an autocast region its copy in half precision, which is no node of the
+//! graph; all of one that ranks have parts of.
 //!
 //! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight
 //! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
@@ -13,12 +13,11 @@ use super::lowering::{Signature, Slot};
 use crate::grad::is_grad_enabled;
 use crate::{Error, Result, graph, precision, probe};
 use candle_core::{DType, Tensor, TensorId};
-use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
 /// A weight that ranks have parts of; its layer has a hollow tensor in its place.
-pub(crate) trait Divided: Any + Send + Sync {
+pub(crate) trait Divided: Send + Sync {
     /// All of it in `dtype`.
     fn gathered(&self, dtype: DType) -> Result<Tensor>;
 }

@@ -72,11 +72,7 @@ pub fn clip_grad_norm_checked(
 ///
 /// # Errors
 /// [`Error::Data`].
-pub(crate) fn check_norm(
-    norm: f64,
-    gradients: &GradStore,
-    parameters: &[(String, Var)],
-) -> Result<()> {
+fn check_norm(norm: f64, gradients: &GradStore, parameters: &[(String, Var)]) -> Result<()> {
     if norm.is_finite() {
         return Ok(());
     }

@@ -4,6 +4,7 @@ use crate::compile::check_precision;
 use crate::optim::{AdamWConfig, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 /// Batches, steps and hyperparameters of a run.
@@ -49,8 +50,8 @@ pub struct TrainConfig {
     /// Whether each parameter is updated as soon as its gradient is there, whose memory is then free again: one
     /// gradient is alive at a time. Their norm is not taken then ([`StepReport::grad_norm`](super::StepReport::grad_norm)
     /// is NaN), a loss that is not finite is an error *after* its update, and `max_grad_norm` must be `None`,
-    /// `accumulation` 1 and the loss not scaled. Not saved: it changes no weight.
-    #[serde(skip)]
+    /// `accumulation` 1 and the loss not scaled. False where a saved run says nothing.
+    #[serde(default)]
     pub optimizer_in_backward: bool,
     /// The most bytes that activations and gradients of a step may take: as little is recomputed in backward as
     /// [will do](crate::compile::PlanConfig::memory_budget_bytes). Not saved.
@@ -118,7 +119,7 @@ impl TrainConfig {
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0, a precision that
-    /// is not planned, an optimizer in backward beside clipping or accumulation; and those of the schedule, the
+    /// is not planned, an optimizer in backward beside clipping, accumulation or loss scaling; and those of the schedule, the
     /// optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
@@ -190,6 +191,15 @@ impl TrainConfig {
                 "None where the optimizer runs in backward",
                 format!("{:?}", self.max_grad_norm),
                 "clipping needs all gradients before the first update; leave one out",
+            );
+        }
+        let is_scaled = self.precision.dtype() == DType::F16 && self.loss_scaling.enabled;
+        if self.optimizer_in_backward && is_scaled {
+            return refuse(
+                "loss_scaling",
+                "not enabled where the optimizer runs in backward",
+                "enabled".into(),
+                "a step that overflows is left out, which is known when all gradients are; leave one out",
             );
         }
         if self.optimizer_in_backward && self.accumulation > 1 {

@@ -187,10 +187,7 @@ impl Trainer {
 
     /// What the other ranks have updated, where each updates a part.
     pub(super) fn gather_weights(&self) -> Result<()> {
-        match self.planned {
-            Some(_) => self.optimizer.gather_weights(),
-            None => Ok(()), // no step was taken here: all weights are those of the beginning
-        }
+        self.optimizer.gather_weights()
     }
 
     /// The ranks that train together, if they [do](Self::replicate).

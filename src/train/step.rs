@@ -40,7 +40,7 @@ pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) 
 
 impl Trainer {
     /// The plan of the run's step ([`TrainStep`]), from forward to update, in memory that is allocated once. It is made
-    /// here, or in the first [`step`](Self::step).
+    /// here, or in the first [`step`](Self::step). Where ranks train together, every rank calls it.
     ///
     /// ```
     /// # use tallow::data::Tokens;
@@ -65,6 +65,14 @@ impl Trainer {
         Ok(self.planned()?.0.plan())
     }
 
+    /// Has the next step see weights that were set or loaded from outside, as [`TrainStep::refresh`] does: a plan on a
+    /// GPU keeps copies of them in half precision.
+    pub fn refresh(&mut self) {
+        if let Some(step) = &mut self.planned {
+            step.refresh();
+        }
+    }
+
     /// The planned step, made now if there is none yet, and the optimizer that it steps.
     fn planned(&mut self) -> Result<(&mut TrainStep, &mut AdamW)> {
         let step = match self.planned.take() {
@@ -85,7 +93,8 @@ impl Trainer {
         Ok((self.planned.insert(step), &mut self.optimizer))
     }
 
-    /// Executes the step. After an error weights, optimizer and scale are what they were.
+    /// Executes the step. After an error weights, optimizer and scale are what they were, but with the optimizer in
+    /// backward.
     pub(super) fn update(&mut self, learning_rate: f64) -> Result<Done> {
         let batches = self.batches().map(|i| self.training_batch(i));
         let batches = batches.collect::<Result<Vec<_>>>()?;
@@ -138,7 +147,7 @@ impl Trainer {
     }
 
     /// The run's step, as plans are told of it.
-    pub(super) fn plan_config(&self) -> PlanConfig {
+    fn plan_config(&self) -> PlanConfig {
         let config = &self.config;
         // The history wants the norm, which guards the update too; it takes all gradients.
         let all_norms = (!config.optimizer_in_backward).then_some(f64::INFINITY);

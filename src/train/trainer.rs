@@ -93,13 +93,15 @@ pub struct Trainer {
 impl Trainer {
     /// A run at its beginning.
     ///
-    /// The weights are trained where they are: a clone of `model` kept outside shares them. The data are
+    /// The weights are trained where they are: a clone of `model` kept outside shares them; call
+    /// [`refresh`](Self::refresh) after setting them. The data are
     /// [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for a configuration that cannot work, windows longer than the model's
     /// context, or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model
-    /// whose parameters are not in f32 (or, in a run in f32, in f64); [`Error::Data`](crate::Error::Data) for data shorter than a window.
+    /// whose parameters are not in f32 (or, in a run in f32, in f64); [`Error::Data`](crate::Error::Data) for data
+    /// shorter than a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,
@@ -150,7 +152,8 @@ impl Trainer {
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) for a loss or a gradient that is not finite, and whatever data and ops
     /// refuse. Where the loss is scaled such a step is skipped instead, until the scale has fallen to 2^-14 and
-    /// gradients overflow nonetheless. Neither weights nor optimizer have changed then, and the run is where it was.
+    /// gradients overflow nonetheless. Neither weights nor optimizer have changed then, and the run is where it was (but
+    /// with [the optimizer in backward](TrainConfig::optimizer_in_backward), which has updated them).
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         if self.is_done() {
             return Ok(None);

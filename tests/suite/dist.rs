@@ -87,7 +87,6 @@ fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
     })
 }
 
-/// The bits of all elements, in f32.
 /// The gradients of a rank's loss, averaged over the ranks.
 fn averaged(replicated: &dist::Replicated, loss: Tensor) -> tallow::Result<GradStore> {
     let mut gradients = tallow::backward(loss)?;
@@ -95,6 +94,7 @@ fn averaged(replicated: &dist::Replicated, loss: Tensor) -> tallow::Result<GradS
     Ok(gradients)
 }
 
+/// The bits of all elements, in f32.
 fn bits(x: &Tensor) -> Vec<u32> {
     let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     x.into_iter().map(f32::to_bits).collect()

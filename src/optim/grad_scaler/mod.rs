@@ -297,8 +297,7 @@ impl GradScaler {
         }
     }
 
-    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update); `None` where
-    /// only another rank's part of one was.
+    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update).
     pub fn non_finite(&self) -> Option<&str> {
         self.non_finite.as_deref()
     }

@@ -1,4 +1,4 @@
-//! Steps planned on a GPU against steps planned on the CPU, and against themselves.
+//! Steps planned on a GPU against candle's backward there, losses of some steps planned on the CPU, and themselves.
 
 use super::{CPU, batch, bits, config, distance};
 use candle_core::{DType, Device, Tensor};
