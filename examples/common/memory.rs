@@ -9,10 +9,10 @@ const PROCESS_BYTES: u64 = 64 << 20;
 
 /// The bytes that each of these runs may use on `device`: the limit of the flag in GiB, or what is available.
 ///
-/// Memory is tight where a run on the CPU fits but leaves less than half its own size and [`PROCESS_BYTES`]. Then blocks come from the system one by one:
-/// mimalloc rounds them up, and keeps freed pages that no later block may fit, together up to half of what a step has
-/// allocated. And each kind of run is done once, at the smallest sizes, before it is asked what is available: what the
-/// process has besides a step is used by then.
+/// Memory is tight where a run on the CPU fits but leaves less than half its own size and [`PROCESS_BYTES`]. Then
+/// blocks come from the system one by one: mimalloc rounds them up, and keeps freed pages that no later block may fit,
+/// together up to half of what a step has allocated. And each kind of run is done once, at the smallest sizes, before
+/// it is asked what is available: what the process has besides a step is used by then.
 pub fn available_bytes<'r>(
     device: &Device,
     limit_gib: Option<f64>,

@@ -39,8 +39,8 @@ pub enum Exchange {
     Flat,
     /// In backward: gradients are collected into buckets in the order in which they are complete, from the last layer's
     /// to the first's, and a bucket is averaged while backward goes on, as soon as it has so many bytes. 0: every
-    /// gradient by itself. That is in planned steps; [`Replicated::average`](super::Replicated::average) averages bucket
-    /// by bucket after backward.
+    /// gradient by itself. That is in planned steps; [`Replicated::average`](super::Replicated::average) averages
+    /// bucket by bucket after backward.
     Overlapped {
         /// A bucket is full with these.
         bucket_bytes: u64,

@@ -11,8 +11,8 @@ use crate::report::{Column, Fields, Report};
 ///
 /// Each step is planned, as on a GPU: memory is [`Plan::total_bytes`], of rank 0, and time is [`Plan::timeline`] by the
 /// rates that are given for the number of ranks. A strategy is a configuration with a name,
-/// whose [`ranks`](PlanConfig::ranks) say what is divided; which rank of how many does not matter here. Efficiency is the
-/// step of a rank alone over that of the row.
+/// whose [`ranks`](PlanConfig::ranks) say what is divided; which rank of how many does not matter here. Efficiency is
+/// the step of a rank alone over that of the row.
 ///
 /// ```
 /// use tallow::compile::{PlanConfig, Rates, StepRanks};

@@ -48,9 +48,10 @@ pub struct TrainConfig {
     #[serde(default)]
     pub loss_scaling: GradScalerConfig,
     /// Whether each parameter is updated as soon as its gradient is there, whose memory is then free again: one
-    /// gradient is alive at a time. Their norm is not taken then ([`StepReport::grad_norm`](super::StepReport::grad_norm)
-    /// is NaN), a loss that is not finite is an error *after* its update, and `max_grad_norm` must be `None`,
-    /// `accumulation` 1 and the loss not scaled. False where a saved run says nothing.
+    /// gradient is alive at a time. Their norm is not taken then
+    /// ([`StepReport::grad_norm`](super::StepReport::grad_norm) is NaN), a loss that is not finite is an error *after*
+    /// its update, and `max_grad_norm` must be `None`, `accumulation` 1 and the loss not scaled. False where a saved
+    /// run says nothing.
     #[serde(default)]
     pub optimizer_in_backward: bool,
     /// The most bytes that activations and gradients of a step may take: as little is recomputed in backward as
@@ -119,8 +120,8 @@ impl TrainConfig {
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0, a precision that
-    /// is not planned, an optimizer in backward beside clipping, accumulation or loss scaling; and those of the schedule, the
-    /// optimizer and the loss scale.
+    /// is not planned, an optimizer in backward beside clipping, accumulation or loss scaling; and those of the
+    /// schedule, the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TrainConfig", field, got).must_be(expected, hint))

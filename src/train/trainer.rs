@@ -152,8 +152,8 @@ impl Trainer {
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) for a loss or a gradient that is not finite, and whatever data and ops
     /// refuse. Where the loss is scaled such a step is skipped instead, until the scale has fallen to 2^-14 and
-    /// gradients overflow nonetheless. Neither weights nor optimizer have changed then, and the run is where it was (but
-    /// with [the optimizer in backward](TrainConfig::optimizer_in_backward), which has updated them).
+    /// gradients overflow nonetheless. Neither weights nor optimizer have changed then, and the run is where it was
+    /// (but with [the optimizer in backward](TrainConfig::optimizer_in_backward), which has updated them).
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         if self.is_done() {
             return Ok(None);

@@ -101,11 +101,8 @@ impl Replay<'_> {
         let Some(node) = self.node(event) else {
             return (MemoryKind::Activations, What::Output(event));
         };
-        match node.op {
-            WEIGHT_CAST => {
-                return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
-            }
-            _ => {}
+        if node.op == WEIGHT_CAST {
+            return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
         }
         let is_result = |id| self.graph.outputs.iter().any(|output| output.value == id);
         let kind = match is_result(node.output) {
