@@ -24,7 +24,7 @@ pub enum StepRanks {
 }
 
 impl StepRanks {
-    /// How gradients are averaged, where each rank has all of them.
+    /// The exchange of gradients, where each rank has all of them.
     pub(super) fn replicated(self) -> Option<ReplicatedConfig> {
         match self {
             Self::Replicated(config) | Self::ShardedOptimizer(config, _) => Some(config),
@@ -32,7 +32,7 @@ impl StepRanks {
         }
     }
 
-    /// How weights are gathered, where each rank has a part.
+    /// The exchange of weights and gradients, where each rank has a part.
     pub(super) fn fully_sharded(self) -> Option<FullyShardConfig> {
         match self {
             Self::FullySharded(config, _) => Some(config),
@@ -40,7 +40,7 @@ impl StepRanks {
         }
     }
 
-    /// Which rank this is, where something is divided besides the batch.
+    /// This rank's share, where something is divided besides the batch.
     pub(super) fn shard(self) -> Option<Shard> {
         match self {
             Self::ShardedOptimizer(_, own) | Self::FullySharded(_, own) => Some(own),
@@ -48,7 +48,7 @@ impl StepRanks {
         }
     }
 
-    /// What gradients are rounded to for their exchange.
+    /// The dtype that gradients are rounded to for their exchange.
     pub(super) fn exchanged(self) -> Option<DType> {
         match self {
             Self::Alone => None,

@@ -132,7 +132,7 @@ impl Replicated {
         }
     }
 
-    /// What a gradient is averaged in.
+    /// The dtype that a gradient is averaged in.
     fn exchanged(&self, gradient: &Tensor) -> DType {
         self.config.dtype.unwrap_or(gradient.dtype())
     }

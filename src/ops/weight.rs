@@ -149,8 +149,8 @@ pub(super) fn tell_kept(copies: &[WeightCopy]) {
     }
 }
 
-/// What products read of input `input`, a weight: itself, or the copy beside it, where its own dtype is another than
-/// x's. Copies stand first in what an op reads, in the order of their weights.
+/// The slot that products read input `input` from, a weight: itself, or the copy beside it, where its own dtype is
+/// another than x's. Copies stand first in what an op reads, in the order of their weights.
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
     let is_copied = |input: &usize| signature.inputs[*input].dtype != signature.inputs[0].dtype;
     match is_copied(&input) {

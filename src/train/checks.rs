@@ -16,7 +16,7 @@ pub(super) fn scaler(config: &TrainConfig) -> Result<Option<GradScaler>> {
     }
 }
 
-/// Whether the model's parameters are in f32, or in f64 where the precision is f32.
+/// Refuses parameters that are not in f32, or in f64 where the precision is f32.
 pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result<()> {
     let precision = config.precision;
     let other = model.parameters().into_iter().find(|(_, parameter)| {

@@ -39,7 +39,7 @@ pub struct TrainConfig {
     pub optimizer: AdamWConfig,
     /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
     pub max_grad_norm: Option<f64>,
-    /// What forward and loss compute in, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
+    /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
     /// parameters are in f32. f32 where a saved run says nothing.
     #[serde(default)]
     pub precision: Precision,
@@ -47,7 +47,7 @@ pub struct TrainConfig {
     /// it is, and gradients that overflow are an error. The default where a saved run says nothing.
     #[serde(default)]
     pub loss_scaling: GradScalerConfig,
-    /// Whether each parameter is updated as soon as its gradient is there, whose memory is then free again: one
+    /// Updates each parameter as soon as its gradient is there, whose memory is then free again: one
     /// gradient is alive at a time. Their norm is not taken then
     /// ([`StepReport::grad_norm`](super::StepReport::grad_norm) is NaN), a loss that is not finite is an error *after*
     /// its update, and `max_grad_norm` must be `None`, `accumulation` 1 and the loss not scaled. False where a saved

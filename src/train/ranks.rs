@@ -185,7 +185,7 @@ impl Trainer {
         self.optimizer.shard(replicated.communicator())
     }
 
-    /// What the other ranks have updated, where each updates a part.
+    /// Fetches the weights that other ranks have updated, where each updates a part.
     pub(super) fn gather_weights(&self) -> Result<()> {
         self.optimizer.gather_weights()
     }

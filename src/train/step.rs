@@ -12,16 +12,16 @@ use candle_core::Tensor;
 /// even here has diverged. (Not 1: a sum over many tokens may want less.)
 const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
-/// What a step has done.
+/// The outcome of a step.
 pub(super) struct Done {
     /// The mean over the targets that count.
     pub(super) loss: f64,
-    /// How many targets count, of all ranks.
+    /// The number of targets that count, of all ranks.
     pub(super) tokens: usize,
     /// NaN where none was taken.
     pub(super) grad_norm: f64,
     pub(super) skipped: bool,
-    /// What the loss was multiplied by.
+    /// The factor that the loss was multiplied by.
     pub(super) loss_scale: Option<f64>,
 }
 
