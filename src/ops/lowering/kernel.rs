@@ -1,14 +1,14 @@
 //! A kernel as a planned call has it.
 
+#[cfg(feature = "cuda")]
+use super::Operands;
 use super::{Accumulate, Slices};
 use crate::graph::{self, Attribute, Room};
 use crate::kernels::Mask;
 use crate::ops::operand::check_granted;
-use crate::ops::product;
-use candle_core::{Result, bail};
+use crate::ops::{product, reserve_scratch};
+use candle_core::{DType, Result, bail};
 use std::fmt;
-#[cfg(feature = "cuda")]
-use {super::Operands, candle_core::DType};
 
 /// A kernel by name, of what it does with its parameters and slices; `$T` is the type of the elements of its first
 /// operand, or of the one named `$of`.
@@ -309,7 +309,11 @@ impl Kernel {
     /// it needs for itself.
     pub(crate) fn run(&self, slices: &Slices<'_>) -> Result<()> {
         let room = match self.is_product() {
-            true => product::packed(self, slices.dtype()?).ok(),
+            true => {
+                let dtype = slices.dtype()?;
+                reserve_scratch(dtype != DType::F32)?;
+                product::packed(self, dtype).ok()
+            }
             false => self.taking,
         };
         if let Some(room) = room {

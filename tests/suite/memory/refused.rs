@@ -148,15 +148,29 @@ fn ways() -> [Way; 5] {
     [eager, in_bf16(eager), recomputed, planned, in_bf16(planned)]
 }
 
-/// Runs a step with memory refused as it is by now; whether that was noticed.
-fn attempt(way: &Way, expected: f32, what: &str) -> bool {
+/// Runs a step with so many bytes left; the error, if that was noticed.
+fn attempt(way: &Way, left: usize, expected: f32) -> Option<tallow::Error> {
+    LEFT.store(left, SeqCst);
     let step = way.step();
     LEFT.store(usize::MAX, SeqCst);
-    match &step {
-        Err(error) => assert!(error.is_out_of_memory(), "{way:?}, {what}: {error}"),
-        Ok(loss) => assert_eq!(*loss, expected, "{way:?}, {what}"),
+    match step {
+        Err(error) => {
+            assert!(
+                error.is_out_of_memory(),
+                "{way:?}, {left} bytes left: {error}"
+            );
+            Some(error)
+        }
+        Ok(loss) => {
+            assert_eq!(loss, expected, "{way:?}, {left} bytes left");
+            None
+        }
     }
-    step.is_err()
+}
+
+/// The limits on memory that are tried: none is left, and so on until a step runs.
+fn limits() -> impl Iterator<Item = usize> {
+    (0..).map(|i| i * LARGE_BYTES)
 }
 
 /// Alone in its process, which an abort would end. Memory ends at so many bytes beyond what is there, from none to what
@@ -167,17 +181,28 @@ fn a_step_that_memory_is_refused_is_an_error() {
         return;
     }
     for way in ways() {
-        // What threads keep for products is the process's. Else a thread may find its first work with memory refused.
-        tallow::memory::system::reserve_scratch(way.precision).unwrap();
         let expected = way.step().unwrap();
-        let mut left = 0;
-        loop {
-            LEFT.store(left, SeqCst);
-            if !attempt(&way, expected, &format!("{left} bytes left")) {
-                break;
-            }
-            left += LARGE_BYTES;
-        }
-        assert!(left > 20 * LARGE_BYTES, "{way:?}: {left} bytes");
+        let refused = limits().map_while(|left| attempt(&way, left, expected));
+        let refused = refused.count();
+        assert!(refused > 20, "{way:?}: {refused}");
+    }
+}
+
+/// As above, each time on threads that have computed nothing yet: what a thread keeps for products is refused too.
+#[test]
+fn a_first_step_of_threads_that_memory_is_refused_is_an_error() {
+    if child::ran("memory::refused::a_first_step_of_threads_that_memory_is_refused_is_an_error") {
+        return;
+    }
+    let on_new_threads = |way: &Way, left, expected| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build();
+        pool.unwrap().install(|| attempt(way, left, expected))
+    };
+    for way in ways() {
+        let expected = way.step().unwrap();
+        let refused = limits().map_while(|left| on_new_threads(&way, left, expected));
+        let of_threads = |error: &tallow::Error| error.to_string().contains("scratch of threads");
+        let refused = refused.filter(of_threads).count();
+        assert!(refused > 5, "{way:?}: {refused}");
     }
 }

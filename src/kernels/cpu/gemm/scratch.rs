@@ -4,8 +4,10 @@ use super::matrix::{MatMut, MatRef};
 use super::panels;
 use super::threads::Threads;
 use crate::kernels::cpu::Lanes;
-use std::cell::RefCell;
+use gemm_common::cache::CACHE_INFO;
+use std::cell::{Cell, RefCell};
 use std::collections::TryReserveError;
+use std::sync::{Mutex, PoisonError};
 
 /// A cache line.
 #[derive(Clone, Copy)]
@@ -21,6 +23,8 @@ pub(super) const ROUNDED_BYTES: usize = FACTOR_BYTES + (7 << 18);
 thread_local! {
     /// What a thread packs into: kept, since fresh memory costs a page fault for every 4 KiB.
     static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    /// How many bytes a thread, as all threads of its pool, has reserved.
+    static RESERVED: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Calls `f` with `count` elements of the thread's scratch, with whatever they hold, aligned to cache lines.
@@ -41,40 +45,61 @@ pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
     SCRATCH.set(lines);
 }
 
-/// Makes this thread and all of the current pool take their scratch now, so that no product takes it later: for
-/// measurements of what a step allocates. `rounds` where c is in half precision.
+/// Makes this thread and all of the current pool allocate their scratch, unless they have, so that no product does
+/// it later, where a refused allocation would abort the process. `rounds` where c is in half precision.
 ///
 /// # Errors
 /// A thread whose scratch is not granted.
 pub fn reserve_scratch(rounds: bool) -> Result<(), TryReserveError> {
-    let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
+    let bytes = kept_bytes(rounds);
+    if RESERVED.get() >= bytes {
+        return Ok(());
+    }
     let reserve = || {
         SCRATCH.with_borrow_mut(|lines| grow(lines, bytes))?;
-        reserve_of_gemm_crate();
-        Ok(())
+        reserve_of_gemm_crate()
     };
     let own = reserve();
-    rayon::broadcast(|_| reserve())
+    let reserved = rayon::broadcast(|_| reserve())
         .into_iter()
-        .fold(own, Result::and)
+        .fold(own, Result::and);
+    if reserved.is_ok() {
+        RESERVED.set(bytes);
+    }
+    reserved
 }
 
 /// The `gemm` crate's threads keep a buffer too, from the first product on whose left factor it packs block by block:
-/// here one of the two, whichever factor it takes for the left.
-fn reserve_of_gemm_crate() {
+/// here one of the two, whichever factor it takes for the left. It aborts where that is refused, so we ask before, one
+/// thread at a time.
+fn reserve_of_gemm_crate() -> Result<(), TryReserveError> {
     const SIDE: usize = 32;
+    static ASKING: Mutex<()> = Mutex::new(());
+    let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut asked = Vec::<u8>::new();
+    asked.try_reserve_exact(slab_bytes())?;
+    drop(std::hint::black_box(asked)); // or the compiler leaves the allocation out
     let (x, mut y) = ([0f32; SIDE * SIDE], [0f32; SIDE * SIDE]);
     let x = MatRef::new(&x, SIDE, SIDE);
     for x in [x, x.t()] {
         let y = MatMut::new(&mut y, SIDE, SIDE);
         panels::product(x, x, y, false, Threads::One);
     }
+    Ok(())
+}
+
+/// The buffer that a thread of the `gemm` crate keeps.
+fn slab_bytes() -> usize {
+    CACHE_INFO[1].cache_bytes // its level 2 cache
 }
 
 /// How much [`reserve_scratch`] takes in all.
 pub fn scratch_bytes(rounds: bool) -> usize {
-    let bytes = if rounds { ROUNDED_BYTES } else { FACTOR_BYTES };
-    bytes * (rayon::current_num_threads() + 1)
+    (kept_bytes(rounds) + slab_bytes()) * (rayon::current_num_threads() + 1)
+}
+
+fn kept_bytes(rounds: bool) -> usize {
+    if rounds { ROUNDED_BYTES } else { FACTOR_BYTES }
 }
 
 fn grow(lines: &mut Vec<Line>, bytes: usize) -> Result<(), TryReserveError> {
