@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use std::time::Duration;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::ops;
 use tallow::optim::{AdamW, AdamWConfig};
@@ -51,14 +51,12 @@ impl Training {
         self.optimizer.step(&gradients)
     }
 
-    fn planned(&self, precision: Precision) -> Result<TrainStep> {
-        let plan = PlanConfig {
-            batch_size: BATCH,
-            sequence_length: LENGTH,
+    fn planned(&self, precision: Precision) -> Result<Step<'static>> {
+        let config = StepConfig {
             precision,
             ..Default::default()
         };
-        TrainStep::new(&self.model, &self.optimizer, &plan)
+        Step::of(&self.model, &self.optimizer, &config)
     }
 }
 
@@ -85,14 +83,14 @@ fn measure(criterion: &mut Criterion) -> Result<()> {
         group.bench_function("planned forward+backward", |bencher| {
             let (tokens, targets) = (&training.tokens, &training.targets);
             bencher.iter(|| {
-                let loss = planned.forward_backward(tokens, targets);
+                let loss = planned.forward_backward((tokens, targets));
                 loss.expect("gradients")
             });
         });
         group.bench_function("planned step", |bencher| {
             let (tokens, targets) = (&training.tokens, &training.targets);
             bencher.iter(|| {
-                let loss = planned.run(&mut training.optimizer, tokens, targets);
+                let loss = planned.run(&mut training.optimizer, (tokens, targets));
                 loss.expect("a step")
             });
         });

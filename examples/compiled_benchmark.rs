@@ -35,7 +35,7 @@ use model::ModelFlags;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::compile::PlanConfig;
+use tallow::compile::StepConfig;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report};
 
@@ -140,7 +140,7 @@ impl Flags {
         publish::check(&self.output, is_both)?;
         self.output
             .check_columns([attention::columns(), model::columns()])?;
-        let plan = PlanConfig {
+        let plan = StepConfig {
             precision: self.precision,
             ..Default::default()
         };

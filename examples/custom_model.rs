@@ -26,7 +26,7 @@ use rand_chacha::ChaCha8Rng;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Step, StepConfig};
 use tallow::graph::{self, Graph, Target};
 use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
@@ -201,7 +201,9 @@ impl Flags {
         };
         let mut optimizer = AdamW::new(model.parameters(), config)?;
         let mut planned = match self.planned {
-            true => Some(self.plan(model, &optimizer)?),
+            true => Some(Step::new(&optimizer, &StepConfig::default(), |inputs| {
+                model.loss(&inputs.get("tokens")?, &inputs.get("targets")?)
+            })?),
             false => None,
         };
         let mut random = ChaCha8Rng::seed_from_u64(self.common.seed);
@@ -214,10 +216,7 @@ impl Flags {
             }
             let _step = profile::step();
             losses.push(match &mut planned {
-                Some(plan) => {
-                    let inputs = [("tokens", &tokens), ("targets", &targets)];
-                    plan.run(&mut optimizer, &inputs)?
-                }
+                Some(step) => step.run(&mut optimizer, (&tokens, &targets))?,
                 None => eager_step(model, &mut optimizer, [&tokens, &targets])?,
             });
             common::progress(format!("step {step}: loss {:.4}", losses[step]));
@@ -229,16 +228,6 @@ impl Flags {
         let summary =
             profile::ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
         Ok((summary, losses, note))
-    }
-
-    /// A step of the model, planned for the batch's shape.
-    fn plan(&self, model: &Gpt2, optimizer: &AdamW) -> Result<LossStep> {
-        let shape = (self.batch_size, self.n_positions);
-        let tokens = graph::input("tokens", shape, DType::U32)?;
-        let targets = graph::input("targets", shape, DType::U32)?;
-        LossStep::new(optimizer, &StepConfig::default(), || {
-            model.loss(&tokens, &targets)
-        })
     }
 
     /// Of a new batch's tokens, the share that the model foresees.

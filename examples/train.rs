@@ -46,7 +46,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use tallow::compile::{PlanConfig, StepRanks, TrainStep};
+use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::dist::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -499,12 +499,7 @@ impl Flags {
                 StepRanks::FullySharded(exchange.parts(), own_shard(communicator))
             }
         };
-        let plan = PlanConfig {
-            optimizer_in_backward: config.optimizer_in_backward,
-            ranks,
-            ..Default::default()
-        };
-        let wanted_bytes = planned_bytes(model, config, plan, device)?;
+        let wanted_bytes = planned_bytes(model, config, ranks, device)?;
         check_room(wanted_bytes, model, config, true, device)
     }
 }
@@ -570,28 +565,30 @@ fn scale(trainer: &Trainer) -> String {
 fn planned_bytes(
     model: &TransformerConfig,
     config: &TrainConfig,
-    ranks: PlanConfig,
+    ranks: StepRanks,
     device: &Device,
 ) -> Result<u64> {
-    let plan = PlanConfig {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
+    let tokens = [config.batch_size, config.sequence_length];
+    let step = StepConfig {
         accumulation: config.accumulation,
         precision: config.precision,
         loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
-        checkpointing: model.checkpointing,
+        optimizer_in_backward: config.optimizer_in_backward,
         // The trainer takes the norm of all gradients where it can.
         clip_norm: config
             .max_grad_norm
             .or((!config.optimizer_in_backward).then_some(f64::INFINITY)),
-        ..ranks
+        ranks,
+        ..Default::default()
     };
     // Planning what cannot fit would take longer than anybody waits.
-    let least_bytes = TrainStep::least_bytes(model, &plan)?;
+    let least_bytes = Step::least_bytes(model, &step, tokens)?;
     match tallow::hardware::available_bytes_on(device) {
         Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
         _ => {
-            let (plan, _) = TrainStep::plan_on(device, model, &plan)?;
+            let rows = config.batch_size.saturating_mul(config.accumulation);
+            let batch = Batch::hollow(rows, config.sequence_length)?;
+            let (plan, _) = Step::plan_of(device, model, &step, batch)?;
             Ok(plan.with_moments(config.optimizer.moments).total_bytes())
         }
     }

@@ -3,7 +3,7 @@
 use super::precision::PrecisionFlags;
 use clap::ValueEnum;
 use tallow::bench::Execution;
-use tallow::compile::PlanConfig;
+use tallow::compile::StepConfig;
 use tallow::memory::Mode;
 use tallow::precision::Precision;
 use tallow::{Error, Result};
@@ -121,7 +121,7 @@ pub fn check_planned_flags(
 
 /// Whether steps can be planned in it.
 fn can_plan(precision: Precision) -> bool {
-    let plan = PlanConfig {
+    let plan = StepConfig {
         precision,
         ..Default::default()
     };

@@ -85,16 +85,17 @@ impl Flags {
         let init = of_run()?;
         let mut row = Fields::new();
         meter.reset_peak();
-        let mut planned = job.planned(&optimizer, &self.plan_config()?)?;
+        let mut planned = job.planned(&optimizer, &self.step_config()?)?;
+        let predicted_bytes = planned.prepare((&tokens, &targets))?.total_bytes();
         for _ in 0..2 {
-            planned.run(&mut optimizer, &tokens, &targets)?;
+            planned.run(&mut optimizer, (&tokens, &targets))?;
         }
         row.insert("after_bytes", of_run()?);
         row.insert(
             "peak_bytes",
             meter.peak_bytes().map(|peak| peak.saturating_sub(base)),
         );
-        row.insert("predicted_bytes", planned.plan().total_bytes());
+        row.insert("predicted_bytes", predicted_bytes);
         let state = optimizer.state().into_iter();
         let state = state.map(|(_, x)| (x.elem_count() * x.dtype().size_in_bytes()) as u64);
         row.insert("state_bytes", state.sum::<u64>());

@@ -5,7 +5,7 @@ use super::common::ranks::Strategy;
 use super::steps::Way;
 use super::{Flags, common, values};
 use clap::Args;
-use tallow::compile::{PlanConfig, Rates, StepRanks, TrainStep};
+use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
 use tallow::dist::{Shard, plan_columns, plan_report};
 use tallow::report::{Column, Report};
 use tallow::{Error, Result};
@@ -70,7 +70,9 @@ impl Flags {
             let config = with_attention(&model.config, self.attention);
             let fitted = |rates: Rates| match self.paper.alone_ms(place, models.len())? {
                 Some(ms) => {
-                    let (alone, _) = TrainStep::plan_for_gpu(&config, &self.plan_config()?)?;
+                    let batch = Batch::hollow(self.batch_size, self.context_length)?;
+                    let step = self.step_config()?;
+                    let (alone, _) = Step::plan_of(Target::Cuda, &config, &step, batch)?;
                     rates.fitted_to(&alone, ms / 1e3)
                 }
                 None => Ok(rates),
@@ -80,7 +82,8 @@ impl Flags {
             let ranks = ranks.collect::<Result<Vec<_>>>()?;
             for (strategy, exchange, plan) in self.strategies()? {
                 common::progress(format_args!("{}, {strategy}, on paper", model.name));
-                let report = plan_report(&config, &[(strategy, plan)], &ranks)?;
+                let tokens = [self.batch_size, self.context_length];
+                let report = plan_report(&config, tokens, &[(strategy, plan)], &ranks)?;
                 all.notes = report.notes;
                 all.rows.extend(report.rows.into_iter().map(|mut row| {
                     row.insert("model", model.name.as_str());
@@ -93,8 +96,8 @@ impl Flags {
     }
 
     /// What steps measure too, but for exchanges that do not overlap.
-    fn strategies(&self) -> Result<Vec<(&'static str, String, PlanConfig)>> {
-        let plan = self.plan_config()?;
+    fn strategies(&self) -> Result<Vec<(&'static str, String, StepConfig)>> {
+        let plan = self.step_config()?;
         let own = Shard {
             rank: 0,
             world_size: 1, // whatever the number of GPUs
@@ -106,7 +109,7 @@ impl Flags {
                 (Strategy::ShardedOptimizer, _) => StepRanks::ShardedOptimizer(way.exchange, own),
                 _ => StepRanks::Replicated(way.exchange),
             };
-            let plan = PlanConfig {
+            let plan = StepConfig {
                 ranks,
                 ..plan.clone()
             };

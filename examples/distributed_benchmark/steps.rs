@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use clap::Args;
 use std::path::PathBuf;
 use tallow::bench::Stopwatch;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::dist::{
     Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
 };
@@ -188,10 +188,11 @@ impl Flags {
             optimizer.shard(communicator)?;
         }
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
-        let mut planned = job.planned(&optimizer, &self.plan_config()?)?;
+        let mut planned = job.planned(&optimizer, &self.step_config()?)?;
+        planned.prepare((&tokens, &targets))?;
         communicator.barrier()?;
         let mut stopwatch = Stopwatch::new(device).warmup(self.warmup_steps);
-        let mut step = || planned.run(&mut optimizer, &tokens, &targets).map(drop);
+        let mut step = || planned.run(&mut optimizer, (&tokens, &targets)).map(drop);
         let timing = stopwatch.measure(self.steps, &mut step);
         if let Some(path) = trace {
             let profiler = match communicator.rank() {
@@ -210,11 +211,9 @@ impl Flags {
         timing
     }
 
-    pub fn plan_config(&self) -> Result<PlanConfig> {
+    pub fn step_config(&self) -> Result<StepConfig> {
         let budget = self.ways.memory_budget_gib;
-        Ok(PlanConfig {
-            batch_size: self.batch_size,
-            sequence_length: self.context_length,
+        Ok(StepConfig {
             precision: self.precision.precision()?,
             memory_budget_bytes: budget.map(|gib| (gib * 2f64.powi(30)) as u64),
             ..Default::default()
@@ -282,13 +281,14 @@ impl Job {
         }
     }
 
-    pub fn planned(&self, optimizer: &AdamW, config: &PlanConfig) -> Result<TrainStep> {
+    pub fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Result<Step<'static>> {
+        let model = &self.model;
         match (&self.replicated, &self.sharded) {
             (Some(replicated), _) => {
-                TrainStep::replicated(&self.model, optimizer, config, replicated)
+                Step::of(model, optimizer, config)?.replicated(optimizer, replicated)
             }
-            (_, Some(sharded)) => TrainStep::fully_sharded(&self.model, optimizer, config, sharded),
-            _ => TrainStep::new(&self.model, optimizer, config),
+            (_, Some(sharded)) => Step::of_fully_sharded(model, optimizer, config, sharded),
+            _ => Step::of(model, optimizer, config),
         }
     }
 }

@@ -75,7 +75,7 @@ impl AttentionConfig {
             None => Ok(()),
             Some(dropout) => Err(Error::config(op, "dropout", dropout.probability).must_be(
                 "None: every run would drop the same probabilities",
-                "plan a loss by compile::LossStep, whose runs are given a key",
+                "plan a loss by compile::Step, whose runs are given a key",
             )),
         }
     }

@@ -35,11 +35,11 @@ pub struct EndToEnd {
     /// Eager, or planned: on the CPU or a CUDA GPU, in f32 or under autocast, with this crate's AdamW.
     pub execution: Execution,
     /// Whether each parameter is updated as soon as its gradient is there
-    /// ([`PlanConfig::optimizer_in_backward`](crate::compile::PlanConfig::optimizer_in_backward)): for planned training
+    /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)): for planned training
     /// steps.
     pub optimizer_in_backward: bool,
     /// The most bytes that the arena may have
-    /// ([`PlanConfig::memory_budget_bytes`](crate::compile::PlanConfig::memory_budget_bytes)): for planned training
+    /// ([`StepConfig::memory_budget_bytes`](crate::compile::StepConfig::memory_budget_bytes)): for planned training
     /// steps.
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.

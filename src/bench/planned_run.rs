@@ -2,7 +2,7 @@
 
 use super::update::LossScaling;
 use super::{EndToEnd, Execution, Lap, LapTimings, Laps, OptimizerChoice};
-use crate::compile::{Forward, PhaseTimes, Plan, PlanConfig, TrainStep};
+use crate::compile::{Batch, Forward, PhaseTimes, Plan, Step, StepConfig};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
@@ -81,7 +81,6 @@ impl EndToEnd {
     /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that
     /// may be used: nothing is planned then, which would take long for sizes like that.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
-        let (config, plan) = (&self.config, self.plan_config());
         let least_bytes = self.least_planned_bytes()?;
         match self.available_bytes {
             Some(available_bytes) if least_bytes > available_bytes => Err(Error::OutOfMemory {
@@ -89,9 +88,12 @@ impl EndToEnd {
                 wanted_bytes: least_bytes,
                 available_bytes,
             }),
-            _ if self.is_forward() => Forward::plan_on(device, config, &plan),
+            _ if self.is_forward() => {
+                Forward::plan_of(device, &self.config, self.tokens(), self.precision)
+            }
             _ => {
-                let (plan, _) = TrainStep::plan_on(device, config, &plan)?;
+                let batch = Batch::hollow(self.batch_size, self.sequence_length)?;
+                let (plan, _) = Step::plan_of(device, &self.config, &self.step_config(), batch)?;
                 Ok(plan.with_moments(self.optimizer.moments()))
             }
         }
@@ -99,11 +101,16 @@ impl EndToEnd {
 
     /// A lower bound of what its plan takes.
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
-        let (config, plan) = (&self.config, self.plan_config());
+        let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
-            true => Forward::least_bytes(config, &plan),
-            false => TrainStep::least_bytes(config, &plan),
+            true => Forward::least_bytes(config, tokens, self.precision),
+            false => Step::least_bytes(config, &self.step_config(), tokens),
         }
+    }
+
+    /// B, T.
+    fn tokens(&self) -> [usize; 2] {
+        [self.batch_size, self.sequence_length]
     }
 
     fn is_forward(&self) -> bool {
@@ -127,11 +134,8 @@ impl EndToEnd {
         Ok(planned_bytes.saturating_add(beside))
     }
 
-    fn plan_config(&self) -> PlanConfig {
-        PlanConfig {
-            batch_size: self.batch_size,
-            sequence_length: self.sequence_length,
-            checkpointing: self.config.checkpointing,
+    fn step_config(&self) -> StepConfig {
+        StepConfig {
             precision: self.precision,
             loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
             optimizer_in_backward: self.optimizer_in_backward,
@@ -148,9 +152,8 @@ impl EndToEnd {
         targets: &Tensor,
         laps: Laps<'_>,
     ) -> Result<(LapTimings, Option<LossScaling>)> {
-        let plan = self.plan_config();
         if self.is_forward() {
-            let mut forward = Forward::new(model, &plan)?;
+            let mut forward = Forward::new(model, self.tokens(), self.precision)?;
             let timings = laps.measure(self.steps, |lap| {
                 lap.time("forward", || forward.run(tokens))
             });
@@ -159,28 +162,29 @@ impl EndToEnd {
         let (OptimizerChoice::AdamW(config) | OptimizerChoice::CandleAdamW(config)) =
             self.optimizer;
         let mut optimizer = AdamW::new(model.parameters(), config)?;
-        let mut step = TrainStep::new(model, &optimizer, &plan)?;
+        let step_config = self.step_config();
+        let mut step = Step::of(model, &optimizer, &step_config)?;
         step.time_phases(true);
         if self.mode != Mode::TrainStep {
             let timings = laps.measure(self.steps, |lap| {
-                step.forward_backward(tokens, targets)?;
+                step.forward_backward((tokens, targets))?;
                 add_phases(lap, step.phase_times()?);
                 Ok(())
             });
             return Ok((timings?, None));
         }
         let mut scaler = GradScaler::new(GradScalerConfig {
-            enabled: plan.loss_scaling,
+            enabled: step_config.loss_scaling,
             ..Default::default()
         })?;
         let mut skipped_steps = 0;
         let timings = laps.measure(self.steps, |lap| {
-            let done = step.run_scaled(&mut optimizer, &mut scaler, tokens, targets)?;
+            let done = step.run_scaled(&mut optimizer, &mut scaler, (tokens, targets))?;
             skipped_steps += usize::from(!done.stepped());
             add_phases(lap, step.phase_times()?);
             Ok(())
         })?;
-        let scaling = plan.loss_scaling.then(|| LossScaling {
+        let scaling = step_config.loss_scaling.then(|| LossScaling {
             loss_scale: scaler.loss_scale(),
             skipped_steps,
         });

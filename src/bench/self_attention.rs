@@ -4,14 +4,14 @@ use super::attention::{implementation, pairs, unsupported};
 use super::passes::{Alive, Eager, Pass, Passes, PlannedMemory, Sampling, at_least_one};
 use super::planned_run::add_phases;
 use super::{Execution, Lap, Limit, Step};
-use crate::compile::{LossStep, StepConfig};
+use crate::compile::{self, StepConfig};
 use crate::memory::{
     MemoryBreakdown, SelfAttentionWorkload, planned_self_attention_breakdown,
     self_attention_breakdown, smallest_beyond,
 };
 use crate::nn::{CausalSelfAttention, Layer, seeded};
 use crate::report::Fields;
-use crate::{Error, Result, graph};
+use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 
@@ -36,7 +36,7 @@ pub struct SelfAttentionRun {
     pub workload: SelfAttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape by a [`LossStep`] of the sum of its output: on the CPU or a CUDA GPU, with
+    /// Eager, or planned for its shape by a [`compile::Step`] of the sum of its output: on the CPU or a CUDA GPU, with
     /// weights in f32.
     pub execution: Execution,
 }
@@ -210,7 +210,7 @@ impl SelfAttentionRun {
 
 /// The layer planned, on an input of its shape.
 struct PlannedLayer {
-    step: LossStep,
+    step: compile::Step<'static>,
     x: Tensor,
 }
 
@@ -221,10 +221,12 @@ impl PlannedLayer {
         let x = run.input(&builder)?.detach();
         let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?;
         let parameters = layer.parameters();
-        let hollow = graph::input("x", x.shape().clone(), w.dtype)?;
-        let mut step = LossStep::of_parameters(parameters, &StepConfig::default(), || {
-            w.planned_loss(&layer, &hollow)
-        })?;
+        let workload = *w;
+        let mut step =
+            compile::Step::on(parameters, None, &StepConfig::default(), move |inputs| {
+                workload.planned_loss(&layer, &inputs.get("x")?)
+            })?;
+        step.prepare([("x", &x)])?;
         step.time_phases(true);
         Ok(Self { step, x })
     }
@@ -234,12 +236,12 @@ impl Pass for PlannedLayer {
     type Gradients = ();
 
     fn step(&mut self, lap: &mut Lap<'_>, _between: &mut dyn FnMut()) -> Result<()> {
-        self.step.forward_backward(&[("x", &self.x)])?;
+        self.step.forward_backward([("x", &self.x)])?;
         add_phases(lap, self.step.phase_times()?);
         Ok(())
     }
 
     fn planned(&self) -> Option<PlannedMemory> {
-        Some(PlannedMemory::new(self.step.plan()))
+        self.step.plan().map(PlannedMemory::new)
     }
 }

@@ -1,5 +1,6 @@
 //! What a plan reads from outside in each run, but its parameters: inputs, constants and frozen weights.
 
+use super::batch::{Batch, DROPOUT};
 use super::lower::Lowered;
 use super::traced::{TracedFunction, check_device};
 use crate::attention::first_keys;
@@ -73,38 +74,107 @@ impl Arguments {
         })
     }
 
-    /// The tensors of a run, with its inputs copied to where they lie.
+    /// The inputs by name, and the tensors that each run copies them to.
+    fn inputs(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.all.iter().filter_map(|argument| match argument {
+            Argument::Input { name, copy } => Some((name.as_str(), copy)),
+            Argument::Held(_) => None,
+        })
+    }
+
+    /// Whether the plan reads an input of this name.
+    pub fn reads(&self, name: &str) -> bool {
+        self.inputs().any(|(input, _)| input == name)
+    }
+
+    /// Whether a batch has the inputs that the plan reads and no others, of the planned shapes and dtypes (ids in i64
+    /// too).
+    pub fn take(&self, batch: &Batch) -> bool {
+        let are_read = batch.inputs().all(|(name, _)| self.reads(name));
+        are_read
+            && self.inputs().all(|(name, planned)| {
+                let mut given = batch.inputs();
+                let is_it = |(other, tensor): (&str, &Tensor)| {
+                    other == name && self.takes(name, planned, tensor)
+                };
+                name == DROPOUT || given.any(is_it)
+            })
+    }
+
+    fn takes(&self, name: &str, planned: &Tensor, tensor: &Tensor) -> bool {
+        let are_ids =
+            |(input, check): &(String, Check)| input == name && matches!(check, Check::Ids { .. });
+        let may_be_wide = || self.checks.iter().any(are_ids) && tensor.dtype() == DType::I64;
+        tensor.dims() == planned.dims() && (tensor.dtype() == planned.dtype() || may_be_wide())
+    }
+
+    /// An error unless a batch is one that the plan [takes](Self::take).
     ///
     /// # Errors
-    /// A missing input, another name, shape, dtype or device than planned, ids out of bounds.
-    pub fn given(&self, inputs: &[(&str, &Tensor)]) -> Result<Vec<&Tensor>> {
-        let op = self.op;
-        let names = self.all.iter().filter_map(|argument| match argument {
-            Argument::Input { name, .. } => Some(name.as_str()),
-            Argument::Held(_) => None,
-        });
-        let names: Vec<&str> = names.collect();
-        if let Some((other, _)) = inputs.iter().find(|(name, _)| !names.contains(name)) {
-            return Err(Error::Order {
-                op,
-                problem: format!("{other:?} is no input that the plan reads"),
-                hint: format!("it reads {}", names.join(", ")),
-            });
-        }
-        let mut given = Vec::new();
-        for argument in &self.all {
-            if let Argument::Input { name, copy } = argument {
-                let are_ids = |(input, check): &(String, Check)| {
-                    input == name && matches!(check, Check::Ids { .. })
-                };
-                let are_ids = self.checks.iter().any(are_ids);
-                given.push((copy, input(op, name, copy, are_ids, inputs)?));
+    /// [`Error::Order`] for a missing input or another name, [`Error::Shape`] for another shape or dtype than planned.
+    pub fn check(&self, batch: &Batch) -> Result<()> {
+        self.check_names(batch)?;
+        let shape_of = |x: &Tensor| format!("{:?} in {}", x.dims(), x.dtype().as_str());
+        for (name, planned) in self.inputs() {
+            if let Some((_, tensor)) = batch.inputs().find(|(other, _)| *other == name)
+                && !self.takes(name, planned, tensor)
+            {
+                return Err(Error::Shape {
+                    op: self.op,
+                    expected: format!("{name} {}, as planned", shape_of(planned)),
+                    got: shape_of(tensor),
+                    hint: "plan another for another shape".into(),
+                });
             }
         }
-        for (name, check) in &self.checks {
-            if let Some((_, tensor)) = inputs.iter().find(|(other, _)| other == name) {
+        Ok(())
+    }
+
+    /// An error for an input that the plan does not read.
+    ///
+    /// # Errors
+    /// [`Error::Order`].
+    pub fn check_names(&self, batch: &Batch) -> Result<()> {
+        let Some((other, _)) = batch.inputs().find(|(name, _)| !self.reads(name)) else {
+            return Ok(());
+        };
+        let names: Vec<&str> = self.inputs().map(|(name, _)| name).collect();
+        Err(Error::Order {
+            op: self.op,
+            problem: format!("{other:?} is no input that the loss reads"),
+            hint: format!("it reads {}", names.join(", ")),
+        })
+    }
+
+    /// The tensors of a run, with the inputs of a batch that it [takes](Self::take) copied to where they lie.
+    ///
+    /// # Errors
+    /// Another device than planned, ids out of bounds.
+    pub fn given(&self, batch: &Batch) -> Result<Vec<&Tensor>> {
+        let op = self.op;
+        let mut given = Vec::new();
+        for (name, copy) in self.inputs() {
+            let Some((_, tensor)) = batch.inputs().find(|(other, _)| *other == name) else {
+                return Err(Error::Order {
+                    op,
+                    problem: format!("no tensor for the input {name:?}"),
+                    hint: "pass it to run".into(),
+                });
+            };
+            if graph::is_hollow(tensor) {
+                return Err(Error::Order {
+                    op,
+                    problem: format!("the input {name:?} is hollow"),
+                    hint: "hollow tensors are for plans; pass a real one to run".into(),
+                });
+            }
+            if !tensor.device().is_cpu() {
+                check_device(op, name, tensor, copy.device())?;
+            }
+            for (_, check) in self.checks.iter().filter(|(input, _)| input == name) {
                 checked(op, tensor, *check)?;
             }
+            given.push((copy, tensor));
         }
         for (copy, tensor) in given {
             if copy.elem_count() > 0 {
@@ -156,37 +226,6 @@ fn stacked(
         }
     }
     Ok(shape)
-}
-
-/// The tensor of an input, of the planned shape and dtype (ids in i64 too), on the CPU or where the plan is run.
-fn input<'t>(
-    op: &'static str,
-    name: &str,
-    planned: &Tensor,
-    are_ids: bool,
-    inputs: &[(&str, &'t Tensor)],
-) -> Result<&'t Tensor> {
-    let shape_of = |x: &Tensor| format!("{:?} in {}", x.dims(), x.dtype().as_str());
-    let Some((_, tensor)) = inputs.iter().find(|(other, _)| *other == name) else {
-        return Err(Error::Order {
-            op,
-            problem: format!("no tensor for the input {name:?}"),
-            hint: format!("pass it to run: {}", shape_of(planned)),
-        });
-    };
-    let takes = tensor.dtype() == planned.dtype() || are_ids && tensor.dtype() == DType::I64;
-    if tensor.dims() != planned.dims() || !takes {
-        return Err(Error::Shape {
-            op,
-            expected: format!("{name} {}, as planned", shape_of(planned)),
-            got: shape_of(tensor),
-            hint: "plan another step for another shape".into(),
-        });
-    }
-    if !tensor.device().is_cpu() {
-        check_device(op, name, tensor, planned.device())?;
-    }
-    Ok(tensor)
 }
 
 /// An error unless a tensor is as it should be.

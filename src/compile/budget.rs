@@ -3,21 +3,21 @@
 use super::config::StepConfig;
 use super::lower::Recompute;
 use super::planned::Planned;
+use crate::nn::Checkpointing;
 use crate::{Error, Result};
 
 /// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of one norm, of all; then
-/// gates and up beside them, of one, of all; then what each of `others` says. And which of these it was. Errors name
-/// `config_name`.
+/// gates and up beside them, of one, of all; then the blocks that each of `others` says. And which of these it was.
 ///
 /// # Errors
 /// Those of `plan`; a budget that no plan keeps to.
-pub(super) fn plan<C: Copy>(
+pub(super) fn plan(
     config: &StepConfig,
-    config_name: &'static str,
-    [configured, nothing]: [C; 2],
-    others: impl IntoIterator<Item = C>,
-    plan: impl Fn(C, Recompute) -> Result<Planned>,
-) -> Result<(Planned, C)> {
+    configured: Checkpointing,
+    others: impl IntoIterator<Item = Checkpointing>,
+    plan: impl Fn(Checkpointing, Recompute) -> Result<Planned>,
+) -> Result<(Planned, Checkpointing)> {
+    let nothing = Checkpointing::None;
     let first = plan(configured, Recompute::default())?;
     let budget_bytes = match config.memory_budget_bytes {
         Some(budget_bytes) if first.peak_bytes() > budget_bytes => budget_bytes,
@@ -59,7 +59,7 @@ pub(super) fn plan<C: Copy>(
         false => "allow more, plan a smaller batch or sequence, or see optimizer_in_backward",
     };
     Err(Error::Config {
-        config: config_name,
+        config: "StepConfig",
         field: "memory_budget_bytes",
         expected: format!("at least {smallest}, the least that a plan for these sizes needs"),
         got: budget_bytes.to_string(),

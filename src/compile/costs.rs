@@ -12,11 +12,12 @@ impl Plan {
     /// there twice, the second time in backward. [`Call::part`] says which calls they are.
     ///
     /// ```
-    /// use tallow::compile::{PlanConfig, TrainStep};
+    /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
     /// let model = TransformerConfig::small();
-    /// let (plan, _) = TrainStep::plan_for(&model, &PlanConfig::default())?;
+    /// let batch = Batch::hollow(4, 256)?;
+    /// let (plan, _) = Step::plan_of(Target::Cpu { threads: 2 }, &model, &StepConfig::default(), batch)?;
     /// for part in plan.costs() {
     ///     println!("{} {}: {}: {} FLOPs", part.phase, part.path, part.ops.join(", "), part.cost.flops());
     /// }

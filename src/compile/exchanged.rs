@@ -50,7 +50,7 @@ impl Plan {
 mod tests {
     use super::super::calls::in_phases;
     use super::super::phase_times::PhaseClock;
-    use super::super::{PlanConfig, StepRanks, TrainStep};
+    use super::super::{Batch, Step, StepConfig, StepRanks, Target};
     use super::*;
     use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
     use crate::model::TransformerConfig;
@@ -93,14 +93,15 @@ mod tests {
             StepRanks::Replicated(exchange),
         ] {
             for accumulation in [1, 2] {
-                let config = PlanConfig {
+                let config = StepConfig {
                     precision: Precision::BF16,
                     clip_norm: Some(1.0),
                     accumulation,
                     ranks,
                     ..Default::default()
                 };
-                let (plan, _) = TrainStep::plan_for_gpu(&model, &config).unwrap();
+                let batch = Batch::hollow(4 * accumulation, 256).unwrap();
+                let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch).unwrap();
                 let all = plan.per_micro_batch().start..plan.calls().len();
                 let whole = [plan.per_micro_batch(), plan.per_micro_batch().end..all.end];
                 let expected = groups(&plan, whole.clone());

@@ -6,7 +6,6 @@ use super::cuda;
 use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
-use super::traced::Target;
 use crate::Result;
 use crate::inplace::{Element, with_mut_slice, with_mut_slices};
 use crate::kernels::Update;
@@ -22,16 +21,6 @@ pub(super) enum Executor {
 }
 
 impl Executor {
-    /// What a plan for `device` is built for.
-    pub fn target(device: &Device) -> Target {
-        match device {
-            Device::Cuda(_) => Target::Cuda,
-            _ => Target::Cpu {
-                threads: rayon::current_num_threads(),
-            },
-        }
-    }
-
     /// Allocates the arena.
     ///
     /// # Errors
@@ -41,6 +30,25 @@ impl Executor {
             #[cfg(feature = "cuda")]
             Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::Undisturbed::new(plan, gpu)?))),
             _ => Ok(Self::Cpu(cpu::Executor::new(plan)?)),
+        }
+    }
+
+    /// As [`new`](Self::new), for another plan on the same device. On the CPU all plans have one arena: this executor
+    /// loses it.
+    pub fn in_place_of(&mut self, plan: &Plan, #[allow(unused)] device: &Device) -> Result<Self> {
+        match self {
+            Self::Cpu(executor) => Ok(Self::Cpu(executor.in_place_of(plan)?)),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(_) => Self::new(plan, device),
+        }
+    }
+
+    /// Takes the arena that the executor of another plan on the same device had, where all plans have one.
+    pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
+        match (self, from) {
+            (Self::Cpu(executor), Self::Cpu(from)) => executor.take_arena(plan, from),
+            #[cfg(feature = "cuda")]
+            _ => Ok(()),
         }
     }
 

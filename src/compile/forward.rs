@@ -1,15 +1,21 @@
 //! A forward, planned.
 
 use super::arguments::Arguments;
-use super::config::PlanConfig;
+use super::batch::Batch;
+use super::config::check_precision;
 use super::executor::Executor;
 use super::least;
-use super::model::Planner;
+use super::lower::Lowered;
+use super::model;
 use super::parameters;
 use super::plan::Plan;
 use super::run::Tensors;
+use super::traced::{Target, TracedFunction};
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::{Result, ops};
+use crate::nn::Checkpointing;
+use crate::ops::{KernelPolicy, with_kernel_policy};
+use crate::precision::{Autocast, Precision};
+use crate::{Result, autocast, graph, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
 const OP: &str = "compile::Forward";
@@ -17,13 +23,13 @@ const OP: &str = "compile::Forward";
 /// A model's forward for one batch shape, planned once: tokens to logits, without a graph.
 ///
 /// The same as `no_grad(|| model.forward(&tokens))`, on the model's own parameters; with a precision other than f32 the
-/// same under [`autocast`](crate::autocast()). Of [`PlanConfig`] only `batch_size`, `sequence_length` and `precision`
-/// matter.
+/// same under [`autocast`](crate::autocast()).
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
-/// use tallow::compile::{Forward, PlanConfig};
+/// use tallow::compile::Forward;
 /// use tallow::model::{TransformerConfig, TransformerLM};
+/// use tallow::precision::Precision;
 ///
 /// let device = tallow::device("cpu")?;
 /// let config = TransformerConfig {
@@ -31,8 +37,7 @@ const OP: &str = "compile::Forward";
 ///     ..Default::default()
 /// };
 /// let model = TransformerLM::new(&config, 0, &device)?;
-/// let plan = PlanConfig { batch_size: 3, sequence_length: 8, ..Default::default() };
-/// let mut forward = Forward::new(&model, &plan)?;
+/// let mut forward = Forward::new(&model, [3, 8], Precision::F32)?; // B, T
 /// let tokens = Tensor::zeros((3, 8), DType::U32, &device)?; // (B, T)
 /// assert_eq!(forward.run(&tokens)?.dims(), [3, 8, 50]); // (B, T, V)
 /// # Ok::<(), tallow::Error>(())
@@ -49,19 +54,16 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// Plans a forward of `model`, and allocates its arena.
+    /// Plans a forward of `model` for tokens (B, T), and allocates its arena.
     ///
     /// # Errors
     /// A configuration that cannot work, a sequence beyond the model's context, a model that is not in f32 on one
     /// device (the CPU or a CUDA GPU), on a GPU heads that flash attention [has no kernel
     /// for](crate::compile#on-a-gpu), an arena that does not fit the machine's memory.
-    pub fn new(model: &TransformerLM, config: &PlanConfig) -> Result<Self> {
-        let device = model.device();
-        let config = &Self::shape_of(config);
-        let parameters = model.parameters();
+    pub fn new(model: &TransformerLM, tokens: [usize; 2], precision: Precision) -> Result<Self> {
+        let (device, parameters) = (model.device(), model.parameters());
         parameters::check(OP, &parameters, device)?;
-        let planner = Planner::new(OP, model, config, Executor::target(device))?;
-        let (function, lowered) = planner.forward()?;
+        let (function, lowered) = planned(Target::from(device), model, tokens, precision)?;
         let output = lowered.plan.buffer_of(&lowered.output);
         Ok(Self {
             executor: Executor::new(&lowered.plan, device)?,
@@ -77,40 +79,26 @@ impl Forward {
     ///
     /// # Errors
     /// Configurations that cannot work.
-    pub fn plan_for(model: &TransformerConfig, config: &PlanConfig) -> Result<Plan> {
-        Self::plan_on(&Device::Cpu, model, config)
+    pub fn plan_of(
+        target: impl Into<Target>,
+        model: &TransformerConfig,
+        tokens: [usize; 2],
+        precision: Precision,
+    ) -> Result<Plan> {
+        let hollow = model::hollow(model, tokens[1])?;
+        Ok(planned(target.into(), &hollow, tokens, precision)?.1.plan)
     }
 
     /// A lower bound of what a plan takes ([`Plan::total_bytes`]), in no time: parameters, the residual stream, logits.
     ///
     /// # Errors
     /// Configurations that cannot work.
-    pub fn least_bytes(model: &TransformerConfig, config: &PlanConfig) -> Result<u64> {
-        least::bytes(model, config, false)
-    }
-
-    /// As [`plan_for`](Self::plan_for), for a model on `device`.
-    ///
-    /// # Errors
-    /// Configurations that cannot work.
-    pub fn plan_on(
-        device: &Device,
+    pub fn least_bytes(
         model: &TransformerConfig,
-        config: &PlanConfig,
-    ) -> Result<Plan> {
-        let config = &Self::shape_of(config);
-        let planner = Planner::hollow(OP, model, config, Executor::target(device))?;
-        Ok(planner.forward()?.1.plan)
-    }
-
-    /// What of a configuration matters to a forward.
-    fn shape_of(config: &PlanConfig) -> PlanConfig {
-        PlanConfig {
-            batch_size: config.batch_size,
-            sequence_length: config.sequence_length,
-            precision: config.precision,
-            ..Default::default()
-        }
+        tokens: [usize; 2],
+        precision: Precision,
+    ) -> Result<u64> {
+        least::of_forward(model, tokens, precision)
     }
 
     /// Logits (B, T, V) of tokens (B, T) u32, in the dtype of the precision: the only thing that a run allocates.
@@ -118,7 +106,9 @@ impl Forward {
     /// # Errors
     /// Another shape or dtype than planned, ids outside the vocabulary.
     pub fn run(&mut self, tokens: &Tensor) -> Result<Tensor> {
-        let arguments = self.arguments.given(&[("tokens", tokens)])?;
+        let batch = Batch::new([("tokens", tokens)]);
+        self.arguments.check(&batch)?;
+        let arguments = self.arguments.given(&batch)?;
         let (shape, dtype) = &self.logits;
         let logits = ops::zeros(shape, *dtype, &self.device)?;
         let tensors = Tensors {
@@ -136,4 +126,26 @@ impl Forward {
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
+}
+
+/// Traces and plans a forward to logits, in this precision whatever region it is called in.
+fn planned(
+    target: Target,
+    model: &TransformerLM,
+    tokens: [usize; 2],
+    precision: Precision,
+) -> Result<(TracedFunction, Lowered)> {
+    check_precision("compile::Forward", precision)?;
+    let model = model.clone().with_checkpointing(Checkpointing::None);
+    let tokens = graph::input("tokens", (tokens[0], tokens[1]), DType::U32)?;
+    let policy = precision.policy().unwrap_or_else(Autocast::disabled);
+    let forward = || autocast(policy, || model.forward(&tokens));
+    let parameters = model.parameters();
+    let parameters = parameters.iter();
+    let parameters = parameters.map(|(name, var)| (name.as_str(), var.as_tensor()));
+    let function = with_kernel_policy(KernelPolicy::Prefer, || {
+        TracedFunction::new(OP, target, parameters, forward)
+    })?;
+    let lowered = function.forward()?;
+    Ok((function, lowered))
 }

@@ -1,16 +1,42 @@
 //! What a plan takes at least, by arithmetic alone. Planning takes time and memory of its own, which grow with the
 //! blocks and with the rows of the loss: what cannot fit is better not planned.
 
-use super::config::{PlanConfig, StepRanks};
+use super::config::{StepConfig, StepRanks};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
+use crate::precision::Precision;
 
-/// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) for a training step or, without, a forward alone.
-pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool) -> Result<u64> {
+/// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a training step on tokens (B, T).
+pub(super) fn of_step(
+    model: &TransformerConfig,
+    config: &StepConfig,
+    tokens: [usize; 2],
+) -> Result<u64> {
+    bytes(model, config, tokens, true)
+}
+
+/// The same of a forward alone.
+pub(super) fn of_forward(
+    model: &TransformerConfig,
+    tokens: [usize; 2],
+    precision: Precision,
+) -> Result<u64> {
+    let config = StepConfig {
+        precision,
+        ..Default::default()
+    };
+    bytes(model, &config, tokens, false)
+}
+
+fn bytes(
+    model: &TransformerConfig,
+    config: &StepConfig,
+    tokens: [usize; 2],
+    trains: bool,
+) -> Result<u64> {
     model.validate()?;
-    config.check(model)?;
-    let [b, t] = [config.batch_size, config.sequence_length].map(|size| size as f64);
+    let [b, t] = tokens.map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
     let [q, kv] = model.attention_widths().map(|size| size as f64);
     let parameters = match config.ranks {
@@ -24,7 +50,7 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
     };
     let rows = b * t;
     let width = config.precision.dtype().size_in_bytes() as f64;
-    let ids_and_tables = 4.0 * (rows + model.angle_elements(config.sequence_length) as f64);
+    let ids_and_tables = 4.0 * (rows + model.angle_elements(tokens[1]) as f64);
     let total = match trains {
         false => {
             let logits = width * rows * model.vocab_size as f64;
@@ -42,7 +68,7 @@ pub(super) fn bytes(model: &TransformerConfig, config: &PlanConfig, trains: bool
                 Algorithm::Flash => 0.0,
             };
             let kept_blocks = match config.memory_budget_bytes {
-                None => model.num_layers - config.checkpointing.recomputed_blocks(model.num_layers),
+                None => model.num_layers - model.checkpointing.recomputed_blocks(model.num_layers),
                 Some(_) => 1,
             };
             let block = width * (rows * (2.0 * (q + kv) + gate_up) + probabilities);

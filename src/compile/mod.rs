@@ -1,14 +1,13 @@
-//! Steps planned beforehand: for a fixed batch shape, a training step is a list of kernel calls over one piece of
-//! memory.
+//! Planned training steps: for a set of input shapes, a step is a list of kernel calls over one piece of memory.
 //!
-//! An eager step builds a graph, and allocates and checks for every op. A [`TrainStep`] does none of that: forward,
-//! loss, backward, clipping and AdamW are planned once ([`Plan`]), every buffer with its place in one arena, which
-//! buffers share that are never needed together; a run executes the calls and allocates nothing. Parameters and
-//! optimizer state are the model's and the optimizer's own: train planned, evaluate or save eager, and go on.
+//! An eager step builds a graph, and allocates and checks for every op. A [`Step`] does none of that: forward, loss,
+//! backward, clipping and AdamW are planned once ([`Plan`]), every buffer with its place in one arena, which buffers
+//! share that are never needed together; a run executes the calls and allocates nothing. Parameters and optimizer state
+//! are the model's and the optimizer's own: train planned, evaluate or save eager, and go on.
 //!
 //! ```
 //! use candle_core::Tensor;
-//! use tallow::compile::{PlanConfig, TrainStep};
+//! use tallow::compile::{Step, StepConfig};
 //! use tallow::model::{TransformerConfig, TransformerLM};
 //! use tallow::optim::{AdamW, AdamWConfig};
 //!
@@ -19,20 +18,19 @@
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?;
 //! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-//! let plan = PlanConfig { batch_size: 1, sequence_length: 4, clip_norm: Some(1.0), ..Default::default() };
-//! let mut step = TrainStep::new(&model, &optimizer, &plan)?;
+//! let mut step = Step::of(&model, &optimizer, &StepConfig { clip_norm: Some(1.0), ..Default::default() })?;
 //!
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
-//! let first = step.run(&mut optimizer, &tokens, &targets)?;
-//! let second = step.run(&mut optimizer, &tokens, &targets)?;
+//! println!("{}", step.prepare((&tokens, &targets))?.explain());
+//! let first = step.run(&mut optimizer, (&tokens, &targets))?;
+//! let second = step.run(&mut optimizer, (&tokens, &targets))?;
 //! assert!(second < first);
-//! println!("{}", step.plan().explain());
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! A plan is made from a [trace](crate::graph::trace()): [`TrainStep`] traces
-//! [`TransformerLM`](crate::model::TransformerLM), [`LossStep`] any loss. [`Forward`] is a model's forward alone,
+//! A plan is made from a [trace](crate::graph::trace()): [`Step::of`] traces
+//! [`TransformerLM`](crate::model::TransformerLM), [`Step::new`] any loss. [`Forward`] is a model's forward alone,
 //! [`Attention`] is attention alone, on heads as they lie, with its gradients.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
@@ -43,25 +41,25 @@
 //!
 //! # On a GPU
 //!
-//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`TrainStep`] and
+//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`Step`] and
 //! [`Forward`] as on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of
 //! 8 up to 256, in f32 of 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
 //! [`set_tf32`](crate::hardware::set_tf32) had switched that on when the step was planned. In half precision linear
 //! maps of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the
-//! update writes them, so that no step casts a weight ([`TrainStep::refresh`] after weights were loaded or set). With
-//! [`PlanConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA
+//! update writes them, so that no step casts a weight ([`Step::refresh`] after weights were loaded or set). With
+//! [`StepConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA
 //! graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the
 //! gradients of naive attention's scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention
 //! leaves blocks out that the mask hides. [`Attention`] is attention alone there.
 //!
-//! [`LossStep`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are views of
+//! [`Step::new`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are views of
 //! more than six dimensions that cannot be joined, and gradients of views that overlap themselves: the error says the
 //! op and its place. f64 is refused by the first run. A loss of targets that are all ignored is not a number there,
 //! where a CPU's run is an error.
 //!
 //! # Half precision
 //!
-//! With [`PlanConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy:
+//! With [`StepConfig::precision`] a step is what it is eagerly under [`autocast`](crate::autocast()), by either policy:
 //! they agree in all that this model has. Products and attention are computed from bf16 or f16 and summed in f32;
 //! parameters, optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are f32.
 //! The weights that products read have copies in the arena. On the CPU they are renewed in each step (where the first
@@ -71,7 +69,7 @@
 //! Results are rounded where eager ones are. Only sums of products in place, the gradients of an input that several
 //! weights share, are rounded once instead of twice.
 //!
-//! f16 wants its loss scaled: [`PlanConfig::loss_scaling`] and [`TrainStep::run_scaled`] with a
+//! f16 wants its loss scaled: [`StepConfig::loss_scaling`] and [`Step::run_scaled`] with a
 //! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. Where a gradient overflows, the calls of
 //! the update are left out.
 //!
@@ -89,6 +87,7 @@ mod alive;
 pub mod arena;
 mod arguments;
 mod attention;
+mod batch;
 mod budget;
 mod buffer;
 mod call;
@@ -104,7 +103,7 @@ mod executor;
 mod explain;
 mod forward;
 mod least;
-mod loss_step;
+mod loss;
 mod lower;
 #[cfg(feature = "report")]
 mod map;
@@ -115,26 +114,27 @@ mod parts;
 mod phase_times;
 mod plan;
 mod planned;
+mod planned_step;
 mod run;
 mod step;
 mod timeline;
 mod traced;
-mod train_step;
 mod update;
 mod writer;
 
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use attention::{Attention, AttentionPlanConfig};
+pub use batch::{Batch, Inputs};
 pub use buffer::{Buffer, BufferId, Category, Location};
-pub use config::{PlanConfig, StepConfig, StepRanks};
 #[cfg(feature = "train")]
-pub(crate) use config::{check_precision, check_separator};
+pub(crate) use config::check_precision;
+pub use config::{StepConfig, StepRanks};
 pub use forward::Forward;
-pub use loss_step::LossStep;
 pub use op::Op;
 pub use parts::PartCost;
 pub use phase_times::PhaseTimes;
 pub use plan::{BufferRange, Call, Phase, Plan};
-pub use step::ScaledStep;
+pub use planned_step::ScaledStep;
+pub use step::Step;
 pub use timeline::{Rates, Timeline};
-pub use train_step::TrainStep;
+pub use traced::Target;

@@ -124,7 +124,7 @@ fn parts(plan: &Plan) -> Vec<Part> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compile::{PlanConfig, TrainStep};
+    use crate::compile::{Batch, Step};
     use crate::model::{TransformerConfig, flops};
     use candle_core::Device;
 
@@ -141,12 +141,9 @@ mod tests {
             ..Default::default()
         };
         let (batch_size, sequence_length) = (2, 400);
-        let plan = PlanConfig {
-            batch_size,
-            sequence_length,
-            ..Default::default()
-        };
-        let (plan, _) = TrainStep::plan_on(&Device::Cpu, &config, &plan).unwrap();
+        let batch = Batch::hollow(batch_size, sequence_length).unwrap();
+        let plan = Step::plan_of(&Device::Cpu, &config, &Default::default(), batch);
+        let (plan, _) = plan.unwrap();
         let losses = plan.calls().iter();
         let losses = losses.filter(|call| call.op.name() == "cross_entropy");
         assert!(losses.count() > 1);

@@ -159,7 +159,7 @@ impl Plan {
     }
 
     /// The calls that only the first run has, on a GPU: they make the copies of weights that products read, and every
-    /// update renews them. See [`TrainStep::refresh`](super::TrainStep::refresh).
+    /// update renews them. See [`Step::refresh`](super::Step::refresh).
     pub fn first_run_only(&self) -> Range<usize> {
         self.runs.first_run_only.clone()
     }

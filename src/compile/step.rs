@@ -1,367 +1,706 @@
-//! A planned training step, whatever was traced for it: its plan, what runs it, and what a run leaves behind.
+//! A training step of any loss, planned.
 
+use super::arguments::Arguments;
+use super::batch::{Batch, DROPOUT, Inputs};
 use super::config::{StepConfig, StepRanks, check_clip_norm};
-use super::executor::Executor;
-use super::lower::Lowered;
-use super::op::Op;
-use super::parameters;
+use super::loss::{Job, Loss};
 use super::phase_times::PhaseTimes;
-use super::plan::{BufferRange, Plan};
+use super::plan::Plan;
+use super::planned::Planned;
+use super::planned_step::{PlannedStep, ScaledStep};
 use super::run::Tensors;
-use crate::dist::Communicator;
-use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
+use super::traced::Target;
+use super::{least, model, parameters};
+use crate::dist::{Communicator, FullyShard, Replicated};
+use crate::graph::Graph;
+use crate::model::{TransformerConfig, TransformerLM};
+use crate::nn::Checkpointing;
+use crate::ops::DropoutKey;
+use crate::ops::cross_entropy::nothing_counts;
+use crate::optim::{AdamW, GradScaler, MissingGradients};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 
-/// What a step with a loss scale has come to.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ScaledStep {
-    /// The mean loss of the batch, not scaled.
-    pub loss: f32,
-    /// The first parameter whose gradient was infinite or NaN, for which the update was left out; `None` if it was
-    /// done.
-    pub non_finite: Option<String>,
-}
+const OP: &str = "compile::Step";
 
-impl ScaledStep {
-    /// Whether there was an update.
-    pub fn stepped(&self) -> bool {
-        self.non_finite.is_none()
-    }
-}
-
-/// A plan of a step, on its device.
+/// Forward, backward, clipping and AdamW of a loss, planned for the shapes of each batch.
+///
+/// The loss is [`TransformerLM::loss`] ([`Step::of`]), or any function of [inputs](Inputs) over layers with real
+/// weights, written with this crate's [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention)
+/// ([`Step::new`]). The step is that of an eager loop on the same variables: `loss`, [`backward`](crate::backward),
+/// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked), [`AdamW::step`]. Learning rates, groups and betas
+/// are read from the optimizer at each run. The optimizer's weights are updated; a weight that several layers read
+/// (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
+///
+/// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
+/// run with them or in [`prepare`](Self::prepare). What it captures, tensors and numbers, and the branches that it
+/// takes are fixed then; what changes from run to run is an input. The plans of the last [`MAX_PLANS`](Self::MAX_PLANS)
+/// sets are kept, and the one that was used longest ago goes. On the CPU they share one arena; on a GPU each has its
+/// own.
+///
+/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A
+/// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is
+/// made when the step is planned. A run copies its inputs, from the CPU or from where the step is planned, and ops take
+/// a little memory of their own besides the arena. It holds the parameters' and the state's storages: another thread
+/// that reads them waits until it is over.
+///
+/// On the CPU or [on a GPU](super#on-a-gpu); with parameters in f32, on the CPU also in f64.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use tallow::compile::{Step, StepConfig};
+/// use tallow::optim::{AdamW, AdamWConfig, parameters_of};
+/// use tallow::{nn, ops};
+///
+/// let device = tallow::device("cpu")?;
+/// let weights = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&weights, DType::F32, &device);
+/// let (up, down) = (nn::Linear::new(8, 32, vb.pp("up"))?, nn::Linear::new(32, 3, vb.pp("down"))?);
+/// let mut optimizer = AdamW::new(parameters_of(&weights), AdamWConfig::default())?;
+/// let config = StepConfig { clip_norm: Some(1.0), ..Default::default() };
+/// let mut step = Step::new(&optimizer, &config, |inputs| {
+///     let hidden = ops::relu(&up.forward(&inputs.get("x")?)?)?;
+///     ops::cross_entropy(&down.forward(&hidden)?, &inputs.get("classes")?)
+/// })?;
+///
+/// let x = Tensor::randn(0f32, 1.0, (16, 8), &device)?;
+/// let classes = Tensor::from_iter((0..16u32).map(|i| i % 3), &device)?;
+/// let first = step.run(&mut optimizer, [("x", &x), ("classes", &classes)])?;
+/// let second = step.run(&mut optimizer, [("x", &x), ("classes", &classes)])?;
+/// assert!(second < first);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug)]
-pub(super) struct Step {
-    op: &'static str,
-    pub plan: Plan,
-    executor: Executor,
-    pub parameters: Vec<(String, Var)>,
-    /// Where a run leaves its loss, the gradients' norm and each parameter's gradient.
-    loss: BufferRange,
-    norm: Option<BufferRange>,
-    gradients: Vec<Option<BufferRange>>,
-    /// By parameter: whether this rank updates it.
-    updated: Vec<bool>,
-    /// Parameters that the loss does not depend on, and what was planned for each.
-    unreached: Vec<(usize, MissingGradients)>,
+pub struct Step<'l> {
+    loss: Loss<'l>,
+    /// What the loss reads; parameters are these, or parts of them.
+    weights: Vec<(String, Var)>,
+    parameters: Vec<(String, Var)>,
+    /// By parameter; empty for the default.
+    missing: Vec<MissingGradients>,
+    device: Device,
     config: StepConfig,
-    /// The ranks that gradients are averaged over.
     communicator: Option<Communicator>,
-    /// What its users know the configuration as.
-    config_name: &'static str,
-    /// Of a loss that is a sum over targets: what makes it the mean of the next run.
-    loss_divisor: Option<f64>,
-    has_run: bool,
-    last_norm: Option<f64>,
-    /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
-    steps_seen: Option<usize>,
+    times_phases: bool,
+    /// In the order of their last use.
+    plans: Vec<Prepared>,
 }
 
-impl Step {
-    /// Allocates the arena of a plan. Errors name `op`.
+/// A plan for some shapes.
+#[derive(Debug)]
+struct Prepared {
+    step: PlannedStep,
+    arguments: Arguments,
+    graph: Graph,
+    checkpointing: Checkpointing,
+    /// Of batches that count their targets.
+    counts: bool,
+}
+
+impl<'l> Step<'l> {
+    /// How many plans are kept.
+    pub const MAX_PLANS: usize = 4;
+
+    /// A step of `loss` under `optimizer`.
+    ///
+    /// `loss` gives the mean loss of a batch (one float), or the sum over the targets of a batch that
+    /// [counts them](Batch::counting).
     ///
     /// # Errors
-    /// An arena that does not fit the device's memory; on a GPU, shapes that its kernels do not take.
+    /// Weights that are not in f32 (or all in f64, on the CPU) on one device; a configuration that cannot work. Those
+    /// of the loss come when it is [traced](Self::prepare).
     pub fn new(
-        op: &'static str,
-        lowered: Lowered,
+        optimizer: &AdamW,
+        config: &StepConfig,
+        loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
+    ) -> Result<Self> {
+        Self::on(parameters_of(optimizer), Some(optimizer), config, loss)
+    }
+
+    /// As [`new`](Self::new), without an optimizer: for [`forward_backward`](Self::forward_backward) alone.
+    pub(crate) fn on(
         parameters: Vec<(String, Var)>,
+        optimizer: Option<&AdamW>,
+        config: &StepConfig,
+        loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
+    ) -> Result<Self> {
+        let Some((_, first)) = parameters.first() else {
+            return Err(Error::Order {
+                op: OP,
+                problem: "the optimizer has no parameter".into(),
+                hint: "build it from the variables that the layers hold".into(),
+            });
+        };
+        let (device, loss) = (first.device().clone(), Loss::Any(Box::new(loss)));
+        Self::made(
+            loss,
+            [parameters.clone(), parameters],
+            optimizer,
+            &device,
+            config,
+        )
+    }
+
+    /// A step of `model` under `optimizer`: its [loss](TransformerLM::loss) of `(&tokens, &targets)`, or of
+    /// [targets of which some do not count](Batch::masked), by its attention, dropout and checkpointing.
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamW, AdamWConfig};
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig {
+    ///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut step = Step::of(&model, &optimizer, &StepConfig::default())?;
+    /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+    /// let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
+    /// let first = step.run(&mut optimizer, (&tokens, &targets))?;
+    /// let second = step.run(&mut optimizer, (&tokens, &targets))?;
+    /// assert!(second < first);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); an optimizer of other parameters than the model's.
+    pub fn of(model: &TransformerLM, optimizer: &AdamW, config: &StepConfig) -> Result<Self> {
+        let (loss, all) = (Loss::Model(Box::new(model.clone())), model.parameters());
+        Self::made(
+            loss,
+            [all.clone(), all],
+            Some(optimizer),
+            model.device(),
+            config,
+        )
+    }
+
+    fn made(
+        loss: Loss<'l>,
+        [weights, parameters]: [Vec<(String, Var)>; 2],
+        optimizer: Option<&AdamW>,
         device: &Device,
         config: &StepConfig,
-        config_name: &'static str,
     ) -> Result<Self> {
-        if config.ranks.exchanged() == Some(DType::BF16) && device.is_cpu() {
-            let of = match config.ranks {
-                StepRanks::FullySharded(..) => "FullyShardConfig",
-                _ => "ReplicatedConfig",
-            };
-            return Err(Error::config(of, "dtype", "bf16").must_be(
-                "None or f32 in a plan for the CPU",
-                "a planned update on the CPU reads gradients in f32",
-            ));
-        }
-        let mut updated = vec![false; parameters.len()];
-        for call in lowered.plan.calls() {
-            if let Op::AdamW { parameter, .. } = call.op {
-                updated[parameter] = true;
-            }
-        }
+        config.validate()?;
+        parameters::check(OP, &parameters, device)?;
+        let updates = optimizer.map(|optimizer| optimizer.planned_updates(OP, &parameters));
+        let updates = updates.transpose()?.unwrap_or_default();
         Ok(Self {
-            op,
-            executor: Executor::new(&lowered.plan, device)?,
-            plan: lowered.plan,
+            loss,
+            weights,
             parameters,
-            updated,
-            unreached: lowered.unreached,
-            loss: lowered.output,
-            norm: lowered.norm,
-            gradients: lowered.gradients,
+            missing: updates.iter().map(|update| update.missing).collect(),
+            device: device.clone(),
             config: config.clone(),
             communicator: None,
-            config_name,
-            loss_divisor: None,
-            has_run: false,
-            last_norm: None,
-            steps_seen: None,
+            times_phases: false,
+            plans: Vec::new(),
         })
     }
 
-    /// Has every run exchange with these ranks.
+    /// The same step, with gradients and loss averaged over the ranks of `replicated`, as
+    /// [its configuration](crate::dist::ReplicatedConfig) says. Every rank runs the step at the same time, each on its
+    /// own part of the batch. All have the same weights after it.
+    ///
+    /// On a GPU a bucket's all-reduce runs beside the rest of backward, on a stream of its own, and is recorded in the
+    /// CUDA graph with it. On the CPU it is waited for where it begins.
+    ///
+    /// Where the optimizer is [divided](AdamW::shard) among the ranks, a gradient is averaged on its owner alone, which
+    /// updates the parameter, and a run begins by fetching the others' as its products read them, on a GPU beside the
+    /// first layers. So a rank has of others' parameters the values of the last run until
+    /// [`AdamW::gather_weights`].
     ///
     /// # Errors
-    /// Ranks whose tensors are elsewhere than the parameters.
-    pub fn join_job(&mut self, communicator: &Communicator) -> Result<()> {
+    /// A configuration that does not go with several ranks; [`Error::Placement`] for parameters on another device than
+    /// the ranks'. The first run refuses gradients exchanged in bf16 on the CPU.
+    pub fn replicated(mut self, optimizer: &AdamW, replicated: &Replicated) -> Result<Self> {
+        self.config.ranks = match optimizer.own_shard() {
+            None => StepRanks::Replicated(replicated.config()),
+            Some(own) => StepRanks::ShardedOptimizer(replicated.config(), own),
+        };
+        self.joining(replicated.communicator())
+    }
+
+    /// A step of a loss over layers whose weights are divided over the ranks of `sharded`, from whose
+    /// [builder](FullyShard::builder) they were built; the optimizer trains [the parts](FullyShard::parameters). Every
+    /// rank runs the step at the same time, each on its own part of the batch.
+    ///
+    /// A module's weights are gathered in the dtype that its products read, in forward and again in backward, and freed
+    /// after they were read last. Its gradients are averaged after its backward, of each micro-batch, and a rank keeps
+    /// its part. On a GPU exchanges run beside the kernels, on a stream of their own, the gathers one module ahead, and
+    /// are recorded in the CUDA graph with them. On the CPU each is waited for where it begins.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other
+    /// parameters than all parts; [`Error::Rank`] where ranks have other weights.
+    pub fn fully_sharded(
+        optimizer: &AdamW,
+        config: &StepConfig,
+        sharded: &FullyShard,
+        loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
+    ) -> Result<Self> {
+        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.hollow_weights());
+        Self::of_parts(loss, weights, optimizer, config, sharded)
+    }
+
+    /// As [`fully_sharded`](Self::fully_sharded), of the loss of `model`.
+    ///
+    /// # Errors
+    /// As [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that is not all of what the builder
+    /// gave.
+    pub fn of_fully_sharded(
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        config: &StepConfig,
+        sharded: &FullyShard,
+    ) -> Result<Self> {
+        let (loss, weights) = (Loss::Model(Box::new(model.clone())), model.parameters());
+        Self::of_parts(loss, weights, optimizer, config, sharded)
+    }
+
+    fn of_parts(
+        loss: Loss<'l>,
+        weights: Vec<(String, Var)>,
+        optimizer: &AdamW,
+        config: &StepConfig,
+        sharded: &FullyShard,
+    ) -> Result<Self> {
+        let config = StepConfig {
+            ranks: StepRanks::FullySharded(sharded.config(), sharded.shard()),
+            ..config.clone()
+        };
+        config.validate()?;
+        let communicator = sharded.communicator();
+        let all = [weights.clone(), sharded.parts_of(&weights)?];
+        Self::made(loss, all, Some(optimizer), communicator.device(), &config)?
+            .joining(communicator)
+    }
+
+    /// Has every run exchange with these ranks.
+    fn joining(mut self, communicator: &Communicator) -> Result<Self> {
+        self.config.validate()?;
         for (_, var) in &self.parameters {
             communicator.check_device(var.device())?;
         }
-        self.communicator = Some(communicator.clone());
-        Ok(())
+        (self.communicator, self.plans) = (Some(communicator.clone()), Vec::new());
+        Ok(self)
     }
 
-    /// The ranks that a run's exchanges are with.
+    /// The plan alone, of a loss over [hollow weights](crate::graph::weights), which are all trained: what a step would
+    /// do with such a batch, and what memory it would take.
+    ///
+    /// ```
+    /// use candle_core::DType;
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::{graph, nn, ops};
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let head = nn::Linear::new(4096, 50_000, graph::weights(DType::F32))?; // takes no memory
+    /// let x = graph::input("x", (2048, 4096), DType::F32)?;
+    /// let targets = graph::input("targets", 2048, DType::U32)?;
+    /// let batch = [("x", &x), ("targets", &targets)];
+    /// let plan = Step::plan_for(&device, &StepConfig::default(), batch, |inputs| {
+    ///     ops::linear_cross_entropy(&inputs.get("x")?, head.weight(), &inputs.get("targets")?)
+    /// })?;
+    /// println!("an arena of {} MiB", plan.peak_bytes() >> 20);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// A plan that has exchanges, and no ranks.
-    fn ranks(&self) -> Result<Option<Communicator>> {
-        let config = &self.config;
-        if config.ranks != StepRanks::Alone && self.communicator.is_none() {
-            return Err(Error::Order {
-                op: self.op,
-                problem: "the plan averages gradients over ranks, and was given none".into(),
-                hint: "make the step with replicated or fully_sharded of TrainStep or LossStep"
-                    .into(),
-            });
-        }
-        Ok(self.communicator.clone())
-    }
-
-    /// This rank's number, 0 in a step of one.
-    pub fn rank(&self) -> usize {
-        self.communicator.as_ref().map_or(0, Communicator::rank)
-    }
-
-    /// Of a loss that is a sum over targets: runs are given what makes it the mean over the targets of all
-    /// micro-batches and ranks, from how many of this rank's count. Returns the targets of all ranks.
-    ///
-    /// # Errors
-    /// A rank that failed.
-    pub fn divide_by_targets(&mut self, counted: usize) -> Result<usize> {
-        let (mean, ranks) = match &self.communicator {
-            Some(ranks) => (ranks.mean(&[counted as f64])?[0], ranks.world_size()),
-            None => (counted as f64, 1),
+    /// As [`prepare`](Self::prepare), but for those of the weights and of the device's memory.
+    pub fn plan_for(
+        target: impl Into<Target>,
+        config: &StepConfig,
+        batch: impl Into<Batch>,
+        loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
+    ) -> Result<Plan> {
+        config.validate()?;
+        let job = Job {
+            op: OP,
+            target: target.into(),
+            loss: &Loss::Any(Box::new(loss)),
+            weights: None,
+            config,
         };
-        self.loss_divisor = Some(mean); // ranks average what they have divided
-        Ok((mean * ranks as f64).round() as usize)
+        Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
 
-    /// Has the copies of weights that last from run to run renewed in the next.
+    /// The plan alone, of the loss of a model that need not exist, and the blocks that it recomputes, which a memory
+    /// budget may have chosen.
+    ///
+    /// ```
+    /// use tallow::compile::{Batch, Step, StepConfig, Target};
+    /// use tallow::model::TransformerConfig;
+    ///
+    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
+    /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
+    /// println!("{} calls, an arena of {} MiB", plan.calls().len(), plan.peak_bytes() >> 20);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Configurations that cannot work; a memory budget that no plan keeps to, with the smallest that one would.
+    pub fn plan_of(
+        target: impl Into<Target>,
+        model: &TransformerConfig,
+        config: &StepConfig,
+        batch: impl Into<Batch>,
+    ) -> Result<(Plan, Checkpointing)> {
+        config.validate()?;
+        let batch = batch.into();
+        let length = batch.length("tokens");
+        let hollow = model::hollow(model, length)?;
+        let job = Job {
+            op: OP,
+            target: target.into(),
+            weights: Some(&hollow.parameters()),
+            loss: &Loss::Model(Box::new(hollow)),
+            config,
+        };
+        let (planned, checkpointing) = job.plan(&batch, |_| {})?;
+        Ok((planned.lowered.plan, checkpointing))
+    }
+
+    /// A lower bound of what the plan of a model's step takes ([`Plan::total_bytes`]), in no time: from parameters,
+    /// optimizer state and gradients, and what blocks keep. Planning takes longer the more blocks and rows there are,
+    /// so ask this first where sizes may be absurd.
+    ///
+    /// # Errors
+    /// Configurations that cannot work.
+    pub fn least_bytes(
+        model: &TransformerConfig,
+        config: &StepConfig,
+        batch: [usize; 2],
+    ) -> Result<u64> {
+        config.validate()?;
+        least::of_step(model, config, batch)
+    }
+
+    /// Plans the step for batches of these shapes and dtypes, unless it is planned, and allocates its arena.
+    ///
+    /// # Errors
+    /// Those of the loss and of its trace; an op that has no planned form, by its place; a loss that is not one float;
+    /// a weight of the optimizer that the loss does not depend on, unless its group
+    /// [takes that](crate::optim::AdamWConfig::missing_gradients); a missing input, or one that the loss does not read;
+    /// on a GPU, heads that flash attention [has no kernel for](super#on-a-gpu); a memory budget that no plan keeps
+    /// to, with the smallest that one would; an arena that does not fit the device's memory.
+    pub fn prepare(&mut self, batch: impl Into<Batch>) -> Result<&Plan> {
+        let prepared = self.prepared(&batch.into())?;
+        Ok(&prepared.step.plan)
+    }
+
+    /// The plan for a batch, as the last of the plans.
+    fn prepared(&mut self, batch: &Batch) -> Result<&mut Prepared> {
+        let fits = |prepared: &Prepared| {
+            prepared.counts == batch.counted().is_some() && prepared.arguments.take(batch)
+        };
+        match self.plans.iter().position(fits) {
+            Some(place) if place + 1 == self.plans.len() => {}
+            Some(place) => {
+                let mut prepared = self.plans.remove(place);
+                let followed = match self.plans.last_mut() {
+                    Some(before) => prepared.step.follow(&mut before.step),
+                    None => Ok(()),
+                };
+                if let Err(error) = followed {
+                    self.plans.clear(); // none has an arena now
+                    return Err(error);
+                }
+                self.plans.push(prepared);
+            }
+            None => {
+                let planned = self.planned(batch)?;
+                if self.plans.len() == Self::MAX_PLANS {
+                    self.plans.remove(0);
+                }
+                match self.allocated(planned, batch) {
+                    Ok(prepared) => self.plans.push(prepared),
+                    Err(error) => {
+                        self.plans.clear(); // as above
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        let Some(last) = self.plans.last_mut() else {
+            unreachable!("a plan was found or made");
+        };
+        Ok(last)
+    }
+
+    /// The plan of the loss for a batch, its constants in place.
+    fn planned(&self, batch: &Batch) -> Result<(Planned, Arguments, Checkpointing)> {
+        let job = Job {
+            op: OP,
+            target: Target::from(&self.device),
+            loss: &self.loss,
+            weights: Some(&self.weights),
+            config: &self.config,
+        };
+        let (planned, checkpointing) = job.plan(batch, |function| {
+            for (parameter, missing) in function.parameters.iter_mut().zip(&self.missing) {
+                parameter.missing = *missing;
+            }
+        })?;
+        let arguments = Arguments::new(&planned.function, &planned.lowered, &self.device)?;
+        arguments.check_names(batch)?;
+        Ok((planned, arguments, checkpointing))
+    }
+
+    /// A plan in its arena, which is that of the plan before on the CPU.
+    fn allocated(
+        &mut self,
+        (planned, arguments, checkpointing): (Planned, Arguments, Checkpointing),
+        batch: &Batch,
+    ) -> Result<Prepared> {
+        let mut step = PlannedStep::new(
+            OP,
+            planned.lowered,
+            self.parameters.clone(),
+            &self.device,
+            &self.config,
+            self.communicator.as_ref(),
+            self.plans.last_mut().map(|before| &mut before.step),
+        )?;
+        step.time_phases(self.times_phases);
+        Ok(Prepared {
+            step,
+            arguments,
+            graph: planned.function.graph.clone(),
+            checkpointing,
+            counts: batch.counted().is_some(),
+        })
+    }
+
+    /// Has the copies of weights that products read in half precision renewed in the next [`run`](Self::run). Only on
+    /// a GPU do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
+    /// [`forward_backward`](Self::forward_backward) renews them each time. Call this after the weights were changed
+    /// in any other way: loaded, or set.
     pub fn refresh(&mut self) {
-        self.executor.refresh();
+        for prepared in &mut self.plans {
+            prepared.step.refresh();
+        }
     }
 
-    /// One step on what `tensors` has besides parameters and their updates: the loss.
+    /// One step: the loss of the batch before the update. Of a batch that [counts its targets](Batch::counting), loss
+    /// and gradients are means over those that count: of all micro-batches, and of all ranks.
+    ///
+    /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
     ///
     /// # Errors
-    /// An optimizer of other parameters; with clipping, gradients that are not finite.
-    pub fn run(&mut self, optimizer: &mut AdamW, tensors: &Tensors<'_>) -> Result<f32> {
-        let ranks = self.ranks()?;
-        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
-        self.run_with(optimizer, tensors, None)?;
-        self.loss()
+    /// As [`prepare`](Self::prepare); ids out of bounds, no target that counts, an optimizer of other parameters, a
+    /// learning rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter.
+    /// Whatever the error, parameters and optimizer are as they were.
+    pub fn run(&mut self, optimizer: &mut AdamW, batch: impl Into<Batch>) -> Result<f32> {
+        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        self.run_given(optimizer, &given)
     }
 
-    /// One step with the scaler's loss scale.
+    /// [`run`](Self::run), of what [`given`](Self::given) has prepared.
+    pub(crate) fn run_given(&mut self, optimizer: &mut AdamW, given: &Given) -> Result<f32> {
+        self.with(given, |step, tensors| step.run(optimizer, tensors))
+    }
+
+    /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
+    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update) do in an eager
+    /// step. Where a gradient has overflowed, parameters and optimizer stay what they were, and the scale becomes
+    /// smaller.
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+    /// use tallow::precision::Precision;
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig {
+    ///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
+    /// let config = StepConfig { precision: Precision::F16, loss_scaling: true, ..Default::default() };
+    /// let mut step = Step::of(&model, &optimizer, &config)?;
+    /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+    /// let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &tokens))?;
+    /// assert!(done.loss.is_finite());
+    /// assert_eq!(optimizer.steps(), usize::from(done.stepped()));
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// As [`run`](Self::run); a plan without loss scaling.
+    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without
+    /// loss scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and
+    /// not ended; as [`GradScaler::update`].
     pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,
         scaler: &mut GradScaler,
-        tensors: &Tensors<'_>,
+        batch: impl Into<Batch>,
     ) -> Result<ScaledStep> {
-        let ranks = self.ranks()?;
-        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
-        let loss_scale = scaler.planned_scale(self.op)?;
-        if loss_scale.is_some() && !self.config.loss_scaling {
-            return Err(Error::Config {
-                config: self.config_name,
-                field: "loss_scaling",
-                expected: "true, for a step whose loss is to be scaled".into(),
-                got: "false".into(),
-                hint: "plan with loss_scaling: true, or call run".into(),
-            });
-        }
-        let stepped = self.run_with(optimizer, tensors, loss_scale)?;
-        let non_finite = match stepped {
-            true => None,
-            false => self.first_non_finite()?,
-        };
-        scaler.planned_update(!stepped)?;
-        Ok(ScaledStep {
-            loss: self.loss()?,
-            non_finite,
-        })
+        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        self.run_scaled_given(optimizer, scaler, &given)
     }
 
-    /// One step; whether there was an update.
-    fn run_with(
+    /// [`run_scaled`](Self::run_scaled), of what [`given`](Self::given) has prepared.
+    pub(crate) fn run_scaled_given(
         &mut self,
         optimizer: &mut AdamW,
-        tensors: &Tensors<'_>,
-        loss_scale: Option<f64>,
-    ) -> Result<bool> {
-        let mut planned = optimizer.planned_updates(self.op, &self.parameters)?;
-        self.check_unreached(&planned)?;
-        self.leave_out_skipped(&mut planned);
-        parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
-        self.check_shares(&planned)?;
-        self.plan.set_moments(|number, dtype| {
-            let moments = planned[number].moments.as_ref();
-            moments.map_or(dtype, |[exp_avg, _]| exp_avg.dtype())
-        });
-        if self.steps_seen != Some(optimizer.steps()) {
-            self.executor.refresh(); // somebody else has stepped
-        }
-        let tensors = Tensors {
-            parameters: &self.parameters,
-            updates: &planned,
-            communicator: self.communicator.as_ref(),
-            loss_divisor: self.loss_divisor,
-            ..*tensors
-        };
-        let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
-        (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until it is over
-        let executor = &mut self.executor;
-        let stepped = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
-        self.has_run = true;
-        if stepped {
-            optimizer.planned_step_taken(self.skipped().map(|number| &self.parameters[number].1));
-            self.last_norm = match self.norm.clone() {
-                Some(norm) => self.first(&norm)?,
-                None => None,
-            };
-        }
-        self.steps_seen = Some(optimizer.steps());
-        Ok(stepped)
-    }
-
-    /// The parameters that the plan does not update, since the loss does not depend on them.
-    fn skipped(&self) -> impl Iterator<Item = usize> {
-        let unreached = self.unreached.iter();
-        let skipped = unreached.filter(|(_, missing)| *missing == MissingGradients::Skip);
-        skipped.map(|(number, _)| *number)
-    }
-
-    /// Takes the state of skipped parameters out, which no call has. A GPU has room for one update for each parameter
-    /// of the plan: theirs become another's.
-    fn leave_out_skipped(&self, planned: &mut [PlannedUpdate]) {
-        let is_skipped = |number: &usize| self.skipped().any(|skipped| skipped == *number);
-        let Some(other) = (0..planned.len()).find(|number| !is_skipped(number)) else {
-            return;
-        };
-        let update = planned[other].update;
-        for number in self.skipped() {
-            (planned[number].moments, planned[number].update) = (None, update);
-        }
-    }
-
-    /// Whether the plan does with parameters that have no gradient what this optimizer's groups say.
-    fn check_unreached(&self, planned: &[PlannedUpdate]) -> Result<()> {
-        for (number, missing) in &self.unreached {
-            let given = planned[*number].missing;
-            if given != *missing {
-                return Err(Error::Order {
-                    op: self.op,
-                    problem: format!(
-                        "parameter {} has no gradient: planned with missing_gradients {missing:?}, and the optimizer's \
-                         group has {given:?}",
-                        self.parameters[*number].0
-                    ),
-                    hint: "plan the step for this optimizer".into(),
-                });
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether the plan updates the parameters whose state this optimizer has, and no others.
-    fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
-        let own = planned.iter().map(|planned| planned.moments.is_some());
-        if own.eq(self.updated.iter().copied()) {
-            return Ok(());
-        }
-        let own = planned.iter().filter(|planned| planned.moments.is_some());
-        let updated = self.updated.iter().filter(|updated| **updated);
-        Err(Error::Order {
-            op: self.op,
-            problem: format!(
-                "the plan updates {} of {} parameters, and the optimizer has the state of {}, or of others",
-                updated.count(),
-                planned.len(),
-                own.count()
-            ),
-            hint: "divide the optimizer (AdamW::shard) before the step is planned, and run it with that one".into(),
+        scaler: &mut GradScaler,
+        given: &Given,
+    ) -> Result<ScaledStep> {
+        self.with(given, |step, tensors| {
+            step.run_scaled(optimizer, scaler, tensors)
         })
     }
 
-    /// Forward, loss and backward alone: the loss.
+    /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
+    /// [`gradients`](Self::gradients); nothing is clipped. Dropout is that of an optimizer's first step.
     ///
     /// # Errors
-    /// [`Error::Order`] where the optimizer runs in backward.
-    pub fn forward_backward(&mut self, tensors: &Tensors<'_>) -> Result<f32> {
-        if self.config.optimizer_in_backward {
-            return Err(Error::Order {
-                op: self.op,
-                problem: "the plan updates each parameter in backward".into(),
-                hint: "plan with optimizer_in_backward: false".into(),
-            });
-        }
-        let ranks = self.ranks()?;
-        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
-        let tensors = Tensors {
-            parameters: &self.parameters,
-            communicator: self.communicator.as_ref(),
-            loss_divisor: self.loss_divisor,
-            ..*tensors
+    /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
+    pub fn forward_backward(&mut self, batch: impl Into<Batch>) -> Result<f32> {
+        let given = self.given(batch.into(), 0)?.counted()?;
+        self.with(&given, PlannedStep::forward_backward)
+    }
+
+    /// Prepares a run, after `steps` steps of the optimizer. Ranks count their targets together.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare); a rank that failed.
+    pub(crate) fn given(&mut self, batch: Batch, steps: usize) -> Result<Given> {
+        let reads_keys = self.prepared(&batch)?.arguments.reads(DROPOUT);
+        let (counted, loss_divisor) = match batch.counted() {
+            Some(counted) => {
+                let (all, mean) = self.over_ranks(counted)?;
+                (Some(all), Some(mean))
+            }
+            None => (None, None),
         };
-        (self.has_run, self.last_norm) = (false, None); // until it is over
-        self.executor.refresh(); // the update is somebody else's
-        self.executor.run_micro_batches(&self.plan, &tensors)?;
-        self.has_run = true;
-        self.loss()
+        let batch = match self.config.dropout_seed {
+            Some(seed) if reads_keys => {
+                let rank = self.communicator.as_ref().map_or(0, Communicator::rank);
+                let count = self.config.accumulation;
+                let micro_batches = rank * count..(rank + 1) * count;
+                batch.with(DROPOUT, DropoutKey::of_step(seed, steps, micro_batches)?)
+            }
+            _ => batch,
+        };
+        Ok(Given {
+            batch,
+            counted,
+            loss_divisor,
+        })
     }
 
-    /// The last run's.
-    fn loss(&mut self) -> Result<f32> {
-        let loss = self.first(&self.loss.clone())?;
-        if let Some(ranks) = &self.communicator {
-            ranks.check()?; // a rank that failed leaves no mean
-        }
-        let divisor = self.loss_divisor.unwrap_or(1.0);
-        Ok(loss.map_or(f32::NAN, |loss| (loss / divisor) as f32)) // (1)
+    /// The targets that count: those of all ranks, and their mean, since ranks average what they have divided.
+    fn over_ranks(&self, counted: usize) -> Result<(usize, f64)> {
+        let (mean, ranks) = match &self.communicator {
+            Some(ranks) => (ranks.mean(&[counted as f64])?[0], ranks.world_size()),
+            None => (counted as f64, 1),
+        };
+        Ok(((mean * ranks as f64).round() as usize, mean))
     }
 
-    /// Times the phases of runs from now on, or no more.
+    fn with<T>(
+        &mut self,
+        given: &Given,
+        run: impl FnOnce(&mut PlannedStep, &Tensors<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let prepared = self.prepared(&given.batch)?;
+        let arguments = prepared.arguments.given(&given.batch)?;
+        let tensors = Tensors {
+            arguments: &arguments,
+            loss_divisor: given.loss_divisor,
+            ..Default::default()
+        };
+        run(&mut prepared.step, &tensors)
+    }
+
+    /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
+    ///
+    /// ```
+    /// # use candle_core::Tensor;
+    /// # use tallow::compile::{Step, StepConfig};
+    /// # use tallow::model::{TransformerConfig, TransformerLM};
+    /// # use tallow::optim::{AdamW, AdamWConfig};
+    /// # let device = tallow::device("cpu")?;
+    /// # let config = TransformerConfig {
+    /// #     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    /// #     ..Default::default()
+    /// # };
+    /// # let model = TransformerLM::new(&config, 0, &device)?;
+    /// # let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// # let mut step = Step::of(&model, &optimizer, &StepConfig::default())?;
+    /// # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+    /// step.time_phases(true);
+    /// step.run(&mut optimizer, (&tokens, &tokens))?;
+    /// let times = step.phase_times()?.expect("a run that was timed");
+    /// assert!(times.forward_ms > 0.0 && times.backward_ms > 0.0 && times.optimizer_ms > 0.0);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
     pub fn time_phases(&mut self, on: bool) {
-        self.executor.time_phases(&self.plan, on);
+        self.times_phases = on;
+        for prepared in &mut self.plans {
+            prepared.step.time_phases(on);
+        }
     }
 
-    /// What the phases of the last run took, if they are timed.
+    /// What the phases of the last run took; `None` if they are not timed, and before a run.
+    ///
+    /// # Errors
+    /// The device's.
     pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
-        self.executor.phase_times()
+        self.last().map_or(Ok(None), |last| last.step.phase_times())
+    }
+
+    fn last(&self) -> Option<&Prepared> {
+        self.plans.last()
+    }
+
+    /// The plan of the last [`run`](Self::run) or [`prepare`](Self::prepare); `None` before.
+    pub fn plan(&self) -> Option<&Plan> {
+        self.last().map(|last| &last.step.plan)
+    }
+
+    /// The plans that are kept, in the order of their last use.
+    pub fn plans(&self) -> impl Iterator<Item = &Plan> {
+        self.plans.iter().map(|prepared| &prepared.step.plan)
+    }
+
+    /// The trace that the last [plan](Self::plan) was made from.
+    pub fn graph(&self) -> Option<&Graph> {
+        self.last().map(|last| &last.graph)
+    }
+
+    /// Which blocks the last [plan](Self::plan) recomputes: the model's own choice, or what the memory budget chose. (A
+    /// budget that is met by running sums, or gates and up, again runs no block again: the plan's calls show it.)
+    pub fn checkpointing(&self) -> Option<Checkpointing> {
+        self.last().map(|last| last.checkpointing)
+    }
+
+    /// The weights that are updated, with their names.
+    pub fn parameters(&self) -> &[(String, Var)] {
+        &self.parameters
     }
 
     /// Clips to another norm from the next run on.
     ///
     /// # Errors
-    /// A plan without clipping, a norm that is not over 0.
+    /// [`Error::Config`] if the step was planned without clipping, or the norm is not over 0.
     pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
-        check_clip_norm(self.config_name, norm)?;
+        check_clip_norm(norm)?;
         if self.config.clip_norm.is_none() {
             return Err(Error::Config {
-                config: self.config_name,
+                config: "StepConfig",
                 field: "clip_norm",
                 expected: "Some, for a step whose gradients are to be clipped".into(),
                 got: "None".into(),
@@ -369,66 +708,57 @@ impl Step {
             });
         }
         self.config.clip_norm = Some(norm);
+        for prepared in &mut self.plans {
+            prepared.step.set_clip_norm(norm);
+        }
         Ok(())
     }
 
-    /// The norm of the last run's gradients before clipping.
+    /// The norm of the last run's gradients before clipping; `None` before the first [`run`](Self::run), after
+    /// [`forward_backward`](Self::forward_backward), and without clipping.
     pub fn gradient_norm(&self) -> Option<f64> {
-        self.last_norm
+        self.last().and_then(|last| last.step.gradient_norm())
     }
 
-    /// Copies of the last run's gradients by name, not clipped; of a divided optimizer those of this rank's parameters.
+    /// Copies of the last run's gradients by name, not clipped; of a [divided](AdamW::shard) optimizer those of this
+    /// rank's parameters.
     ///
     /// # Errors
     /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let refuse = |problem: &str, hint: &str| {
-            Err(Error::Order {
-                op: self.op,
-                problem: problem.into(),
-                hint: hint.into(),
-            })
-        };
-        if !self.has_run {
-            return refuse("no step has been run", "call run first");
+        match self.last() {
+            Some(last) => last.step.gradients(),
+            None => Err(Error::Order {
+                op: OP,
+                problem: "no step has been run".into(),
+                hint: "call run first".into(),
+            }),
         }
-        if self.config.optimizer_in_backward {
-            let hint = "plan with optimizer_in_backward: false to read them";
-            return refuse("each gradient was freed in backward", hint);
+    }
+}
+
+/// The variables that an optimizer steps, in the order of its groups.
+fn parameters_of(optimizer: &AdamW) -> Vec<(String, Var)> {
+    let groups = optimizer.groups().iter();
+    let parameters = groups.flat_map(|group| group.parameters.iter().cloned());
+    parameters.collect()
+}
+
+/// What a run is given.
+pub(crate) struct Given {
+    batch: Batch,
+    /// How many targets of all ranks count; `None` where all do.
+    pub(crate) counted: Option<usize>,
+    loss_divisor: Option<f64>,
+}
+
+impl Given {
+    /// # Errors
+    /// No target that counts.
+    fn counted(self) -> Result<Self> {
+        match self.counted {
+            Some(0) => Err(nothing_counts(OP, self.batch.elements())),
+            _ => Ok(self),
         }
-        let gradients = self.parameters.iter().zip(&self.gradients);
-        let gradients = gradients.zip(&self.updated);
-        let gradients = gradients.filter(|(_, updated)| **updated); // others are averaged elsewhere
-        let gradients = gradients.filter_map(|(((name, var), gradient), _)| {
-            let gradient = gradient.as_ref()?;
-            let copy = self.executor.copy(&self.plan, gradient, var.shape());
-            Some(copy.map(|copy| (name.clone(), copy)))
-        });
-        gradients.collect()
-    }
-
-    /// The first number of an operand that a run leaves, in f64.
-    fn first(&mut self, operand: &BufferRange) -> Result<Option<f64>> {
-        let kept: Vec<f64> = self.executor.read(&self.plan, operand)?;
-        Ok(kept.first().copied())
-    }
-
-    /// The parameter that the check for overflow has named.
-    fn first_non_finite(&mut self) -> Result<Option<String>> {
-        let is_check = |op: &Op| matches!(op, Op::CheckOverflow { .. });
-        let Some(call) = self.plan.calls().iter().find(|call| is_check(&call.op)) else {
-            return Ok(None);
-        };
-        let first: Vec<u32> = self
-            .executor
-            .read(&self.plan, call.writes.operand("first"))?;
-        let Op::CheckOverflow { parameters } = &call.op else {
-            return Ok(None);
-        };
-        let number = first
-            .first()
-            .and_then(|first| parameters.get(*first as usize));
-        let parameter = number.and_then(|number| self.parameters.get(*number));
-        Ok(parameter.map(|(name, _)| name.clone()))
     }
 }

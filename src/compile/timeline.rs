@@ -123,12 +123,13 @@ impl Plan {
     /// A run on paper, of a rank of `world_size`, after the first.
     ///
     /// ```
-    /// use tallow::compile::{PlanConfig, Rates, StepRanks, TrainStep};
+    /// use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
     /// use tallow::dist::ReplicatedConfig;
     /// use tallow::model::TransformerConfig;
     ///
-    /// let config = PlanConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
-    /// let (plan, _) = TrainStep::plan_for_gpu(&TransformerConfig::small(), &config)?;
+    /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
+    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
+    /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch)?;
     /// let rates = Rates {
     ///     product_flops: 50e12, // f32
     ///     memory_bytes: 3e12,

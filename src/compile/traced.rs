@@ -39,18 +39,34 @@ pub(super) struct TracedFunction {
     pub reduction: Reduction,
 }
 
-/// What runs a plan: kernels differ in what they take at once, and in the room they work in.
+/// What a plan is made for, whether it is there or not: kernels differ in what they take at once, and in the room they
+/// work in. Of a device, [`Target::from`] it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::compile) enum Target {
-    /// The CPU, with scratch for so many threads.
-    Cpu { threads: usize },
+pub enum Target {
+    /// The CPU.
+    Cpu {
+        /// How many threads there is scratch for.
+        threads: usize,
+    },
     /// A CUDA GPU.
     Cuda,
 }
 
+/// The CPU with the threads of the current pool, or a CUDA GPU.
+impl From<&Device> for Target {
+    fn from(device: &Device) -> Self {
+        match device {
+            Device::Cuda(_) => Self::Cuda,
+            _ => Self::Cpu {
+                threads: rayon::current_num_threads(),
+            },
+        }
+    }
+}
+
 impl Target {
     /// What a trace for it is told.
-    pub fn of_trace(self) -> graph::Target {
+    pub(super) fn of_trace(self) -> graph::Target {
         match self {
             Self::Cpu { .. } => graph::Target::Cpu,
             Self::Cuda => graph::Target::Cuda,

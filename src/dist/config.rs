@@ -72,7 +72,7 @@ pub struct ReplicatedConfig {
     /// Planned steps on the CPU do not take bf16.
     ///
     /// In a planned step on a GPU the gradients of matrices are then made in bf16 by the products themselves, as with
-    /// [an optimizer in backward](crate::compile::PlanConfig::optimizer_in_backward); those of embedding and norms stay
+    /// [an optimizer in backward](crate::compile::StepConfig::optimizer_in_backward); those of embedding and norms stay
     /// in f32, and so do all where micro-batches are accumulated or the loss is scaled.
     pub dtype: Option<DType>,
 }

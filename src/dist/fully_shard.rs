@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///
 /// A layer that is built from its [`builder`](Self::builder) has hollow weights, which take no memory. What is trained
 /// are the parts, [`parameters`](Self::parameters), in a
-/// [planned](crate::compile::TrainStep::fully_sharded) step: it gathers each weight for forward in the dtype that a
+/// [planned](crate::compile::Step::fully_sharded) step: it gathers each weight for forward in the dtype that a
 /// product reads, and again for backward, bucket by bucket, and averages gradients while backward goes on. On a GPU
 /// this is done ahead, and the last bucket of forward's is kept, which backward reads first.
 ///
@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
-/// use tallow::compile::{PlanConfig, TrainStep};
+/// use tallow::compile::{Step, StepConfig};
 /// use tallow::dist::{self, FullyShard, FullyShardConfig};
 /// use tallow::model::{TransformerConfig, TransformerLM};
 /// use tallow::nn;
@@ -40,10 +40,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///     let weights = nn::seeded(0, DType::F32, communicator.device());
 ///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
 ///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
-///     let plan = PlanConfig { batch_size: 1, sequence_length: 4, ..Default::default() };
-///     let mut step = TrainStep::fully_sharded(&model, &optimizer, &plan, &sharded)?;
+///     let mut step = Step::of_fully_sharded(&model, &optimizer, &StepConfig::default(), &sharded)?;
 ///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
-///     step.run(&mut optimizer, &tokens, &tokens)
+///     step.run(&mut optimizer, (&tokens, &tokens))
 /// };
 /// std::thread::scope(|scope| {
 ///     let ranks: Vec<_> = dist::threads(2)?.into_iter().map(|rank| scope.spawn(move || of(rank))).collect();

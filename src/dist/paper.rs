@@ -1,29 +1,29 @@
 //! What training on several GPUs takes, on paper.
 
 use super::Shard;
-use crate::Result;
-use crate::compile::{Plan, PlanConfig, Rates, StepRanks, Timeline, TrainStep};
+use crate::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use crate::model::TransformerConfig;
 use crate::report::{Column, Fields, Report};
+use crate::{Error, Result};
 
 /// A row for each strategy and number of GPUs: what a rank's memory holds, what it sends, and what a step takes, before
 /// there is any GPU.
 ///
-/// Each step is planned, as on a GPU: memory is [`Plan::total_bytes`], of rank 0, and time is [`Plan::timeline`] by the
+/// Each step is planned, as on a GPU, with micro-batches (B, T) a rank: memory is [`Plan::total_bytes`], of rank 0, and time is [`Plan::timeline`] by the
 /// rates that are given for the number of ranks. A strategy is a configuration with a name,
-/// whose [`ranks`](PlanConfig::ranks) say what is divided; which rank of how many does not matter here. Efficiency is
+/// whose [`ranks`](StepConfig::ranks) say what is divided; which rank of how many does not matter here. Efficiency is
 /// the step of a rank alone over that of the row.
 ///
 /// ```
-/// use tallow::compile::{PlanConfig, Rates, StepRanks};
+/// use tallow::compile::{StepConfig, Rates, StepRanks};
 /// use tallow::dist::{self, FullyShardConfig, ReplicatedConfig, Shard};
 /// use tallow::model::TransformerConfig;
 /// use tallow::report::Format;
 ///
 /// let ranks = StepRanks::Replicated(ReplicatedConfig::default());
-/// let replicated = PlanConfig { ranks, ..Default::default() };
+/// let replicated = StepConfig { ranks, ..Default::default() };
 /// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), Shard { rank: 0, world_size: 1 });
-/// let fully_sharded = PlanConfig { ranks, ..Default::default() };
+/// let fully_sharded = StepConfig { ranks, ..Default::default() };
 /// let rates = Rates {
 ///     product_flops: 50e12,
 ///     memory_bytes: 3e12,
@@ -35,27 +35,32 @@ use crate::report::{Column, Fields, Report};
 /// };
 /// let between_hosts = Rates { reduce_bytes: 40e9, gather_bytes: 40e9, ..rates };
 /// let strategies = [("replicated", replicated), ("fully sharded", fully_sharded)];
-/// let report = dist::plan_report(&TransformerConfig::small(), &strategies, &[(8, rates), (64, between_hosts)])?;
+/// let report = dist::plan_report(&TransformerConfig::small(), [4, 256], &strategies, &[(8, rates), (64, between_hosts)])?;
 /// assert_eq!(report.rows.len(), 4);
 /// report.write_to(Format::Text, &mut std::io::stdout())?;
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`TrainStep::plan_for_gpu`] and [`Plan::timeline`].
+/// As [`Step::plan_of`] and [`Plan::timeline`].
 pub fn plan_report(
     model: &TransformerConfig,
-    strategies: &[(&str, PlanConfig)],
+    [batch_size, length]: [usize; 2],
+    strategies: &[(&str, StepConfig)],
     ranks: &[(usize, Rates)],
 ) -> Result<Report> {
+    let planned = |config: &StepConfig| {
+        let batch = Batch::hollow(batch_size.saturating_mul(config.accumulation), length)?;
+        Ok::<_, Error>(Step::plan_of(Target::Cuda, model, config, batch)?.0)
+    };
     let mut rows = Vec::new();
     for (name, config) in strategies {
-        let alone = PlanConfig {
+        let alone = StepConfig {
             ranks: StepRanks::Alone,
             memory_budget_bytes: None, // there may be no GPU with room for all of it
             ..config.clone()
         };
-        let (alone, _) = TrainStep::plan_for_gpu(model, &alone)?;
+        let alone = planned(&alone)?;
         for (world_size, rates) in ranks {
             let own = Shard {
                 rank: 0,
@@ -68,19 +73,18 @@ pub fn plan_report(
                 StepRanks::FullySharded(parts, _) => StepRanks::FullySharded(parts, own),
                 others => others,
             };
-            let config = PlanConfig {
+            let config = StepConfig {
                 ranks,
                 ..config.clone()
             };
-            let (plan, _) = TrainStep::plan_for_gpu(model, &config)?;
+            let plan = planned(&config)?;
             let step = plan.timeline(*world_size, rates)?;
             let alone_seconds = alone.timeline(1, rates)?.step_seconds;
             let mut row = Fields::new();
             row.insert("strategy", *name);
             row.insert("world_size", *world_size);
             row.merge(fields(&plan, &step));
-            let tokens = config.batch_size * config.sequence_length * config.accumulation;
-            let all_tokens = *world_size as f64 * tokens as f64;
+            let all_tokens = (world_size * batch_size * config.accumulation * length) as f64;
             row.insert("tokens_per_second", all_tokens / step.step_seconds);
             let efficiency = alone_seconds / step.step_seconds;
             row.insert("efficiency_percent", 100.0 * efficiency);

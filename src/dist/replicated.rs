@@ -77,14 +77,14 @@ impl Replicated {
     /// [`MissingGradients::Skip`] a parameter has a gradient after the exchange if it has one on any rank: the others
     /// count as zeros. With [`MissingGradients::Zero`] every parameter has one. All ranks need the same choice.
     ///
-    /// A [planned](crate::compile::LossStep::replicated) step is the same on all ranks, and follows its optimizer.
+    /// A [planned](crate::compile::Step::replicated) step is the same on all ranks, and follows its optimizer.
     pub fn with_missing(self, missing: MissingGradients) -> Self {
         Self { missing, ..self }
     }
 
     /// Averages the parameters' gradients over the ranks: each alone, all together, or bucket by bucket, as the
     /// configuration says. All ranks get the same bits. Exchanges overlap with backward in
-    /// [planned](crate::compile::TrainStep::replicated) steps alone.
+    /// [planned](crate::compile::Step::replicated) steps alone.
     ///
     /// A bucket's gradients are copied into one tensor, and freed; the averages are views of it. What a step takes
     /// beyond that of a rank alone is one bucket.

@@ -185,7 +185,12 @@ pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
         }
     }
 
-    x.inplace_op1(&HollowOut(role))
+    let hollow_out = HollowOut(role);
+    match x.elem_count() {
+        // Strides of 0, which a size of 0 gives, look like elements that share a place.
+        0 => x.detach().flatten_all()?.inplace_op1(&hollow_out),
+        _ => x.inplace_op1(&hollow_out),
+    }
 }
 
 struct HollowWeights;

@@ -24,7 +24,7 @@ pub(super) fn check(blocks: usize) -> Result<()> {
         format!("at most {most} where a graph is kept, for {left_bytes} bytes of stack are left");
     let hint = format!(
         "backward recurses through the graph: call it on a thread of {wanted_bytes} bytes and more \
-         (std::thread::Builder::stack_size), or plan the step (compile::TrainStep)"
+         (std::thread::Builder::stack_size), or plan the step (compile::Step)"
     );
     Err(Error::config("TransformerConfig", "num_layers", blocks).must_be(expected, hint))
 }

@@ -82,7 +82,7 @@ impl TransformerLM {
     /// is a training step's, with dropout.
     ///
     /// It is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. A planned step does the same
-    /// by [`PlanConfig::separator`](crate::compile::PlanConfig::separator).
+    /// with [`Batch::masked`](crate::compile::Batch::masked).
     ///
     /// # Errors
     /// As [`loss_with`](Self::loss_with), also for tokens that are all separators; in a trace, which does not know

@@ -252,10 +252,9 @@ impl TransformerLM {
     /// In a plan, of documents and a key that each run has others of:
     ///
     /// ```
-    /// use candle_core::{DType, Tensor};
+    /// use candle_core::Tensor;
     /// use tallow::attention::{Algorithm, FirstKeys};
-    /// use tallow::compile::{LossStep, StepConfig};
-    /// use tallow::graph;
+    /// use tallow::compile::{Step, StepConfig};
     /// use tallow::model::{TransformerConfig, TransformerLM};
     /// use tallow::nn::{DropoutRates, ForwardContext};
     /// use tallow::ops::DropoutKey;
@@ -270,14 +269,12 @@ impl TransformerLM {
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?;
     /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-    /// let mut step = LossStep::new(&optimizer, &StepConfig::default(), || {
-    ///     let tokens = graph::input("tokens", (2, 8), DType::U32)?;
-    ///     let targets = graph::input("targets", (2, 8), DType::U32)?;
+    /// let mut step = Step::new(&optimizer, &StepConfig::default(), |inputs| {
     ///     let context = ForwardContext {
-    ///         first_keys: Some(FirstKeys::input("first_keys", (2, 8))?),
-    ///         dropout: Some(DropoutKey::input("dropout")?),
+    ///         first_keys: Some(FirstKeys::new(&inputs.get("first_keys")?)?),
+    ///         dropout: Some(DropoutKey::input("key")?),
     ///     };
-    ///     model.loss_with(&tokens, &targets, &context, Some(0))
+    ///     model.loss_with(&inputs.get("tokens")?, &inputs.get("targets")?, &context, Some(0))
     /// })?;
     ///
     /// let text = Tensor::new(&[[7u32, 9, 3, 0, 8, 8, 5, 0, 6], [4, 4, 0, 1, 2, 3, 4, 5, 6]], &device)?;
@@ -287,9 +284,9 @@ impl TransformerLM {
     /// let eager = model.loss_with(&tokens, &targets, &context, Some(0))?.to_scalar::<f32>()?;
     /// let (first_keys, key) = (context.first_keys.unwrap(), context.dropout.unwrap());
     /// let inputs = [
-    ///     ("tokens", &tokens), ("targets", &targets), ("first_keys", first_keys.tensor()), ("dropout", key.tensor()),
+    ///     ("tokens", &tokens), ("targets", &targets), ("first_keys", first_keys.tensor()), ("key", key.tensor()),
     /// ];
-    /// let loss = step.run(&mut optimizer, &inputs)?;
+    /// let loss = step.run(&mut optimizer, inputs)?;
     /// assert!((loss - eager).abs() < 1e-5);
     /// # Ok::<(), tallow::Error>(())
     /// ```

@@ -54,7 +54,7 @@ fn divided(weight: &Tensor) -> Result<Option<Arc<dyn Divided>>> {
             op: "dist::FullyShard",
             problem: "a weight that ranks have parts of is read by an op whose graph is kept"
                 .into(),
-            hint: "train by TrainStep::fully_sharded, or evaluate in tallow::no_grad".into(),
+            hint: "train by compile::Step::fully_sharded, or evaluate in tallow::no_grad".into(),
         }),
         divided => Ok(divided),
     }

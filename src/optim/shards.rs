@@ -20,7 +20,7 @@ impl AdamW {
     /// Divides state and update among ranks that train one model (ZeRO, stage 1): this rank keeps the state of the
     /// parameters that it owns, frees the rest, and from now on updates those parameters alone. The others come from
     /// their owners: at the end of each [`step`](Self::step), or where a step is
-    /// [planned](crate::compile::TrainStep::replicated) in its next run.
+    /// [planned](crate::compile::Step::replicated) in its next run.
     ///
     /// Parameters are owned as a whole, and each rank owns about as many elements. State and update take 1 / world_size
     /// of the memory and of the time that they take on one rank. All ranks have to call `step` with the same gradients,
@@ -95,7 +95,7 @@ impl AdamW {
     /// Gives this rank the parameters that others own as they are there, if the optimizer is
     /// [divided](Self::shard). All ranks have to call it.
     ///
-    /// Only after [planned](crate::compile::TrainStep::replicated) steps is there anything to do: they leave a rank
+    /// Only after [planned](crate::compile::Step::replicated) steps is there anything to do: they leave a rank
     /// with the newest values of its own parameters, and fetch of the others what the next run reads.
     ///
     /// # Errors

@@ -1,8 +1,7 @@
 //! What a run's configuration asks of its model and its data.
 
 use super::{Data, TrainConfig};
-use crate::compile::check_separator;
-use crate::model::TransformerLM;
+use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::GradScaler;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -47,7 +46,7 @@ pub(super) fn check_fits(model: &TransformerLM, config: &TrainConfig, data: &Dat
             ),
         );
     }
-    check_separator("TrainConfig", config.separator, model.config())?;
+    check_separator(config.separator, model.config())?;
     let vocab_size = model.config().vocab_size;
     if let Data::Tokens(tokens) = data
         && tokens.vocab_size() > vocab_size
@@ -60,4 +59,16 @@ pub(super) fn check_fits(model: &TransformerLM, config: &TrainConfig, data: &Dat
         );
     }
     Ok(())
+}
+
+/// An error for documents that end with a token which the model has not.
+fn check_separator(separator: Option<u32>, model: &TransformerConfig) -> Result<()> {
+    match separator {
+        Some(id) if id as usize >= model.vocab_size => {
+            let expected = format!("under the model's vocab_size {}", model.vocab_size);
+            let hint = "it is the id of the token that documents end with";
+            Err(Error::config("TrainConfig", "separator", id).must_be(expected, hint))
+        }
+        _ => Ok(()),
+    }
 }

@@ -55,7 +55,7 @@ pub struct TrainConfig {
     #[serde(default)]
     pub optimizer_in_backward: bool,
     /// The most bytes that activations and gradients of a step may take: as little is recomputed in backward as
-    /// [will do](crate::compile::PlanConfig::memory_budget_bytes). Not saved.
+    /// [will do](crate::compile::StepConfig::memory_budget_bytes). Not saved.
     #[serde(skip)]
     pub memory_budget_bytes: Option<u64>,
     /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A

@@ -2,11 +2,11 @@
 
 use super::Trainer;
 use super::ranks::Job;
-use crate::compile::{Plan, PlanConfig, TrainStep};
+use crate::compile::{Batch, Plan, Step, StepConfig};
 use crate::optim::guard::{DIVERGED, finite_loss};
 use crate::optim::{AdamW, GradScaler};
-use crate::{Error, Result};
-use candle_core::Tensor;
+use crate::{Error, Result, graph};
+use candle_core::{DType, Tensor};
 
 /// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows
 /// even here has diverged. (Not 1: a sum over many tokens may want less.)
@@ -39,7 +39,7 @@ pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) 
 }
 
 impl Trainer {
-    /// The plan of the run's step ([`TrainStep`]), from forward to update, in memory that is allocated once. It is made
+    /// The plan of the run's step ([`Step`]), from forward to update, in memory that is allocated once. It is made
     /// here, or in the first [`step`](Self::step). Where ranks train together, every rank calls it.
     ///
     /// ```
@@ -59,13 +59,17 @@ impl Trainer {
     /// ```
     ///
     /// # Errors
-    /// Those of [`TrainStep::new`]: a model on a device that is neither the CPU nor a CUDA GPU, weights that share
+    /// Those of [`Step::prepare`]: a model on a device that is neither the CPU nor a CUDA GPU, weights that share
     /// storage, a memory budget that no plan keeps to, an arena that does not fit.
     pub fn plan(&mut self) -> Result<&Plan> {
-        Ok(self.planned()?.0.plan())
+        let rows = self.batches().len() * self.config.batch_size;
+        let shape = (rows, self.config.sequence_length);
+        let ids = |name| graph::input(name, shape, DType::U32);
+        let batch = self.batch_of(&ids("tokens")?, &ids("targets")?)?;
+        self.planned()?.0.prepare(batch)
     }
 
-    /// Has the next step see weights that were set or loaded from outside, as [`TrainStep::refresh`] does: a plan on a
+    /// Has the next step see weights that were set or loaded from outside, as [`Step::refresh`] does: a plan on a
     /// GPU keeps copies of them in half precision.
     pub fn refresh(&mut self) {
         if let Some(step) = &mut self.planned {
@@ -74,18 +78,18 @@ impl Trainer {
     }
 
     /// The planned step, made now if there is none yet, and the optimizer that it steps.
-    fn planned(&mut self) -> Result<(&mut TrainStep, &mut AdamW)> {
+    fn planned(&mut self) -> Result<(&mut Step<'static>, &mut AdamW)> {
         let step = match self.planned.take() {
             Some(step) => step,
             None => {
-                let (model, optimizer, config) = (&self.model, &self.optimizer, self.plan_config());
+                let (model, optimizer, config) = (&self.model, &self.optimizer, self.step_config());
                 match &self.job {
-                    None => TrainStep::new(model, optimizer, &config)?,
+                    None => Step::of(model, optimizer, &config)?,
                     Some(Job::Replicated(replicated)) => {
-                        TrainStep::replicated(model, optimizer, &config, replicated)?
+                        Step::of(model, optimizer, &config)?.replicated(optimizer, replicated)?
                     }
                     Some(Job::FullyShard(sharded)) => {
-                        TrainStep::fully_sharded(model, optimizer, &config, sharded)?
+                        Step::of_fully_sharded(model, optimizer, &config, sharded)?
                     }
                 }
             }
@@ -105,8 +109,9 @@ impl Trainer {
         let (all_tokens, number) = (self.config.tokens_per_step(), self.step + 1);
         let mut scaler = self.scaler.clone();
         let loss_scale = scaler.as_ref().map(GradScaler::loss_scale);
+        let batch = self.batch_of(&inputs, &targets)?;
         let (step, optimizer) = self.planned()?;
-        let given = step.given(&inputs, &targets, optimizer.steps())?;
+        let given = step.given(batch, optimizer.steps())?;
         let tokens = given.counted.unwrap_or(all_tokens);
         if tokens == 0 {
             return Ok(Done {
@@ -146,23 +151,24 @@ impl Trainer {
         })
     }
 
+    /// Tokens and targets as a step is given them, without the targets that do not count.
+    fn batch_of(&self, tokens: &Tensor, targets: &Tensor) -> Result<Batch> {
+        let (separator, ignore_index) = (self.config.separator, self.config.ignore_index);
+        Batch::masked(tokens, targets, separator, ignore_index)
+    }
+
     /// The run's step, as plans are told of it.
-    fn plan_config(&self) -> PlanConfig {
+    fn step_config(&self) -> StepConfig {
         let config = &self.config;
         // The history wants the norm, which guards the update too; it takes all gradients.
         let all_norms = (!config.optimizer_in_backward).then_some(f64::INFINITY);
-        PlanConfig {
-            batch_size: config.batch_size,
-            sequence_length: config.sequence_length,
+        StepConfig {
             precision: config.precision,
             loss_scaling: self.scaler.is_some(),
             clip_norm: config.max_grad_norm.or(all_norms),
             accumulation: self.batches().len(),
-            checkpointing: self.model.config().checkpointing,
             memory_budget_bytes: config.memory_budget_bytes,
             optimizer_in_backward: config.optimizer_in_backward,
-            separator: config.separator,
-            ignore_index: config.ignore_index,
             dropout_seed: Some(config.seed),
             ..Default::default()
         }

@@ -4,7 +4,7 @@ use super::checks::{check_dtype, check_fits, scaler};
 use super::data::check_shape;
 use super::ranks::Job;
 use super::{Data, DataFingerprint, History, TrainConfig};
-use crate::compile::TrainStep;
+use crate::compile::Step;
 use crate::data::{Batch, Batches};
 use crate::files::PathLock;
 use crate::model::{MaskedTargets, TransformerLM};
@@ -41,7 +41,7 @@ pub struct StepReport {
 
 /// A run: a model, its optimizer, its data, and how far it has come.
 ///
-/// Steps are planned ([`TrainStep`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
+/// Steps are planned ([`Step<'static>`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
 /// allocated once. They train models in f32 (f64 on the CPU) on the CPU and on NVIDIA GPUs. What plans refuse, as
 /// parameters in half precision or Apple's GPUs, a loop of one's own trains: `loss`, [`backward`](crate::backward()),
 /// [`AdamW::step`].
@@ -79,7 +79,7 @@ pub struct Trainer {
     /// Where several ranks train together.
     pub(super) job: Option<Job>,
     /// From the first step on, or the first call of [`plan`](Self::plan).
-    pub(super) planned: Option<TrainStep>,
+    pub(super) planned: Option<Step<'static>>,
     pub(super) training: Box<dyn Batches>,
     validation: Box<dyn Batches>,
     pub(super) training_data: DataFingerprint,

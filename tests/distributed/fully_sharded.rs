@@ -8,15 +8,15 @@ use candle_core::{DType, Tensor, Var};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
+use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::compile::{LossStep, PlanConfig, StepConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::optim::AdamW;
 use tallow::precision::Precision;
 use tallow::profile::Profiler;
-use tallow::{Result, graph};
 
 #[rstest]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
@@ -65,18 +65,16 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
     let network = Network { layers };
     let mut optimizer = AdamW::new(sharded.parameters(), CONFIG)?;
     let rows = BATCH / ranks.world_size();
-    let mut step = {
-        let x = graph::input("x", (rows, 10), DType::F32)?;
-        let y = graph::input("y", (rows, 5), DType::F32)?;
-        LossStep::fully_sharded(&optimizer, config, &sharded, || network.loss(&x, &y))?
-    };
+    let mut step = Step::fully_sharded(&optimizer, config, &sharded, |inputs| {
+        network.loss(&inputs.get("x")?, &inputs.get("y")?)
+    })?;
     for number in 0..10 {
         let x = numbers(7 + number, (BATCH, 10), device)?;
         let y = numbers(70 + number, (BATCH, 5), device)?;
         wanted.step(&tallow::backward(alone.loss(&x, &y)?)?)?;
         let [x, y] = [x, y].map(|x| x.narrow(0, ranks.rank() * rows, rows));
         let (x, y) = (x?.contiguous()?, y?.contiguous()?);
-        step.run(&mut optimizer, &[("x", &x), ("y", &y)])?;
+        step.run(&mut optimizer, [("x", &x), ("y", &y)])?;
     }
     for (name, wanted) in distinct(&alone) {
         let values = |x: &Tensor| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
@@ -115,16 +113,14 @@ fn as_replicated(
     clip_norm: Option<f64>,
 ) -> Result<()> {
     let (device, config) = (ranks.device(), model());
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 128,
+    let plan = StepConfig {
         precision,
         clip_norm,
         ..Default::default()
     };
     let (tokens, targets) = (ids(ranks, 0)?, ids(ranks, 1)?);
-    let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
-        let mut step = |_| step.run(&mut optimizer, &tokens, &targets);
+    let run = |mut step: Step<'_>, mut optimizer: AdamW| -> Result<Vec<f32>> {
+        let mut step = |_| step.run(&mut optimizer, (&tokens, &targets));
         let mut losses: Vec<f32> = (0..3).map(&mut step).collect::<Result<_>>()?;
         // One rank is profiled, which runs in pieces, and exchanges what the other does.
         let profiler = (ranks.rank() == 0).then(|| Profiler::start_on(device));
@@ -143,7 +139,7 @@ fn as_replicated(
         ..Default::default()
     };
     let replicated = Replicated::new(ranks, whole.parameters(), way)?;
-    let step = TrainStep::replicated(&whole, &optimizer, &plan, &replicated)?;
+    let step = Step::of(&whole, &optimizer, &plan)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
     let sharded = FullyShardConfig {
         dtype: exchange,
@@ -153,7 +149,7 @@ fn as_replicated(
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
     let optimizer = AdamW::new(sharded.parameters(), adamw)?;
-    let step = TrainStep::fully_sharded(&model, &optimizer, &plan, &sharded)?;
+    let step = Step::of_fully_sharded(&model, &optimizer, &plan, &sharded)?;
     let found = run(step, optimizer)?;
     for (a, b) in found.iter().zip(&wanted) {
         assert!(

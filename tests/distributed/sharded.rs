@@ -3,12 +3,11 @@
 
 use super::replicated::{BATCH, Network, numbers};
 use super::{at_most, join, succeed};
-use candle_core::DType;
 use rstest::rstest;
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig};
 use tallow::optim::{AdamW, AdamWConfig};
-use tallow::{Error, Result, graph};
+use tallow::{Error, Result};
 
 #[rstest]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
@@ -56,10 +55,9 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
     let mut step = match planned {
         None => None,
         Some(config) => {
-            let x = graph::input("x", (rows, 10), DType::F32)?;
-            let y = graph::input("y", (rows, 5), DType::F32)?;
-            let loss = || network.loss(&x, &y);
-            Some(LossStep::replicated(&optimizer, config, &replicated, loss)?)
+            let loss = |inputs: &Inputs| network.loss(&inputs.get("x")?, &inputs.get("y")?);
+            let step = Step::new(&optimizer, config, loss)?;
+            Some(step.replicated(&optimizer, &replicated)?)
         }
     };
     for number in 0..10 {
@@ -70,7 +68,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
         let (x, y) = (x?.contiguous()?, y?.contiguous()?);
         match &mut step {
             Some(step) => {
-                step.run(&mut optimizer, &[("x", &x), ("y", &y)])?;
+                step.run(&mut optimizer, [("x", &x), ("y", &y)])?;
             }
             None => optimizer.step(&super::averaged(&replicated, network.loss(&x, &y)?)?)?,
         }

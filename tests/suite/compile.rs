@@ -32,9 +32,9 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Batch, Plan, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{Architecture, Layer};
+use tallow::nn::{Architecture, Checkpointing, Layer};
 use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked};
 use tallow::precision::Precision;
 
@@ -79,6 +79,16 @@ pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW)
     };
     let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
     (model, optimizer)
+}
+
+/// The plan of a model's step on the CPU, on tokens (B, T) in a micro-batch, and the blocks that it recomputes.
+pub fn plan_of(
+    model: &TransformerConfig,
+    plan: &StepConfig,
+    [batch_size, length]: [usize; 2],
+) -> tallow::Result<(Plan, Checkpointing)> {
+    let batch = Batch::hollow(plan.accumulation * batch_size, length)?;
+    Step::plan_of(&CPU, model, plan, batch)
 }
 
 /// Norm of the difference over the norm of what is wanted.
@@ -138,38 +148,43 @@ pub fn eager_step_in(
     loss.to_scalar().unwrap()
 }
 
-/// Two planned steps against eager ones of a model with the same weights. Losses and gradients must agree, and the
-/// weights must be to the bit what the eager clipping and AdamW make of the planned gradients.
-pub fn agree(model_config: &TransformerConfig, plan: &PlanConfig) {
-    agree_of(|| model_and_optimizer(model_config), plan);
+/// Two planned steps, on tokens (B, T) in a micro-batch, against eager ones of a model with the same weights, which
+/// keeps all activations. Losses and gradients must agree, and the weights must be to the bit what the eager clipping
+/// and AdamW make of the planned gradients.
+pub fn agree(model_config: &TransformerConfig, plan: &StepConfig, sizes: [usize; 2]) {
+    agree_of(|| model_and_optimizer(model_config), plan, sizes);
 }
 
 /// As [`agree`], of any model: `make` makes the same at each call.
-pub fn agree_of(make: impl Fn() -> (TransformerLM, AdamW), plan: &PlanConfig) {
+pub fn agree_of(
+    make: impl Fn() -> (TransformerLM, AdamW),
+    plan: &StepConfig,
+    [batch_size, length]: [usize; 2],
+) {
     let (eager, mut eager_optimizer) = make();
+    let eager = eager.with_checkpointing(Checkpointing::None);
     let (planned, mut planned_optimizer) = make();
-    let model_config = eager.config();
-    let what = format!("{model_config:?} {plan:?}");
-    let mut step = TrainStep::new(&planned, &planned_optimizer, plan).unwrap();
+    let model_config = planned.config();
+    let what = format!("{model_config:?} {plan:?} {batch_size} {length}");
+    let mut step = Step::of(&planned, &planned_optimizer, plan).unwrap();
     // Where gradients are gone after a run, those of a step that keeps them: weights must be the same to the bit.
-    let keeping = PlanConfig {
+    let keeping = StepConfig {
         optimizer_in_backward: false,
         ..plan.clone()
     };
     let mut keeper = plan.optimizer_in_backward.then(|| {
         let (model, optimizer) = make();
-        let step = TrainStep::new(&model, &optimizer, &keeping).unwrap();
+        let step = Step::of(&model, &optimizer, &keeping).unwrap();
         (step, optimizer)
     });
     for i in 0..2 {
-        let sequences = plan.accumulation * plan.batch_size;
-        let batch = batch(model_config.vocab_size, sequences, plan.sequence_length, i);
-        let got = step
-            .run(&mut planned_optimizer, &batch.0, &batch.1)
-            .unwrap();
+        let sequences = plan.accumulation * batch_size;
+        let batch = batch(model_config.vocab_size, sequences, length, i);
+        let ids = (&batch.0, &batch.1);
+        let got = step.run(&mut planned_optimizer, ids).unwrap();
         let gradients = match &mut keeper {
             Some((keeping_step, optimizer)) => {
-                let kept = keeping_step.run(optimizer, &batch.0, &batch.1).unwrap();
+                let kept = keeping_step.run(optimizer, ids).unwrap();
                 assert_eq!(kept.to_bits(), got.to_bits());
                 keeping_step.gradients().unwrap()
             }

@@ -13,7 +13,7 @@ use rstest::rstest;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use tallow::attention::Algorithm;
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Target};
 use tallow::nn::Layer;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -141,13 +141,11 @@ fn planned(golden: &Golden, device: &Device) {
     let model = golden.model(DType::F32, device);
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(0, device);
-    let input = |name| graph::input(name, tokens.shape(), DType::U32).unwrap();
-    let (x, y) = (input("tokens"), input("targets"));
-    let mut step =
-        LossStep::new(&optimizer, &StepConfig::default(), || model.loss(&x, &y)).unwrap();
+    let loss = |inputs: &Inputs| model.loss(&inputs.get("tokens")?, &inputs.get("targets")?);
+    let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
     let [_, loss_bound, gradient_bound] = bounds(DType::F32);
     let loss = step
-        .forward_backward(&[("tokens", &tokens), ("targets", &targets)])
+        .forward_backward([("tokens", &tokens), ("targets", &targets)])
         .unwrap();
     let wanted = elements(&golden.tensors["loss"])[0];
     assert!((f64::from(loss) - wanted).abs() <= loss_bound * wanted);
@@ -160,7 +158,7 @@ fn planned(golden: &Golden, device: &Device) {
     for (i, wanted) in elements(&golden.tensors["losses"]).into_iter().enumerate() {
         let [tokens, targets] = golden.batch(i, device);
         let inputs = [("tokens", &tokens), ("targets", &targets)];
-        let loss = step.run(&mut optimizer, &inputs).unwrap();
+        let loss = step.run(&mut optimizer, inputs).unwrap();
         let error = (f64::from(loss) - wanted).abs() / wanted;
         assert!(error <= 1e-6, "step {i}: {error:.2e}");
     }
@@ -231,17 +229,19 @@ fn gpt2_planned_in_half_on_a_gpu(
             .to_scalar::<f32>()
             .unwrap()
     });
-    let input = |name| graph::input(name, (4, 64), DType::U32).unwrap();
-    let (x, y) = (input("tokens"), input("targets"));
+    let config = StepConfig {
+        precision,
+        ..Default::default()
+    };
     let mut runs = Vec::new();
     for _ in 0..2 {
         let planned = model();
         let mut optimizer = AdamW::new(planned.parameters(), hyperparameters).unwrap();
-        let loss = || precision.run(|| planned.loss(&x, &y));
-        let mut step = LossStep::new(&optimizer, &StepConfig::default(), loss).unwrap();
+        let loss = |inputs: &Inputs| planned.loss(&inputs.get("tokens")?, &inputs.get("targets")?);
+        let mut step = Step::new(&optimizer, &config, loss).unwrap();
         let losses = [0; 6].map(|_| {
             let inputs = [("tokens", &tokens), ("targets", &targets)];
-            step.run(&mut optimizer, &inputs).unwrap()
+            step.run(&mut optimizer, inputs).unwrap()
         });
         for (got, wanted) in losses.iter().zip(wanted) {
             assert!(

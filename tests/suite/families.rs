@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 use tallow::attention::{Algorithm, FirstKeys};
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Batch, Step, StepConfig};
 use tallow::hf::{self, SaveOptions};
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
@@ -225,17 +225,12 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
     let model = golden.model(DType::F32, attention, device);
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(device);
-    let config = PlanConfig {
-        batch_size: 2,
-        sequence_length: 13,
-        ..Default::default()
-    };
-    let mut step = TrainStep::new(&model, &optimizer, &config).unwrap();
-    step.forward_backward(&tokens, &targets).unwrap();
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap();
     close_gradients(&golden, &model, gradients, bounds(DType::F32)[2]);
     five_steps(&golden, &model, DType::F32, || {
-        f64::from(step.run(&mut optimizer, &tokens, &targets).unwrap())
+        f64::from(step.run(&mut optimizer, (&tokens, &targets)).unwrap())
     });
 }
 
@@ -279,14 +274,12 @@ fn families_on_a_gpu(
         return planned(name, attention, &crate::gpu());
     }
     // Heads of 11, which planned flash attention does not take there.
-    let model = Golden::read(name).model(DType::F32, attention, &crate::gpu());
+    let golden = Golden::read(name);
+    let model = golden.model(DType::F32, attention, &crate::gpu());
+    let [tokens, targets] = golden.batch(&crate::gpu());
     let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
-    let config = PlanConfig {
-        batch_size: 2,
-        sequence_length: 13,
-        ..Default::default()
-    };
-    let error = TrainStep::new(&model, &optimizer, &config).unwrap_err();
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let error = step.prepare((&tokens, &targets)).unwrap_err();
     assert!(error.to_string().contains("heads of 11"), "{error}");
 }
 
@@ -818,9 +811,8 @@ proptest! {
             }
             let planned = model.clone().with_attention(attention);
             let optimizer = AdamW::new(planned.parameters(), AdamWConfig::default()).unwrap();
-            let plan_config = PlanConfig { batch_size: batch, sequence_length: length, ..Default::default() };
-            let mut step = TrainStep::new(&planned, &optimizer, &plan_config).unwrap();
-            step.forward_backward(&tokens, &targets).unwrap();
+            let mut step = Step::of(&planned, &optimizer, &StepConfig::default()).unwrap();
+            step.forward_backward((&tokens, &targets)).unwrap();
             let found = step.gradients().unwrap();
             for ((name, found), wanted) in found.iter().zip(&gradients) {
                 near(name, found, wanted)?;
@@ -859,12 +851,8 @@ fn sizes_and_flops() {
         let parameters = parameters.map(|(name, var)| (name, var.shape().clone()));
         assert!(shapes.eq(parameters), "{name}");
         // As the plan's products count them.
-        let plan_config = PlanConfig {
-            batch_size: 2,
-            sequence_length: 13,
-            ..Default::default()
-        };
-        let (plan, _) = TrainStep::plan_for(config, &plan_config).unwrap();
+        let batch = Batch::hollow(2, 13).unwrap();
+        let (plan, _) = Step::plan_of(&Device::Cpu, config, &StepConfig::default(), batch).unwrap();
         let wanted = flops::forward_backward(config, 2, 13).total();
         let difference = (plan.flops() - wanted).abs();
         assert!(

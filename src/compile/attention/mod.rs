@@ -107,7 +107,7 @@ impl Attention {
             lowered,
             gradients,
             lse,
-        } = plan::of(config, Executor::target(device))?;
+        } = plan::of(config, Target::from(device))?;
         Ok(Self {
             executor: Executor::new(&lowered.plan, device)?,
             device: device.clone(),
@@ -150,7 +150,7 @@ impl Attention {
     /// As [`new`](Self::new), whatever the machine has and the GPU's kernels take.
     pub fn plan_for(device: &Device, config: &AttentionPlanConfig) -> Result<Plan> {
         check_device(device)?;
-        Self::plan_of(Executor::target(device), config)
+        Self::plan_of(Target::from(device), config)
     }
 
     /// As [`plan_for`](Self::plan_for), for a GPU, which need not be there.

@@ -51,6 +51,20 @@ impl Arena {
         unsafe { start.as_ptr().write_bytes(0, layout.size()) };
         Ok(Self { start, layout })
     }
+
+    /// The arena, with one without room left in its place.
+    pub fn take(&mut self) -> Result<Self> {
+        Ok(std::mem::replace(self, Self::new(0)?))
+    }
+
+    /// The arena itself, or a larger one where it has fewer bytes. Never are both there.
+    pub fn of_at_least(self, bytes: u64) -> Result<Self> {
+        if self.layout.size() as u64 >= bytes {
+            return Ok(self);
+        }
+        drop(self);
+        Self::new(bytes)
+    }
 }
 
 impl Arena {

@@ -28,6 +28,21 @@ pub(super) struct Executor {
 impl Executor {
     /// Allocates the arena, and what threads pack products into.
     pub fn new(plan: &Plan) -> Result<Self> {
+        Self::in_arena(plan, None)
+    }
+
+    /// As [`new`](Self::new), in the arena of another plan's executor, which loses it.
+    pub fn in_place_of(&mut self, plan: &Plan) -> Result<Self> {
+        Self::in_arena(plan, Some(self.arena.take()?))
+    }
+
+    /// Has the arena of another plan's executor, which loses it.
+    pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
+        self.arena = from.arena.take()?.of_at_least(plan.peak_bytes())?;
+        Ok(())
+    }
+
+    fn in_arena(plan: &Plan, arena: Option<Arena>) -> Result<Self> {
         let calls = plan.calls().iter();
         let mut products = calls.filter(|call| call.op.is_product());
         if products.clone().next().is_some() {
@@ -35,7 +50,10 @@ impl Executor {
             ops::reserve_scratch(products.any(rounds))?;
         }
         Ok(Self {
-            arena: Arena::new(plan.peak_bytes())?,
+            arena: match arena {
+                Some(arena) => arena.of_at_least(plan.peak_bytes())?,
+                None => Arena::new(plan.peak_bytes())?,
+            },
             clock: None,
         })
     }

@@ -3,7 +3,7 @@
 use super::layer::traced;
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
 use crate::attention::Algorithm;
-use crate::compile::{Attention, AttentionPlanConfig, Category, LossStep, StepConfig};
+use crate::compile::{Attention, AttentionPlanConfig, Category, Step, StepConfig};
 use crate::graph::{self, MemoryStep};
 use crate::nn::CausalSelfAttention;
 use crate::{Error, Result, hardware};
@@ -133,14 +133,14 @@ pub fn planned_attention_breakdown(
     })
 }
 
-/// The memory of forward and backward of a [`LossStep`] of the layer on `device`, where the loss is the sum of its
+/// The memory of forward and backward of a [`Step`] of the layer on `device`, where the loss is the sum of its
 /// output.
 ///
 /// It is what the plan says, with the weights, which are in f32, and the input; on a GPU also the 32 MiB that cuBLASLt
 /// works in. There is no optimizer: nothing is updated. What products pack on the CPU is not included.
 ///
 /// # Errors
-/// As [`LossStep::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
+/// As [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
 pub fn planned_self_attention_breakdown(
     workload: &SelfAttentionWorkload,
     device: &Device,
@@ -158,10 +158,10 @@ pub fn planned_self_attention_breakdown(
             available_bytes: hardware::available_bytes_on(device).unwrap_or(u64::MAX),
         });
     }
-    let plan = LossStep::plan_for(device, &StepConfig::default(), || {
-        let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
-        let x = graph::input("x", shape, w.dtype)?;
-        w.planned_loss(&layer, &x)
+    let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
+    let input = graph::input("x", shape, w.dtype)?;
+    let plan = Step::plan_for(device, &StepConfig::default(), [("x", &input)], |inputs| {
+        w.planned_loss(&layer, &inputs.get("x")?)
     })?;
     let kept = plan.alive_bytes(plan.backward_begins());
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();

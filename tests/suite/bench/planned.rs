@@ -147,7 +147,7 @@ fn planned_runs_have_rows_too() {
         ..planned(Mode::TrainStep)
     });
     assert!(
-        text.contains("PlanConfig: precision") && text.contains("bf16-full"),
+        text.contains("StepConfig: precision") && text.contains("bf16-full"),
         "{text}"
     );
     let text = refused(EndToEnd {

@@ -10,7 +10,7 @@ use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers, on};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Attention, Category, PlanConfig};
+use tallow::compile::{Attention, Category};
 use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -179,12 +179,7 @@ fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) 
         context_length: 1300,
         ..config(1, 2, 24, 56, Algorithm::Naive)
     };
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 1300,
-        ..plan(precision)
-    };
-    agree(&model, &plan);
+    agree(&model, &plan(precision), [2, 1300]);
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! Planned steps drop what eager ones drop: the same elements, others in each step and micro-batch.
 
-use super::{batch, distance};
+use super::{batch, distance, plan_of};
 use candle_core::{Device, Tensor};
 use rstest::rstest;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use tallow::attention::{Algorithm, AttentionConfig};
-use tallow::compile::{Attention, AttentionPlanConfig, PlanConfig, TrainStep};
+use tallow::compile::{Attention, AttentionPlanConfig, Batch, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Architecture, Checkpointing, DropoutRates, ForwardContext};
 use tallow::ops::{Dropout, DropoutKey};
@@ -27,12 +27,16 @@ fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig
     }
 }
 
+/// B, T.
+const SIZES: [usize; 2] = [2, 33];
+
 /// Two steps, each against the loss and the gradients of an eager one with its key.
-fn as_eager(model: &TransformerConfig, plan: &PlanConfig, device: &Device) {
+fn as_eager(model: &TransformerConfig, plan: &StepConfig, separator: Option<u32>, device: &Device) {
     let model = TransformerLM::new(model, 5, device).unwrap();
+    let eager = model.clone().with_checkpointing(Checkpointing::None);
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let mut step = TrainStep::new(&model, &optimizer, plan).unwrap();
-    let what = format!("{:?} {plan:?}", model.config());
+    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let what = format!("{:?} {plan:?} {separator:?}", model.config());
     let bound = if plan.precision == Precision::F32 {
         2e-5
     } else {
@@ -40,34 +44,32 @@ fn as_eager(model: &TransformerConfig, plan: &PlanConfig, device: &Device) {
     };
     let mut losses = Vec::new();
     for i in 0..2 {
-        let sequences = plan.accumulation * plan.batch_size;
-        let (tokens, targets) = batch(97, sequences, plan.sequence_length, 0);
+        let [batch_size, length] = SIZES;
+        let (tokens, targets) = batch(97, plan.accumulation * batch_size, length, 0);
         let here = |x: &Tensor| x.to_device(device).unwrap();
         let (tokens, targets) = (here(&tokens), here(&targets));
 
         let mut sum = GradientAccumulator::new(model.parameters());
         let mut wanted = 0.0;
         for part in 0..plan.accumulation {
-            let rows = |x: &Tensor| {
-                x.narrow(0, part * plan.batch_size, plan.batch_size)
-                    .unwrap()
-            };
+            let rows = |x: &Tensor| x.narrow(0, part * batch_size, batch_size).unwrap();
             let key = DropoutKey::of_micro_batch(SEED, i, part).unwrap();
             let (tokens, targets) = (rows(&tokens), rows(&targets));
-            let loss = || match plan.separator {
-                Some(id) => model.loss_of_documents(&tokens, &targets, id, Some(&key)),
+            let loss = || match separator {
+                Some(id) => eager.loss_of_documents(&tokens, &targets, id, Some(&key)),
                 None => {
                     let context = ForwardContext::training(key.clone());
-                    model.loss_with(&tokens, &targets, &context, None)
+                    eager.loss_with(&tokens, &targets, &context, None)
                 }
             };
             let loss = plan.precision.run(loss).unwrap();
             wanted += loss.to_scalar::<f32>().unwrap() / plan.accumulation as f32;
             sum.add(tallow::backward(loss).unwrap()).unwrap();
         }
-        let eager = sum.mean().unwrap();
+        let mean = sum.mean().unwrap();
 
-        let found = step.run(&mut optimizer, &tokens, &targets).unwrap();
+        let documents = Batch::masked(&tokens, &targets, separator, None).unwrap();
+        let found = step.run(&mut optimizer, documents).unwrap();
         assert!(
             (found - wanted).abs() <= bound as f32,
             "{what}, step {i}: {found} {wanted}"
@@ -76,7 +78,7 @@ fn as_eager(model: &TransformerConfig, plan: &PlanConfig, device: &Device) {
         for (name, parameter) in model.parameters() {
             // What all keys have beside moves a query's scores alike: rounding on either side.
             if !(name.ends_with("k_proj.bias")) {
-                let error = distance(&planned[&name], eager.get(&parameter).unwrap());
+                let error = distance(&planned[&name], mean.get(&parameter).unwrap());
                 assert!(
                     error <= bound,
                     "{what}, step {i}: {name} is {error:.1e} off"
@@ -97,17 +99,17 @@ fn every_case_is_as_eager(attention: Algorithm, architecture: Architecture, devi
         (Precision::BF16, 2, Checkpointing::None, None),
         (Precision::BF16, 1, Checkpointing::None, Some(3)),
     ] {
-        let plan = PlanConfig {
-            batch_size: 2,
-            sequence_length: 33,
+        let plan = StepConfig {
             dropout_seed: Some(SEED),
             precision,
             accumulation,
-            checkpointing,
-            separator,
             ..Default::default()
         };
-        as_eager(&config(architecture, attention), &plan, device);
+        let model = TransformerConfig {
+            checkpointing,
+            ..config(architecture, attention)
+        };
+        as_eager(&model, &plan, separator, device);
     }
 }
 
@@ -138,12 +140,11 @@ fn nothing_is_dropped_unless_it_is_asked_for() {
         ..rates.clone()
     };
     let plan = |model: &TransformerConfig, dropout_seed| {
-        let config = PlanConfig {
+        let config = StepConfig {
             dropout_seed,
-            sequence_length: 33,
             ..Default::default()
         };
-        TrainStep::plan_for(model, &config).unwrap().0.explain()
+        plan_of(model, &config, [4, 33]).unwrap().0.explain()
     };
     let bare = plan(&none, None);
     assert!(!bare.contains("dropout"));

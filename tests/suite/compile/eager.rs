@@ -1,37 +1,32 @@
 //! The same numbers as the eager step.
 
-use super::{CPU, Judge, agree, batch, config, distance, eager_step_in, model_and_optimizer};
+use super::{CPU, Judge, agree, batch, bits, config, distance, eager_step_in, model_and_optimizer};
 use candle_core::{D, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::compile::{Forward, Step, StepConfig};
 use tallow::model::TransformerConfig;
 use tallow::no_grad;
 use tallow::ops::RotaryPairs;
 use tallow::precision::Precision;
 
-fn plan(batch_size: usize, sequence_length: usize) -> PlanConfig {
-    PlanConfig {
-        batch_size,
-        sequence_length,
+fn plan(precision: Precision) -> StepConfig {
+    StepConfig {
+        precision,
         ..Default::default()
     }
 }
 
 #[rstest]
 fn odd_shapes(
-    #[values((1, 1), (3, 1), (1, 64), (2, 123), (3, 65))] shape: (usize, usize),
+    #[values([1, 1], [3, 1], [1, 64], [2, 123], [3, 65])] sizes: [usize; 2],
     #[values((2, 24), (3, 40), (2, 2))] heads: (usize, usize),
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let (heads, head_dim) = heads;
     let model = config(2, heads, head_dim, 56, attention);
-    let plan = PlanConfig {
-        precision,
-        ..plan(shape.0, shape.1)
-    };
-    agree(&model, &plan);
+    agree(&model, &plan(precision), sizes);
 }
 
 /// Heads of k and v that serve several of q, rotated by halves or not; projections with biases, or norms.
@@ -52,11 +47,7 @@ fn grouped_heads(
         qk_norm,
         ..config(2, heads, head_dim, 56, attention)
     };
-    let plan = PlanConfig {
-        precision,
-        ..plan(2, 67)
-    };
-    agree(&model, &plan);
+    agree(&model, &plan(precision), [2, 67]);
 }
 
 /// The presets' proportions, a sixteenth as wide and few layers; the vocabulary larger than a chunk of logits takes.
@@ -78,28 +69,20 @@ fn small_versions_of_the_presets(
         attention,
         ..preset
     };
-    let plan = PlanConfig {
-        precision,
-        ..plan(2, 70)
-    };
-    agree(&model, &plan);
+    agree(&model, &plan(precision), [2, 70]);
 }
 
 #[rstest]
 fn forward_alone(
-    #[values((1, 1), (2, 123))] shape: (usize, usize),
+    #[values([1, 1], [2, 123])] sizes: [usize; 2],
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let model_config = config(3, 2, 24, 56, attention);
     let (model, _) = model_and_optimizer(&model_config);
-    let plan = PlanConfig {
-        precision,
-        ..plan(shape.0, shape.1)
-    };
-    let mut forward = Forward::new(&model, &plan).unwrap();
+    let mut forward = Forward::new(&model, sizes, precision).unwrap();
     for step in 0..2 {
-        let (tokens, _) = batch(97, shape.0, shape.1, step);
+        let (tokens, _) = batch(97, sizes[0], sizes[1], step);
         let eager = |precision: Precision| no_grad(|| precision.run(|| model.forward(&tokens)));
         let wanted = eager(precision).unwrap();
         let got = forward.run(&tokens).unwrap();
@@ -143,12 +126,12 @@ fn confident_logits() {
     let loss = eager.loss(&batch.0, &batch.1).unwrap();
     let store = loss.backward().unwrap();
     let loss: f32 = loss.to_scalar().unwrap();
-    let plan = PlanConfig {
+    let plan = StepConfig {
         optimizer_in_backward: false,
-        ..plan(2, 33)
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&planned, &optimizer, &plan).unwrap();
-    let got = step.run(&mut optimizer, &batch.0, &batch.1).unwrap();
+    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let got = step.run(&mut optimizer, (&batch.0, &batch.1)).unwrap();
     assert!(
         loss < 1.0 && (got - loss).abs() <= 1e-6 * loss,
         "{got} for {loss}"
@@ -173,21 +156,18 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
     for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
         optimizer.set_learning_rate(1e-3);
     }
-    let plan = PlanConfig {
+    let plan = StepConfig {
         clip_norm: Some(1.0),
-        precision,
-        ..plan(4, 32)
+        ..plan(precision)
     };
-    let mut step = TrainStep::new(&planned, &planned_optimizer, &plan).unwrap();
+    let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
     let mut curves = [Vec::new(), Vec::new()];
     for i in 0..200 {
         let batch = batch(97, 4, 32, i % 10);
-        let sizes = (&batch.0, &batch.1);
+        let ids = (&batch.0, &batch.1);
         let clip_norm = plan.clip_norm;
-        let loss = eager_step_in(precision, &eager, &mut eager_optimizer, sizes, clip_norm);
-        let got = step
-            .run(&mut planned_optimizer, &batch.0, &batch.1)
-            .unwrap();
+        let loss = eager_step_in(precision, &eager, &mut eager_optimizer, ids, clip_norm);
+        let got = step.run(&mut planned_optimizer, ids).unwrap();
         // No step stands out.
         let error = (got - loss).abs() / loss;
         assert!(error <= 2.0 * allowed, "step {i}: {got} for {loss}");
@@ -199,4 +179,40 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
     assert!(f64::from(allowed) >= error, "{error:.1e}");
     let last: f32 = wanted.get(199).unwrap().to_scalar().unwrap();
     assert!(last < 2.5, "{last}: it has learnt something");
+}
+
+/// Batches of several shapes in turn, of more than plans are kept for: to the bit the steps of plans that were made for
+/// each.
+#[rstest]
+fn shapes_in_turn(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let model_config = config(2, 2, 24, 56, attention);
+    let (one, mut one_optimizer) = model_and_optimizer(&model_config);
+    let (other, mut other_optimizer) = model_and_optimizer(&model_config);
+    let plan = plan(precision);
+    let mut step = Step::of(&one, &one_optimizer, &plan).unwrap();
+    assert!(step.plan().is_none());
+    let shapes = [
+        [2, 37],
+        [1, 5],
+        [2, 37],
+        [3, 64],
+        [2, 9],
+        [1, 37],
+        [2, 37],
+        [1, 5],
+    ];
+    for (i, [batch_size, length]) in shapes.into_iter().enumerate() {
+        let (tokens, targets) = batch(97, batch_size, length, i);
+        let got = step.run(&mut one_optimizer, (&tokens, &targets)).unwrap();
+        let mut alone = Step::of(&other, &other_optimizer, &plan).unwrap();
+        let wanted = alone.run(&mut other_optimizer, (&tokens, &targets));
+        assert_eq!(got.to_bits(), wanted.unwrap().to_bits(), "step {i}");
+        assert_eq!(bits(&one), bits(&other), "step {i}");
+        let peaks = [&step, &alone].map(|step| step.plan().unwrap().peak_bytes());
+        assert_eq!(peaks[0], peaks[1], "step {i}");
+    }
+    assert_eq!(step.plans().count(), Step::MAX_PLANS);
 }

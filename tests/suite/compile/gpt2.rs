@@ -3,7 +3,7 @@
 use super::{agree, config};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::PlanConfig;
+use tallow::compile::StepConfig;
 use tallow::model::TransformerConfig;
 use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
@@ -18,22 +18,20 @@ fn steps(
         bool,
     ),
     #[values((false, 33, Checkpointing::None), (true, 160, Checkpointing::Block))]
-    (tie_embeddings, sequence_length, checkpointing): (bool, usize, Checkpointing),
+    (tie_embeddings, length, checkpointing): (bool, usize, Checkpointing),
 ) {
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length,
+    let plan = StepConfig {
         precision,
         accumulation,
         clip_norm: (!optimizer_in_backward).then_some(0.5),
         optimizer_in_backward,
-        checkpointing,
         ..Default::default()
     };
     let model = TransformerConfig {
         architecture: Architecture::Gpt2,
         tie_embeddings,
+        checkpointing,
         ..config(2, 2, 24, 56, attention)
     };
-    agree(&model, &plan);
+    agree(&model, &plan, [2, length]);
 }

@@ -4,7 +4,7 @@ use super::{CPU, batch, bits, config, distance};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Call, Forward, PlanConfig, TrainStep};
+use tallow::compile::{Batch, Call, Forward, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::ops::RotaryPairs;
@@ -13,10 +13,11 @@ use tallow::optim::{
 };
 use tallow::precision::Precision;
 
-pub(super) fn plan(precision: Precision) -> PlanConfig {
-    PlanConfig {
-        batch_size: 2,
-        sequence_length: 37,
+/// B, T.
+const SIZES: [usize; 2] = [2, 37];
+
+pub(super) fn plan(precision: Precision) -> StepConfig {
+    StepConfig {
         precision,
         ..Default::default()
     }
@@ -45,16 +46,24 @@ struct Trained {
     norm: Option<f64>,
 }
 
-fn train(config: &TransformerConfig, plan: &PlanConfig, device: &Device, steps: usize) -> Trained {
+/// Some steps on tokens (B, T) in a micro-batch.
+fn train(
+    config: &TransformerConfig,
+    plan: &StepConfig,
+    [batch_size, length]: [usize; 2],
+    device: &Device,
+    steps: usize,
+) -> Trained {
     let (model, mut optimizer) = model_on(config, device);
-    let mut step = TrainStep::new(&model, &optimizer, plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, plan).unwrap();
     let mut losses = Vec::new();
     for i in 0..steps {
         optimizer.set_learning_rate(3e-3 / (i + 1) as f64); // is read at each run
-        let sequences = plan.batch_size * plan.accumulation;
-        let (tokens, targets) = batch(config.vocab_size, sequences, plan.sequence_length, i);
-        let ids = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
-        losses.push(step.run(&mut optimizer, &ids[0], &ids[1]).unwrap());
+        let sequences = batch_size * plan.accumulation;
+        let (tokens, targets) = batch(config.vocab_size, sequences, length, i);
+        let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
+        let loss = step.run(&mut optimizer, (&tokens, &targets));
+        losses.push(loss.unwrap());
     }
     let on_cpu = |x: &Tensor| x.to_device(&CPU).unwrap();
     Trained {
@@ -68,18 +77,19 @@ fn train(config: &TransformerConfig, plan: &PlanConfig, device: &Device, steps: 
     }
 }
 
-/// The first step's loss and gradients by candle's own backward over the model's ops, which shares nothing with plans
-/// but the kernels.
+/// The loss and gradients of the first step, of so many micro-batches of tokens (B, T), by candle's own backward over
+/// the model's ops, which shares nothing with plans but the kernels.
 fn by_candle(
     config: &TransformerConfig,
-    plan: &PlanConfig,
+    parts: usize,
+    [rows, length]: [usize; 2],
     precision: Precision,
     device: &Device,
 ) -> Trained {
     let (model, _) = model_on(config, device);
+    let model = model.with_checkpointing(Checkpointing::None);
     let parameters = model.parameters();
-    let (parts, rows) = (plan.accumulation, plan.batch_size);
-    let (tokens, targets) = batch(config.vocab_size, rows * parts, plan.sequence_length, 0);
+    let (tokens, targets) = batch(config.vocab_size, rows * parts, length, 0);
     let mut accumulator = GradientAccumulator::new(parameters.clone());
     let mut sum = 0.0;
     for part in 0..parts {
@@ -113,12 +123,13 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
 
 /// Held by candle's backward on the GPU in the same precision: at most three times as far from f32's as it, and in f32
 /// as close as sums in another order are.
-pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
+pub(super) fn agree(config: &TransformerConfig, plan: &StepConfig, sizes: [usize; 2]) {
     let gpu = crate::gpu();
-    let what = format!("{config:?} {plan:?}");
-    let got = train(config, plan, &gpu, 1);
-    let exact = by_candle(config, plan, Precision::F32, &gpu);
-    let judge = by_candle(config, plan, plan.precision, &gpu);
+    let what = format!("{config:?} {plan:?} {sizes:?}");
+    let got = train(config, plan, sizes, &gpu, 1);
+    let by_candle = |precision| by_candle(config, plan.accumulation, sizes, precision, &gpu);
+    let exact = by_candle(Precision::F32);
+    let judge = by_candle(plan.precision);
     let allowed = match plan.precision {
         Precision::F32 => 2e-5,
         _ => 3.0 * furthest(&exact, &judge),
@@ -139,7 +150,7 @@ pub(super) fn agree(config: &TransformerConfig, plan: &PlanConfig) {
     }
     // Losses of some steps, more loosely: AdamW's first step is the sign of the gradient, which rounding may turn where
     // it is small.
-    let several = |device: &Device| train(config, plan, device, 5);
+    let several = |device: &Device| train(config, plan, sizes, device, 5);
     let (on_gpu, on_cpu) = (several(&gpu), several(&CPU));
     for (i, (got, wanted)) in on_gpu.losses.iter().zip(&on_cpu.losses).enumerate() {
         let error = f64::from((got - wanted).abs() / wanted);
@@ -168,13 +179,8 @@ fn precisions_and_attention(
 ) {
     let (layers, heads, head_dim) = shape;
     let model = config(layers, heads, head_dim, 56, attention);
-    agree(&model, &plan(precision));
-    let long = PlanConfig {
-        batch_size: 3,
-        sequence_length: 130,
-        ..plan(precision)
-    };
-    agree(&model, &long);
+    agree(&model, &plan(precision), SIZES);
+    agree(&model, &plan(precision), [3, 130]);
 }
 
 /// Heads of k and v that serve several of q, rotated by halves or not; projections with biases, or norms.
@@ -196,12 +202,7 @@ fn grouped_heads(
         qk_norm,
         ..config(2, heads, head_dim, 56, attention)
     };
-    let plan = PlanConfig {
-        batch_size: 3,
-        sequence_length: 130,
-        ..plan(precision)
-    };
-    agree(&model, &plan);
+    agree(&model, &plan(precision), [3, 130]);
 }
 
 #[rstest]
@@ -212,13 +213,16 @@ fn options(
     #[values(1, 3)] accumulation: usize,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
 ) {
-    let plan = PlanConfig {
+    let plan = StepConfig {
         clip_norm,
         accumulation,
-        checkpointing,
         ..plan(precision)
     };
-    agree(&config(2, 2, 32, 72, Algorithm::Flash), &plan);
+    let model = TransformerConfig {
+        checkpointing,
+        ..config(2, 2, 32, 72, Algorithm::Flash)
+    };
+    agree(&model, &plan, SIZES);
 }
 
 #[rstest]
@@ -240,12 +244,7 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
             vocab_size,
             ..config(1, 2, 32, 72, Algorithm::Flash)
         };
-        let plan = PlanConfig {
-            batch_size: 8,
-            sequence_length: 160,
-            ..plan(precision)
-        };
-        agree(&model, &plan);
+        agree(&model, &plan(precision), [8, 160]);
     }
 }
 
@@ -256,13 +255,13 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
 fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
     let gpu = crate::gpu();
     let model = config(2, 2, 32, 72, Algorithm::Naive);
-    let exact = train(&model, &plan(Precision::F32), &gpu, 4);
-    let kept = train(&model, &plan(precision), &gpu, 4);
-    let plan = PlanConfig {
+    let exact = train(&model, &plan(Precision::F32), SIZES, &gpu, 4);
+    let kept = train(&model, &plan(precision), SIZES, &gpu, 4);
+    let plan = StepConfig {
         optimizer_in_backward: true,
         ..plan(precision)
     };
-    let [freed, again] = [0, 1].map(|_| train(&model, &plan, &gpu, 4));
+    let [freed, again] = [0, 1].map(|_| train(&model, &plan, SIZES, &gpu, 4));
     assert_eq!(freed.losses, again.losses);
     for (a, b) in freed.weights.iter().zip(&again.weights) {
         assert_eq!(distance(a, b), 0.0);
@@ -299,17 +298,15 @@ fn sums_and_gates_run_again(
 ) {
     let gpu = crate::gpu();
     let model = config(3, 2, 32, 136, Algorithm::Flash);
-    let whole = PlanConfig {
-        batch_size: 8,
-        sequence_length: 130,
-        ..plan(precision)
-    };
-    let (planned, _) = TrainStep::plan_on(&gpu, &model, &whole).unwrap();
-    let budget = PlanConfig {
+    let sizes = [8, 130];
+    let hollow = Batch::hollow(sizes[0], sizes[1]).unwrap();
+    let whole = plan(precision);
+    let (planned, _) = Step::plan_of(&gpu, &model, &whole, &hollow).unwrap();
+    let budget = StepConfig {
         memory_budget_bytes: Some(planned.peak_bytes() * percent / 100),
         ..whole.clone()
     };
-    let (planned_again, blocks) = TrainStep::plan_on(&gpu, &model, &budget).unwrap();
+    let (planned_again, blocks) = Step::plan_of(&gpu, &model, &budget, &hollow).unwrap();
     assert_eq!(blocks, Checkpointing::None);
     let is_half = precision != Precision::F32;
     let runs_gates = planned_again.flops() > planned.flops();
@@ -317,7 +314,7 @@ fn sums_and_gates_run_again(
     let adds =
         |call: &Call| call.op.name() == "rms_norm_backward" && call.reads.get("branch").is_some();
     assert_eq!(planned_again.calls().iter().any(adds), is_half);
-    let [wanted, got] = [whole, budget].map(|plan| train(&model, &plan, &gpu, 3));
+    let [wanted, got] = [whole, budget].map(|plan| train(&model, &plan, sizes, &gpu, 3));
     assert_eq!(got.losses, wanted.losses);
     for (a, b) in got.weights.iter().zip(&wanted.weights) {
         assert_eq!(distance(a, b), 0.0);
@@ -331,7 +328,7 @@ fn sums_and_gates_run_again(
 fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
     let gpu = crate::gpu();
     let (model, mut optimizer) = model_on(&config(2, 2, 24, 56, Algorithm::Naive), &gpu);
-    let plan = PlanConfig {
+    let plan = StepConfig {
         loss_scaling: true,
         clip_norm,
         ..plan(Precision::F16)
@@ -343,7 +340,7 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
         ..Default::default()
     })
     .unwrap();
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let (mut losses, mut in_a_row, mut skipped) = (Vec::new(), 0, 0);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
@@ -352,9 +349,8 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
     );
     for _ in 0..30 {
         let before = bits(&model);
-        let done = step
-            .run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)
-            .unwrap();
+        let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
+        let done = done.unwrap();
         losses.push(done.loss);
         assert_eq!(done.stepped(), before != bits(&model));
         match done.non_finite {
@@ -388,17 +384,17 @@ fn gradients_that_cannot_be_clipped(
     let (name, weight) = &model.parameters()[3];
     let poison = Tensor::full(f32::NAN, weight.shape(), &gpu).unwrap();
     let before = weight.as_tensor().copy().unwrap();
-    let plan = PlanConfig {
+    let plan = StepConfig {
         clip_norm: Some(1.0),
         ..plan(precision)
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
         tokens.to_device(&gpu).unwrap(),
         targets.to_device(&gpu).unwrap(),
     );
-    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     weight.set(&poison).unwrap();
     step.refresh();
     let values = || -> Vec<u32> {
@@ -411,7 +407,7 @@ fn gradients_that_cannot_be_clipped(
     };
     let poisoned = values();
     for _ in 0..3 {
-        let error = step.run(&mut optimizer, &tokens, &targets).unwrap_err();
+        let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         assert!(
             error.to_string().contains("the gradient of parameter"),
             "{error} ({name})"
@@ -422,7 +418,7 @@ fn gradients_that_cannot_be_clipped(
     weight.set(&before).unwrap();
     step.refresh();
     assert!(
-        step.run(&mut optimizer, &tokens, &targets)
+        step.run(&mut optimizer, (&tokens, &targets))
             .unwrap()
             .is_finite()
     );
@@ -435,9 +431,8 @@ fn weights_changed_elsewhere() {
     let gpu = crate::gpu();
     let model_config = config(1, 2, 32, 72, Algorithm::Flash);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
-    let plan = plan(Precision::BF16);
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
-    let mut forward = Forward::new(&model, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan(Precision::BF16)).unwrap();
+    let mut forward = Forward::new(&model, SIZES, Precision::BF16).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
         tokens.to_device(&gpu).unwrap(),
@@ -453,8 +448,8 @@ fn weights_changed_elsewhere() {
             .unwrap();
         let eager = eager.to_scalar::<f32>().unwrap();
         let planned = match i < 2 {
-            true => step.forward_backward(&tokens, &targets),
-            false => step.run(&mut optimizer, &tokens, &targets),
+            true => step.forward_backward((&tokens, &targets)),
+            false => step.run(&mut optimizer, (&tokens, &targets)),
         };
         let planned = planned.unwrap();
         assert!((planned - eager).abs() <= 2e-3 * eager, "{planned} {eager}");
@@ -478,7 +473,8 @@ fn flash_of_odd_heads_is_refused(
     let gpu = crate::gpu();
     let (precision, head_dim) = odd;
     let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &gpu);
-    let error = TrainStep::new(&model, &optimizer, &plan(precision)).unwrap_err();
+    let mut step = Step::of(&model, &optimizer, &plan(precision)).unwrap();
+    let error = step.prepare(Batch::hollow(2, 37).unwrap()).unwrap_err();
     assert!(error.to_string().contains("naive"), "{error}");
 }
 
@@ -489,6 +485,7 @@ fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
     agree(
         &config(1, 2, head_dim, 56, Algorithm::Flash),
         &plan(Precision::F32),
+        SIZES,
     );
 }
 
@@ -501,15 +498,8 @@ fn a_step_casts_no_weight() {
         attention: Algorithm::Flash,
         ..TransformerConfig::small()
     };
-    let (plan, _) = TrainStep::plan_on(
-        &gpu,
-        &model,
-        &PlanConfig {
-            precision: Precision::BF16,
-            ..Default::default()
-        },
-    )
-    .unwrap();
+    let batch = Batch::hollow(4, 256).unwrap();
+    let (plan, _) = Step::plan_of(&gpu, &model, &plan(Precision::BF16), batch).unwrap();
     let in_step = plan.first_run_only().end..plan.calls().len();
     let casts = plan.calls()[in_step]
         .iter()

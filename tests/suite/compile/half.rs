@@ -1,18 +1,16 @@
 //! What half precision has of its own: a loss scale, copies of weights, bytes.
 
-use super::{batch, bits, config, distance, model_and_optimizer};
+use super::{batch, bits, config, distance, model_and_optimizer, plan_of};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{BufferRange, Category, PlanConfig, TrainStep};
+use tallow::compile::{BufferRange, Category, Step, StepConfig};
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::optim::{GradScaler, GradScalerConfig, clip_grad_norm};
 use tallow::precision::Precision;
 
-fn plan(precision: Precision) -> PlanConfig {
-    PlanConfig {
-        batch_size: 2,
-        sequence_length: 37,
+fn plan(precision: Precision) -> StepConfig {
+    StepConfig {
         precision,
         ..Default::default()
     }
@@ -36,34 +34,32 @@ fn scaled_losses(
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model_config = config(2, 2, 24, 56, attention);
-    let plan = PlanConfig {
+    let model_config = TransformerConfig {
+        checkpointing,
+        ..config(2, 2, 24, 56, attention)
+    };
+    let plan = StepConfig {
         clip_norm,
         accumulation,
-        checkpointing,
         loss_scaling: true,
         ..plan(Precision::F16)
     };
     let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
+    let eager = eager.with_checkpointing(Checkpointing::None);
     let (planned, mut planned_optimizer) = model_and_optimizer(&model_config);
     for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
         optimizer.set_learning_rate(1e-3);
     }
     let scale = 2f64.powi(26);
     let (mut eager_scaler, mut planned_scaler) = (scaler(scale), scaler(scale));
-    let mut step = TrainStep::new(&planned, &planned_optimizer, &plan).unwrap();
+    let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
     let mut skipped = 0;
     for i in 0..12 {
         let (tokens, targets) = batch(97, 2 * accumulation, 37, i);
         let before = bits(&planned);
-        let done = step
-            .run_scaled(
-                &mut planned_optimizer,
-                &mut planned_scaler,
-                &tokens,
-                &targets,
-            )
-            .unwrap();
+        let ids = (&tokens, &targets);
+        let done = step.run_scaled(&mut planned_optimizer, &mut planned_scaler, ids);
+        let done = done.unwrap();
 
         let loss = Precision::F16
             .run(|| eager.loss(&tokens, &targets))
@@ -109,18 +105,18 @@ fn a_scale_is_taken_out_again() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let run = |precision, scale: Option<f64>| {
         let (model, mut optimizer) = model_and_optimizer(&model_config);
-        let plan = PlanConfig {
+        let plan = StepConfig {
             loss_scaling: true,
             clip_norm: Some(0.5),
             ..plan(precision)
         };
-        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
         let (tokens, targets) = batch(97, 2, 37, 0);
         match scale {
-            None => step.run(&mut optimizer, &tokens, &targets).unwrap(),
+            None => step.run(&mut optimizer, (&tokens, &targets)).unwrap(),
             Some(scale) => {
                 let mut scaler = scaler(scale);
-                let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets);
+                let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
                 done.unwrap().loss
             }
         };
@@ -145,13 +141,15 @@ fn weights_are_copied_once_a_step(
     #[values(1, 3)] accumulation: usize,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
 ) {
-    let model = TransformerConfig::tiny();
-    let plan = PlanConfig {
-        accumulation,
+    let model = TransformerConfig {
         checkpointing,
+        ..TransformerConfig::tiny()
+    };
+    let plan = StepConfig {
+        accumulation,
         ..plan(Precision::BF16)
     };
-    let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
+    let (plan, _) = plan_of(&model, &plan, [2, 37]).unwrap();
     let copies = plan.calls().iter().enumerate().filter(|(_, call)| {
         let is_copy =
             |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
@@ -169,13 +167,13 @@ fn weights_are_copied_once_a_step(
 fn nothing_is_to_be_refreshed() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let mut step = TrainStep::new(&model, &optimizer, &plan(Precision::BF16)).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan(Precision::BF16)).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
-    let before = step.forward_backward(&tokens, &targets).unwrap();
+    let before = step.forward_backward((&tokens, &targets)).unwrap();
     for (_, var) in model.parameters() {
         var.set(&(var.as_tensor() * 0.5).unwrap()).unwrap();
     }
-    let after = step.forward_backward(&tokens, &targets).unwrap();
+    let after = step.forward_backward((&tokens, &targets)).unwrap();
     let eager = Precision::BF16.run(|| model.loss(&tokens, &targets));
     let eager: f32 = eager.unwrap().to_scalar().unwrap();
     assert!((after - eager).abs() <= 1e-4 * eager && (before - eager).abs() > 1e-3);
@@ -186,11 +184,7 @@ fn nothing_is_to_be_refreshed() {
 fn activations_are_smaller() {
     let model = TransformerConfig::small();
     let bytes = |precision| {
-        let plan = PlanConfig {
-            batch_size: 8,
-            ..plan(precision)
-        };
-        let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
+        let (plan, _) = plan_of(&model, &plan(precision), [8, 37]).unwrap();
         [Category::Activation, Category::Gradient].map(|category| plan.category_bytes(category))
     };
     let ([wide, gradients], [half, same]) = (bytes(Precision::F32), bytes(Precision::BF16));

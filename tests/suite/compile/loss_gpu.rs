@@ -1,13 +1,12 @@
 //! Steps of losses planned on a GPU against the same planned on the CPU.
 
 use super::loss_step::{
-    Case, elementwise_ops, every_op, ignoring_head, ops_of_other_models, parts,
+    Case, elementwise_ops, every_op, hollow, ignoring_head, ops_of_other_models, parts,
 };
 use super::{CPU, distance};
 use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
-use tallow::compile::{LossStep, StepConfig};
-use tallow::graph;
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
 
@@ -38,9 +37,6 @@ fn train_on(
     });
     let parameters: Vec<(String, Var)> = parameters.collect();
     let weights: Vec<Var> = parameters.iter().map(|(_, var)| var.clone()).collect();
-    let inputs = case.inputs.iter();
-    let hollow = inputs.map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap());
-    let hollow: Vec<Tensor> = hollow.collect();
     let repeated = |x: &Tensor| Tensor::cat(&vec![x; accumulation], 0).unwrap();
     let inputs = case.inputs.iter();
     let inputs: Vec<_> = inputs.map(|(name, x)| (*name, on(&repeated(x)))).collect();
@@ -49,18 +45,19 @@ fn train_on(
     let config = StepConfig {
         clip_norm: Some(1.0),
         accumulation,
+        precision,
         ..Default::default()
     };
-    let loss = || precision.run(|| (case.loss)(&weights, &hollow));
-    let mut step = LossStep::new(&optimizer, &config, loss).unwrap();
-    let mut losses = vec![step.forward_backward(&inputs).unwrap()];
+    let loss = |given: &Inputs| (case.loss)(&weights, &hollow(given, &case.inputs)?);
+    let mut step = Step::new(&optimizer, &config, loss).unwrap();
+    let mut losses = vec![step.forward_backward(inputs.as_slice()).unwrap()];
     let found = step.gradients().unwrap();
     let gradient = |(name, _): &(String, Var)| {
         let (_, gradient) = found.iter().find(|(other, _)| other == name).unwrap();
         gradient.to_device(&CPU).unwrap()
     };
     let gradients = case.parameters.iter().map(gradient).collect();
-    losses.extend((1..steps).map(|_| step.run(&mut optimizer, &inputs).unwrap()));
+    losses.extend((1..steps).map(|_| step.run(&mut optimizer, inputs.as_slice()).unwrap()));
     let on_cpu = |var: &Var| var.to_device(&CPU).unwrap();
     Trained {
         losses,

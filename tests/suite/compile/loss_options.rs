@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::nn::{self, Layer, Linear, RmsNorm};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
@@ -71,11 +71,9 @@ impl Model {
         AdamW::new(self.parameters(), AdamWConfig::default()).unwrap()
     }
 
-    fn planned(&self, optimizer: &AdamW, precision: Precision, config: &StepConfig) -> LossStep {
-        let x = graph::input("x", (64, WIDTH), DType::F32).unwrap();
-        let classes = graph::input("classes", 64, DType::U32).unwrap();
-        let loss = || precision.run(|| self.loss(&x, &classes));
-        LossStep::new(optimizer, config, loss).unwrap()
+    fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Step<'_> {
+        let loss = |inputs: &Inputs| self.loss(&inputs.get("x")?, &inputs.get("classes")?);
+        Step::new(optimizer, config, loss).unwrap()
     }
 
     fn bits(&self) -> Vec<u32> {
@@ -105,9 +103,14 @@ fn segments_are_run_again(
     let run = |checkpointed| {
         let model = Model::new(checkpointed);
         let mut optimizer = model.optimizer();
-        let mut step = model.planned(&optimizer, precision, &StepConfig::default());
-        let losses = [0, 1].map(|_| step.run(&mut optimizer, &inputs).unwrap().to_bits());
-        let sizes = (step.plan().peak_bytes(), step.plan().calls().len());
+        let config = StepConfig {
+            precision,
+            ..Default::default()
+        };
+        let mut step = model.planned(&optimizer, &config);
+        let losses = [0, 1].map(|_| step.run(&mut optimizer, inputs).unwrap().to_bits());
+        let plan = step.plan().unwrap();
+        let sizes = (plan.peak_bytes(), plan.calls().len());
         ((losses, model.bits()), sizes)
     };
     let (kept, kept_sizes) = run(false);
@@ -134,13 +137,13 @@ fn the_optimizer_in_backward(#[values(false, true)] checkpointed: bool) {
             optimizer_in_backward,
             ..Default::default()
         };
-        let mut step = model.planned(&optimizer, Precision::F32, &config);
+        let mut step = model.planned(&optimizer, &config);
         for _ in 0..3 {
-            step.run(&mut optimizer, &inputs).unwrap();
+            step.run(&mut optimizer, inputs).unwrap();
         }
         assert_eq!(step.gradients().is_err(), optimizer_in_backward);
         assert_eq!(
-            step.forward_backward(&inputs).is_err(),
+            step.forward_backward(inputs).is_err(),
             optimizer_in_backward
         );
         model.bits()
@@ -152,7 +155,7 @@ fn the_optimizer_in_backward(#[values(false, true)] checkpointed: bool) {
         optimizer_in_backward: true,
         ..Default::default()
     };
-    let refused = LossStep::new(&model.optimizer(), &config, || unreachable!());
+    let refused = Step::new(&model.optimizer(), &config, |_| unreachable!());
     let text = refused.unwrap_err().to_string();
     assert!(text.contains("optimizer_in_backward"), "{text}");
 }
@@ -165,10 +168,11 @@ fn loss_scales() {
     let model = Model::new(false);
     let mut optimizer = model.optimizer();
     let config = StepConfig {
+        precision: Precision::F16,
         loss_scaling: true,
         ..Default::default()
     };
-    let mut step = model.planned(&optimizer, Precision::F16, &config);
+    let mut step = model.planned(&optimizer, &config);
     let scaler = GradScalerConfig {
         init_scale: 2f64.powi(40),
         ..Default::default()
@@ -176,12 +180,12 @@ fn loss_scales() {
     let mut scaler = GradScaler::new(scaler).unwrap();
     let before = model.bits();
     let done = step
-        .run_scaled(&mut optimizer, &mut scaler, &inputs)
+        .run_scaled(&mut optimizer, &mut scaler, inputs)
         .unwrap();
     assert!(!done.stepped() && done.loss.is_finite(), "{done:?}");
     assert_eq!((model.bits(), optimizer.steps()), (before, 0));
     while !step
-        .run_scaled(&mut optimizer, &mut scaler, &inputs)
+        .run_scaled(&mut optimizer, &mut scaler, inputs)
         .unwrap()
         .stepped()
     {}
@@ -190,15 +194,19 @@ fn loss_scales() {
     // The update is that of the gradients without a scale, within f16's rounding.
     let other = Model::new(false);
     let mut plain = other.optimizer();
-    let mut step = other.planned(&plain, Precision::F16, &StepConfig::default());
-    step.run(&mut plain, &inputs).unwrap();
+    let config = StepConfig {
+        precision: Precision::F16,
+        ..Default::default()
+    };
+    let mut step = other.planned(&plain, &config);
+    step.run(&mut plain, inputs).unwrap();
     for ((name, a), (_, b)) in model.parameters().iter().zip(other.parameters()) {
         let off = (a.as_tensor() - b.as_tensor()).unwrap().abs().unwrap();
         let off: f32 = off.max_all().unwrap().to_scalar().unwrap();
         assert!(off <= 2.1e-3, "{name}: {off}"); // AdamW's first step is at most lr, either way
     }
     let text = step
-        .run_scaled(&mut plain, &mut scaler, &inputs)
+        .run_scaled(&mut plain, &mut scaler, inputs)
         .unwrap_err();
     assert!(text.to_string().contains("loss_scaling"), "{text}");
 }
@@ -210,21 +218,19 @@ fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision
     let model = Model::new(false);
     let [x, classes] = batch();
     let inputs = [("x", &x), ("classes", &classes)];
-    let step = |rows, accumulation| {
+    let step = |accumulation| {
         let optimizer = model.optimizer();
-        let x = graph::input("x", (rows, WIDTH), DType::F32).unwrap();
-        let classes = graph::input("classes", rows, DType::U32).unwrap();
         let config = StepConfig {
+            precision,
             accumulation,
             ..Default::default()
         };
-        let loss = || precision.run(|| model.loss(&x, &classes));
-        let mut step = LossStep::new(&optimizer, &config, loss).unwrap();
-        let loss = step.forward_backward(&inputs).unwrap();
+        let mut step = model.planned(&optimizer, &config);
+        let loss = step.forward_backward(inputs).unwrap();
         (loss, step.gradients().unwrap())
     };
-    let (whole, gradients) = step(64, 1);
-    let (mean, sums) = step(16, 4);
+    let (whole, gradients) = step(1);
+    let (mean, sums) = step(4);
     let bound = match precision == Precision::F32 {
         true => 2e-6,
         false => 1e-2,
@@ -241,12 +247,12 @@ fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision
         accumulation: 2,
         ..Default::default()
     };
-    let loss = || ops::mean(&ops::mul(model.head.weight(), &scalar)?);
+    let loss = |inputs: &Inputs| ops::mean(&ops::mul(model.head.weight(), &inputs.get("scale")?)?);
     let head = model.head.parameters();
     let optimizer = AdamW::new(head, AdamWConfig::default()).unwrap();
-    let refused = LossStep::new(&optimizer, &config, loss);
-    let text = refused.err().map(|error| error.to_string()).unwrap();
-    assert!(text.contains("accumulation: 1"), "{text}");
+    let mut step = Step::new(&optimizer, &config, loss).unwrap();
+    let text = step.prepare([("scale", &scalar)]).unwrap_err().to_string();
+    assert!(text.contains("2 micro-batches"), "{text}");
 }
 
 /// Without elements, and with so many gates recomputed as the budget wants: each is smaller than the one before.
@@ -261,15 +267,20 @@ fn a_budget() {
             optimizer_in_backward: true,
             ..Default::default()
         };
-        LossStep::plan_for(DEVICE, &config, || {
-            let mut x = x.clone();
-            for i in 0..3 {
-                let gated = nn::SwiGlu::new(WIDTH, 64, vb.pp(i))?;
-                x = ops::add(&x, &gated.forward(&x)?)?;
-            }
-            let head = Linear::new(WIDTH, 5, vb.pp("head"))?;
-            ops::linear_cross_entropy(&x, head.weight(), &classes)
-        })
+        Step::plan_for(
+            DEVICE,
+            &config,
+            [("x", &x), ("classes", &classes)],
+            |inputs| {
+                let mut x = inputs.get("x")?;
+                for i in 0..3 {
+                    let gated = nn::SwiGlu::new(WIDTH, 64, vb.pp(i))?;
+                    x = ops::add(&x, &gated.forward(&x)?)?;
+                }
+                let head = Linear::new(WIDTH, 5, vb.pp("head"))?;
+                ops::linear_cross_entropy(&x, head.weight(), &inputs.get("classes")?)
+            },
+        )
     };
     let mut last = plan(None).unwrap();
     let mut smaller = 0;

@@ -3,12 +3,12 @@
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Category, Forward, LossStep, PlanConfig, StepConfig, TrainStep};
+use tallow::compile::{Category, Forward, Inputs, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
 use tallow::ops::{Gelu, KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
-use tallow::precision::Autocast;
+use tallow::precision::{Autocast, Precision};
 use tallow::{Result, autocast, graph, no_grad, ops};
 
 const DEVICE: &Device = &Device::Cpu;
@@ -33,7 +33,12 @@ fn clipping() -> StepConfig {
 }
 
 /// The loss on these inputs, and what autograd says of the parameters.
-type Loss<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+type Loss<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Tensor> + Sync);
+
+/// The hollow inputs of these names, in their order.
+pub fn hollow(inputs: &Inputs, of: &[(&str, Tensor)]) -> Result<Vec<Tensor>> {
+    of.iter().map(|(name, _)| inputs.get(name)).collect()
+}
 
 /// Loss and gradients planned as eager ones, within `bound`; and so the weights after steps, which must be the same
 /// tensors.
@@ -44,17 +49,15 @@ fn assert_as_eager(
     bound: f64,
 ) {
     let real: Vec<Tensor> = inputs.iter().map(|(_, x)| x.clone()).collect();
-    let hollow: Vec<Tensor> = inputs
-        .iter()
-        .map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap())
-        .collect();
     let named: Vec<(&str, &Tensor)> = inputs.iter().map(|(name, x)| (*name, x)).collect();
+    let named = named.as_slice();
     let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
-    let mut step = LossStep::new(&optimizer, &clipping(), || loss(&hollow)).unwrap();
+    let traced = |given: &Inputs| loss(&hollow(given, inputs)?);
+    let mut step = Step::new(&optimizer, &clipping(), traced).unwrap();
 
     let eager = loss(&real).unwrap();
     let gradients = eager.backward().unwrap();
-    let planned = step.forward_backward(&named).unwrap();
+    let planned = step.forward_backward(named).unwrap();
     let eager: f32 = eager.to_dtype(DType::F32).unwrap().to_scalar().unwrap();
     assert!(
         (planned - eager).abs() <= bound.max(1e-7) as f32 * eager.abs(),
@@ -76,7 +79,7 @@ fn assert_as_eager(
         .map(|(_, var)| var.copy().unwrap())
         .collect();
     for _ in 0..3 {
-        step.run(&mut optimizer, &named).unwrap();
+        step.run(&mut optimizer, named).unwrap();
     }
     let planned: Vec<Tensor> = parameters
         .iter()
@@ -277,18 +280,16 @@ fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     assert_as_eager(&parameters, &inputs, &loss, bound);
 
     let optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
-    let hollow = inputs
-        .each_ref()
-        .map(|(name, x)| graph::input(name, x.shape(), x.dtype()));
-    let hollow = hollow.map(Result::unwrap);
-    let step = LossStep::new(&optimizer, &StepConfig::default(), || loss(&hollow)).unwrap();
+    let named = inputs.each_ref().map(|(name, x)| (*name, x));
+    let once = |given: &Inputs| loss(&hollow(given, &inputs)?);
+    let mut step = Step::new(&optimizer, &StepConfig::default(), once).unwrap();
     let logits_bytes =
         (rows * classes) as u64 * half.map_or(4, |dtype| dtype.size_in_bytes() as u64);
-    assert!(step.plan().peak_bytes() < logits_bytes);
+    assert!(step.prepare(named).unwrap().peak_bytes() < logits_bytes);
     // A loss that goes on has another gradient than 1: then all logits are kept.
-    let doubled = || ops::add(&loss(&hollow)?, &loss(&hollow)?);
-    let step = LossStep::new(&optimizer, &StepConfig::default(), doubled).unwrap();
-    assert!(step.plan().peak_bytes() > 2 * logits_bytes);
+    let doubled = |given: &Inputs| ops::add(&once(given)?, &once(given)?);
+    let mut step = Step::new(&optimizer, &StepConfig::default(), doubled).unwrap();
+    assert!(step.prepare(named).unwrap().peak_bytes() > 2 * logits_bytes);
 }
 
 /// Head and loss of targets of which one id does not count: it is no class even. More logits than are there at a time,
@@ -323,13 +324,12 @@ fn a_head_that_ignores_targets_is_as_eager(
     let case = ignoring_head();
     case.assert_as_eager(half);
     let optimizer = AdamW::new(case.parameters.clone(), AdamWConfig::default()).unwrap();
-    let hollow = case.inputs.iter();
-    let hollow = hollow.map(|(name, x)| graph::input(name, x.shape(), x.dtype()).unwrap());
-    let hollow: Vec<Tensor> = hollow.collect();
     let weights: Vec<Var> = case.parameters.iter().map(|(_, var)| var.clone()).collect();
-    let loss = || (case.loss)(&weights, &hollow);
-    let step = LossStep::new(&optimizer, &StepConfig::default(), loss).unwrap();
-    assert!(step.plan().peak_bytes() < 260 * 180_000 * 4);
+    let loss = |given: &Inputs| (case.loss)(&weights, &hollow(given, &case.inputs)?);
+    let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
+    let named: Vec<_> = case.inputs.iter().map(|(name, x)| (*name, x)).collect();
+    let plan = step.prepare(named.as_slice()).unwrap();
+    assert!(plan.peak_bytes() < 260 * 180_000 * 4);
 }
 
 /// Each micro-batch has the mean over its own targets that count; a row that does not count may be anything.
@@ -351,13 +351,12 @@ fn micro_batches_that_ignore_differently() {
         accumulation: 2,
         ..Default::default()
     };
-    let hollow_x = graph::input("x", (3, 4), DType::F32).unwrap();
-    let hollow_targets = graph::input("targets", 3, DType::U32).unwrap();
-    let mut step = LossStep::new(&optimizer, &config, || loss(&hollow_x, &hollow_targets)).unwrap();
+    let traced = |inputs: &Inputs| loss(&inputs.get("x")?, &inputs.get("targets")?);
+    let mut step = Step::new(&optimizer, &config, traced).unwrap();
     let finite = x.clamp(-9f32, 9f32).unwrap();
     for x in [&x, &finite] {
         let planned = step
-            .forward_backward(&[("x", x), ("targets", &targets)])
+            .forward_backward([("x", x), ("targets", &targets)])
             .unwrap();
         let half = |i: usize| loss(&finite.narrow(0, 3 * i, 3)?, &targets.narrow(0, 3 * i, 3)?);
         let eager = ((half(0).unwrap() + half(1).unwrap()).unwrap() / 2.0).unwrap();
@@ -374,7 +373,7 @@ fn micro_batches_that_ignore_differently() {
         }
     }
     let nothing = Tensor::full(IGNORED, 6, DEVICE).unwrap();
-    let error = step.forward_backward(&[("x", &finite), ("targets", &nothing)]);
+    let error = step.forward_backward([("x", &finite), ("targets", &nothing)]);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("all ignored"), "{error}");
 }
@@ -409,11 +408,10 @@ fn targets_in_i64(
     };
     let hollow = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
     let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
-    let traced = || loss(&hollow[0], &hollow[1]);
-    let mut step = LossStep::new(&optimizer, &StepConfig::default(), traced).unwrap();
-    let run = |step: &mut LossStep, targets: &Tensor| {
-        step.forward_backward(&[("tokens", &tokens), ("targets", targets)])
-    };
+    let traced = |inputs: &Inputs| loss(&inputs.get("tokens")?, &inputs.get("targets")?);
+    let mut step = Step::new(&optimizer, &StepConfig::default(), traced).unwrap();
+    step.prepare((&hollow[0], &hollow[1])).unwrap();
+    let run = |step: &mut Step, targets: &Tensor| step.forward_backward((&tokens, targets));
     let found = run(&mut step, &targets).unwrap();
     let eager = loss(&tokens, &targets).unwrap();
     let gradients = eager.backward().unwrap();
@@ -437,6 +435,7 @@ fn targets_in_i64(
         .reshape((2, 3))
         .unwrap();
     assert!(run(&mut step, &narrow).is_ok());
+    assert_eq!(step.plans().count(), 1);
 }
 
 /// Ids in i64 become u32, in which an ignored one is another number.
@@ -446,10 +445,13 @@ fn ids_in_i64_that_are_numbers_too() {
     let targets = graph::input("targets", 3, DType::I64).unwrap();
     let x = graph::input("x", (3, 4), DType::F32).unwrap();
     let optimizer = AdamW::new([head.clone()], AdamWConfig::default()).unwrap();
-    let refused = LossStep::new(&optimizer, &StepConfig::default(), || {
+    let mut step = Step::new(&optimizer, &StepConfig::default(), |inputs| {
+        let (x, targets) = (inputs.get("x")?, inputs.get("targets")?);
         let loss = ops::linear_cross_entropy_ignoring(&x, &head.1, &targets, -100)?;
         ops::add(&loss, &ops::mean(&ops::cast(&targets, DType::F32)?)?)
-    });
+    })
+    .unwrap();
+    let refused = step.prepare([("x", &x), ("targets", &targets)]);
     let error = refused.err().unwrap().to_string();
     assert!(error.contains("pass the ids in u32"), "{error}");
 }
@@ -570,29 +572,29 @@ fn gradients_that_are_not_finite() {
     let (good, bad) = (weight("good", &[4, 4], 1), weight("bad", &[4, 4], 2));
     let parameters = vec![good.clone(), bad.clone()];
     let mut optimizer = AdamW::new(parameters, AdamWConfig::default()).unwrap();
-    let x = graph::input("x", (3, 4), DType::F32).unwrap();
-    let loss = || {
+    let loss = |inputs: &Inputs| {
+        let x = inputs.get("x")?;
         let h = ops::linear(&x, &good.1)?;
         ops::mean(&ops::add(&h, &ops::mul(&x, &ops::linear(&x, &bad.1)?)?)?)
     };
-    let mut step = LossStep::new(&optimizer, &clipping(), loss).unwrap();
-    let buffers = step.plan().buffers().iter();
+    let mut step = Step::new(&optimizer, &clipping(), loss).unwrap();
+    let x = Tensor::full(1e30f32, (3, 4), DEVICE).unwrap();
+    let buffers = step.prepare([("x", &x)]).unwrap().buffers().iter();
     let gradients = buffers.filter(|buffer| buffer.category == Category::Gradient);
     assert_eq!(
         gradients.map(|buffer| buffer.bytes()).sum::<u64>(),
         2 * 4 * 4 * 4
     );
     let before = [&good.1, &bad.1].map(|var| var.copy().unwrap());
-    let x = Tensor::full(1e30f32, (3, 4), DEVICE).unwrap();
-    let error = step.run(&mut optimizer, &[("x", &x)]).unwrap_err();
+    let error = step.run(&mut optimizer, [("x", &x)]).unwrap_err();
     assert!(error.to_string().contains("parameter bad"), "{error}");
     for (before, var) in before.iter().zip([&good.1, &bad.1]) {
         assert_eq!(difference(var, before), 0.0);
     }
     let x = Tensor::full(1f32, (3, 4), DEVICE).unwrap();
-    step.run(&mut optimizer, &[("x", &x)]).unwrap();
+    step.run(&mut optimizer, [("x", &x)]).unwrap();
     assert!(step.gradient_norm().unwrap() > 0.0);
-    step.forward_backward(&[("x", &x)]).unwrap();
+    step.forward_backward([("x", &x)]).unwrap();
     assert_eq!(step.gradient_norm(), None); // nothing was clipped
 }
 
@@ -685,18 +687,14 @@ fn a_model_in_f64() {
     let model = TransformerLM::from_var_builder(&config, nn::seeded(0, DType::F64, DEVICE));
     let model = model.unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 10,
-        ..Default::default()
-    };
     let tokens = random_ids((2, 10), 97);
-    let logits = Forward::new(&model, &plan).unwrap().run(&tokens).unwrap();
+    let mut forward = Forward::new(&model, [2, 10], Precision::F32).unwrap();
+    let logits = forward.run(&tokens).unwrap();
     assert_eq!(logits.dtype(), DType::F64);
     assert!(difference(&logits, &model.forward(&tokens).unwrap()) < 1e-14);
     let eager = model.loss(&tokens, &tokens).unwrap();
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
-    let loss = step.run(&mut optimizer, &tokens, &tokens).unwrap();
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let loss = step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
     assert_eq!(
         f64::from(loss) as f32,
         eager.to_scalar::<f64>().unwrap() as f32
@@ -709,7 +707,7 @@ fn a_model_in_f64() {
         mixed.into_iter().chain(model.parameters()),
         AdamWConfig::default(),
     );
-    let refused = LossStep::new(&mixed.unwrap(), &StepConfig::default(), || unreachable!());
+    let refused = Step::new(&mixed.unwrap(), &StepConfig::default(), |_| unreachable!());
     let text = refused.unwrap_err().to_string();
     assert!(text.contains("parameters in f32"), "{text}");
 }
@@ -719,49 +717,52 @@ fn a_model_in_f64() {
 fn refusals() {
     let w = weight("w", &[4, 4], 1);
     let optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
-    let x = graph::input("x", (3, 4), DType::F32).unwrap();
-    let refused = |loss: &dyn Fn() -> Result<Tensor>| {
-        let step = LossStep::new(&optimizer, &StepConfig::default(), loss);
-        step.err().map(|error| error.to_string()).unwrap()
+    let good = Tensor::ones((3, 4), DType::F32, DEVICE).unwrap();
+    let config = StepConfig::default();
+    let refused = |loss: &(dyn Fn(&Tensor) -> Result<Tensor> + Sync)| {
+        let step = Step::new(&optimizer, &config, |inputs| loss(&inputs.get("x")?));
+        let planned = step.unwrap().prepare([("x", &good)]).map(drop);
+        planned.err().map(|error| error.to_string()).unwrap()
     };
-    let linear = || ops::linear(&x, &w.1);
+    let linear = |x: &Tensor| ops::linear(x, &w.1);
+    let mean = |x: &Tensor| ops::mean(&linear(x)?);
     let text = refused(&linear);
     assert!(text.contains("one f32"), "{text}");
-    let text = refused(&|| ops::mean(&ops::mul(&x, &x)?));
+    let text = refused(&|x| ops::mean(&ops::mul(x, x)?));
     assert!(text.contains("without a graph"), "{text}");
-    let text = refused(&|| Ok(linear()?.mean_all()?));
+    let text = refused(&|x| Ok(linear(x)?.mean_all()?));
     assert!(text.contains("ops"), "{text}");
-    let text = refused(&|| Ok(ops::mean(&linear()?)?.detach()));
+    let text = refused(&|x| Ok(mean(x)?.detach()));
     assert!(text.contains("without a graph"), "{text}");
-    let reference = || with_kernel_policy(KernelPolicy::Reference, || ops::mean(&linear()?));
-    let text = refused(&reference);
+    let text = refused(&|x| with_kernel_policy(KernelPolicy::Reference, || mean(x)));
     assert!(text.contains("composed of candle's own ops"), "{text}");
     let both = vec![w.clone(), weight("unused", &[3], 3)];
     let other = AdamW::new(both, AdamWConfig::default()).unwrap();
-    let text = LossStep::new(&other, &StepConfig::default(), || ops::mean(&linear()?))
-        .unwrap_err()
-        .to_string();
+    let mut step = Step::new(&other, &config, |inputs| mean(&inputs.get("x")?)).unwrap();
+    let text = step.prepare([("x", &good)]).unwrap_err().to_string();
     assert!(text.contains("unused"), "{text}");
     let mut optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
-    let mut step =
-        LossStep::new(&optimizer, &StepConfig::default(), || ops::mean(&linear()?)).unwrap();
-    let good = Tensor::ones((3, 4), DType::F32, DEVICE).unwrap();
+    let mut step = Step::new(&optimizer, &config, |inputs| mean(&inputs.get("x")?)).unwrap();
     let wide = Tensor::ones((3, 5), DType::F32, DEVICE).unwrap();
+    let hollow = graph::input("x", (3, 4), DType::F32).unwrap();
     for (inputs, words) in [
         (vec![], "no tensor for the input \"x\""),
-        (vec![("y", &good)], "\"y\" is no input"),
-        (vec![("x", &wide)], "as planned"),
+        (vec![("y", &good)], "no tensor for the input \"x\""),
+        (vec![("x", &good), ("y", &good)], "\"y\" is no input"),
+        (vec![("x", &wide)], "linear"),
+        (vec![("x", &hollow)], "hollow"),
     ] {
-        let text = step.run(&mut optimizer, &inputs).unwrap_err().to_string();
-        assert!(text.contains(words), "{text}");
+        let text = step.run(&mut optimizer, inputs.as_slice()).unwrap_err();
+        assert!(text.to_string().contains(words), "{text}");
     }
-    assert!(
-        step.run(
-            &mut optimizer,
-            &[("x", w.1.narrow(0, 0, 3).as_ref().unwrap())]
-        )
-        .is_ok()
-    );
+    let row = w.1.narrow(0, 0, 3).unwrap();
+    assert!(step.run(&mut optimizer, [("x", &row)]).is_ok());
+    let both = [("x", &good), ("y", &good)];
+    let text = step.run(&mut optimizer, both).unwrap_err().to_string();
+    assert!(text.contains("\"y\" is no input"), "{text}");
+    let more = w.1.narrow(0, 0, 2).unwrap();
+    assert!(step.run(&mut optimizer, [("x", &more)]).is_ok());
+    assert_eq!(step.plans().count(), 2);
 }
 
 /// What is detached for one reader flows through the others: of a norm, of maps of one input, of a weight.

@@ -1,10 +1,10 @@
 //! The memory account is the allocation.
 
 use crate::child;
-use crate::compile::batch;
+use crate::compile::{batch, plan_of};
 use candle_core::Device;
 use tallow::attention::Algorithm;
-use tallow::compile::{Category, PlanConfig, TrainStep};
+use tallow::compile::{Batch, Category, Step, StepConfig};
 use tallow::internals::gemm;
 use tallow::memory::tracker;
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -29,8 +29,7 @@ fn the_arena_is_what_the_plan_says() {
         };
         let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-        let plan = PlanConfig {
-            batch_size: 8,
+        let plan = StepConfig {
             clip_norm: Some(1.0),
             precision,
             loss_scaling: precision == Precision::F16,
@@ -40,18 +39,19 @@ fn the_arena_is_what_the_plan_says() {
         gemm::reserve_scratch(true).unwrap(); // which is the process's
         tracker::reset_peak();
         let before = alive();
-        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
-        let arena_bytes = step.plan().peak_bytes();
+        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let plan = step.prepare(Batch::hollow(8, 256).unwrap()).unwrap();
+        let arena_bytes = plan.peak_bytes();
         // What else a step is: calls, buffers, tables. The search for places has come and gone.
         let beside = alive() - before - arena_bytes;
         assert!(beside < 1 << 20, "{beside} bytes beside {arena_bytes}");
 
         let (tokens, targets) = batch(config.vocab_size, 8, 256, 0);
-        step.run(&mut optimizer, &tokens, &targets).unwrap();
+        step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         let settled = alive();
         tracker::reset_peak();
         for _ in 0..2 {
-            step.run(&mut optimizer, &tokens, &targets).unwrap();
+            step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         }
         // Nothing stays, and nothing of a tensor's size comes and goes: the smallest activation is (N, D), 4 MiB. What
         // does come and go are ids, and what small products pack.
@@ -68,7 +68,7 @@ fn the_arena_is_what_the_plan_says() {
 fn categories_add_up() {
     let config = TransformerConfig::tiny();
     let parameters = 4 * config.num_parameters() as u64;
-    let (plan, _) = TrainStep::plan_for(&config, &PlanConfig::default()).unwrap();
+    let (plan, _) = plan_of(&config, &StepConfig::default(), [4, 256]).unwrap();
     assert_eq!(plan.category_bytes(Category::Parameter), parameters);
     assert_eq!(
         plan.category_bytes(Category::OptimizerState),

@@ -1,13 +1,13 @@
 //! Planned steps with parameters that the loss does not depend on.
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Step, StepConfig};
 use tallow::optim::{
     AdamW, AdamWConfig, GradScaler, GradScalerConfig, MissingGradients, ParameterGroup,
     clip_grad_norm,
 };
-use tallow::{Error, Result, graph, ops};
+use tallow::{Error, Result, ops};
 
 const CPU: &Device = &Device::Cpu;
 
@@ -71,9 +71,10 @@ impl Model {
         elements.collect()
     }
 
-    fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Result<LossStep> {
-        let x = graph::input("x", (8 / config.accumulation, 4), DType::F32)?;
-        LossStep::new(optimizer, config, || self.loss(&x))
+    fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Result<Step<'_>> {
+        let mut step = Step::new(optimizer, config, |inputs| self.loss(&inputs.get("x")?))?;
+        step.prepare([("x", &x(CPU))])?;
+        Ok(step)
     }
 }
 
@@ -135,9 +136,9 @@ fn assert_as_eager(missing: MissingGradients, config: &StepConfig, device: &Devi
     let mut scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
     for _ in 0..3 {
         let loss = match config.loss_scaling {
-            false => step.run(&mut optimizer, &[("x", &x)]).unwrap(),
+            false => step.run(&mut optimizer, [("x", &x)]).unwrap(),
             true => {
-                let scaled = step.run_scaled(&mut optimizer, &mut scaler, &[("x", &x)]);
+                let scaled = step.run_scaled(&mut optimizer, &mut scaler, [("x", &x)]);
                 let scaled = scaled.unwrap();
                 assert!(scaled.stepped());
                 scaled.loss
@@ -216,7 +217,7 @@ fn an_optimizer_of_another_choice_is_refused() {
     let before = model.elements();
     for other in [MissingGradients::Error, MissingGradients::Zero] {
         let mut optimizer = model.optimizer(other);
-        let error = step.run(&mut optimizer, &[("x", &x(CPU))]).unwrap_err();
+        let error = step.run(&mut optimizer, [("x", &x(CPU))]).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("detached") && text.contains("Skip"), "{text}");
     }

@@ -1,35 +1,29 @@
 //! Clipping, accumulation, checkpointing, budgets, the optimizer in backward; and that what is shared stays shared.
 
-use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer};
+use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
 use candle_core::{DType, Device};
 use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
-use tallow::compile::{Category, PlanConfig, TrainStep};
+use tallow::compile::{Batch, Category, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::optim::{AdamW, AdamWConfig, Moments, decay_matrices_only};
 use tallow::precision::Precision;
 
-fn plan() -> PlanConfig {
-    PlanConfig {
-        batch_size: 2,
-        sequence_length: 37,
-        ..Default::default()
-    }
-}
+/// B, T.
+const SIZES: [usize; 2] = [2, 37];
 
 #[rstest]
 fn clipping(
     #[values(0.01, 1e9)] norm: f64,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let clip_norm = Some(norm);
-    let plan = PlanConfig {
-        clip_norm,
-        ..plan()
+    let plan = StepConfig {
+        clip_norm: Some(norm),
+        ..Default::default()
     };
-    agree(&config(2, 2, 24, 56, attention), &plan);
+    agree(&config(2, 2, 24, 56, attention), &plan, SIZES);
 }
 
 /// Matrices with running means in bf16 beside vectors with such in f32: as eagerly, but where a gradient's rounding
@@ -40,9 +34,9 @@ pub fn moments_in_bf16(
     optimizer_in_backward: bool,
 ) {
     let config = config(2, 2, 24, 56, Algorithm::Flash);
-    let plan = PlanConfig {
+    let plan = StepConfig {
         optimizer_in_backward,
-        ..plan()
+        ..Default::default()
     };
     let made = || {
         let model = model(&config);
@@ -51,11 +45,11 @@ pub fn moments_in_bf16(
         (model, AdamW::with_groups(groups).unwrap())
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
-    let mut step = TrainStep::new(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
     for i in 0..4 {
         let (tokens, targets) = batch(97, 2, 37, i);
         let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
-        step.run(&mut optimizer, &tokens, &targets).unwrap();
+        step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         let loss = eager.loss(&tokens, &targets).unwrap();
         let gradients = tallow::backward(loss).unwrap();
         eager_optimizer.step(&gradients).unwrap();
@@ -76,7 +70,10 @@ pub fn moments_in_bf16(
         let off = super::distance(a, &b);
         assert!(off <= 1e-4, "{name}: {off}");
     }
-    let planned_bytes = step.plan().category_bytes(Category::OptimizerState);
+    let planned_bytes = step
+        .plan()
+        .unwrap()
+        .category_bytes(Category::OptimizerState);
     assert_eq!(planned_bytes, state_bytes as u64);
     let matrices = &optimizer.groups()[0].parameters;
     assert!(matrices.iter().all(|(_, var)| var.rank() == 2));
@@ -97,14 +94,17 @@ fn accumulated(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let plan = PlanConfig {
+    let plan = StepConfig {
         accumulation,
         clip_norm,
-        checkpointing,
         precision,
-        ..plan()
+        ..Default::default()
     };
-    agree(&config(2, 2, 24, 56, attention), &plan);
+    let model = TransformerConfig {
+        checkpointing,
+        ..config(2, 2, 24, 56, attention)
+    };
+    agree(&model, &plan, SIZES);
 }
 
 /// The bits do not depend on what is kept and what is run again, nor on when the optimizer runs.
@@ -113,21 +113,22 @@ fn the_same_bits_however_planned(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
-    let plan = || PlanConfig {
+    let plan = || StepConfig {
         precision,
-        ..plan()
+        ..Default::default()
     };
     let model_config = config(5, 2, 24, 56, attention);
-    let bits = |plan: PlanConfig| {
+    let bits = |plan: StepConfig, checkpointing: Checkpointing| {
         let (model, mut optimizer) = model_and_optimizer(&model_config);
-        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+        let model = model.with_checkpointing(checkpointing);
+        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
         for i in 0..3 {
             let (tokens, targets) = batch(97, 2, 37, i);
-            step.run(&mut optimizer, &tokens, &targets).unwrap();
+            step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         }
-        (weights(&model), step.plan().peak_bytes())
+        (weights(&model), step.plan().unwrap().peak_bytes())
     };
-    let (wanted, whole_bytes) = bits(plan());
+    let (wanted, whole_bytes) = bits(plan(), Checkpointing::None);
     let every = |n| Checkpointing::Every(NonZeroUsize::new(n).unwrap());
     for checkpointing in [
         Checkpointing::Block,
@@ -136,10 +137,7 @@ fn the_same_bits_however_planned(
         every(5),
         Checkpointing::Sqrt,
     ] {
-        let (got, bytes) = bits(PlanConfig {
-            checkpointing,
-            ..plan()
-        });
+        let (got, bytes) = bits(plan(), checkpointing);
         assert_eq!(got, wanted, "{checkpointing}");
         let fewer = checkpointing.recomputed_blocks(5) > 0;
         assert_eq!(bytes < whole_bytes, fewer, "{checkpointing}: {bytes}");
@@ -147,17 +145,19 @@ fn the_same_bits_however_planned(
     // Gates and up of so many blocks as the budget wants.
     for percent in [99, 95, 90] {
         let budget_bytes = whole_bytes * percent / 100;
-        let (got, bytes) = bits(PlanConfig {
+        let plan = StepConfig {
             memory_budget_bytes: Some(budget_bytes),
             ..plan()
-        });
+        };
+        let (got, bytes) = bits(plan, Checkpointing::None);
         assert_eq!(got, wanted, "{percent}%");
         assert!(bytes <= budget_bytes, "{percent}%: {bytes}");
     }
-    let (got, bytes) = bits(PlanConfig {
+    let in_backward = StepConfig {
         optimizer_in_backward: true,
         ..plan()
-    });
+    };
+    let (got, bytes) = bits(in_backward, Checkpointing::None);
     assert_eq!(got, wanted);
     assert!(bytes < whole_bytes);
 }
@@ -167,19 +167,19 @@ fn the_same_bits_however_planned(
 fn a_memory_budget_chooses_the_checkpointing() {
     let model_config = config(6, 2, 24, 56, Algorithm::Naive);
     let peak = |checkpointing| {
-        let plan = PlanConfig {
+        let model_config = TransformerConfig {
             checkpointing,
-            ..plan()
+            ..model_config.clone()
         };
-        let (plan, _) = TrainStep::plan_for(&model_config, &plan).unwrap();
+        let (plan, _) = plan_of(&model_config, &StepConfig::default(), SIZES).unwrap();
         plan.peak_bytes()
     };
     let with_budget = |bytes| {
-        let plan = PlanConfig {
+        let plan = StepConfig {
             memory_budget_bytes: Some(bytes),
-            ..plan()
+            ..Default::default()
         };
-        TrainStep::plan_for(&model_config, &plan)
+        plan_of(&model_config, &plan, SIZES)
     };
     let (whole, chosen) = with_budget(peak(Checkpointing::None)).unwrap();
     assert_eq!(chosen, Checkpointing::None);
@@ -232,7 +232,7 @@ fn schedules_and_groups_are_read_at_each_run() {
     };
     let (eager, mut eager_optimizer) = with_groups();
     let (planned, mut planned_optimizer) = with_groups();
-    let mut step = TrainStep::new(&planned, &planned_optimizer, &plan()).unwrap();
+    let mut step = Step::of(&planned, &planned_optimizer, &StepConfig::default()).unwrap();
     for i in 0..4 {
         let batch = batch(97, 2, 37, i);
         for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
@@ -240,7 +240,7 @@ fn schedules_and_groups_are_read_at_each_run() {
             optimizer.set_learning_rate_of(1, 1e-5).unwrap();
         }
         eager_step(&eager, &mut eager_optimizer, &batch, None);
-        step.run(&mut planned_optimizer, &batch.0, &batch.1)
+        step.run(&mut planned_optimizer, (&batch.0, &batch.1))
             .unwrap();
     }
     for ((name, got), (_, wanted)) in planned.parameters().iter().zip(eager.parameters()) {
@@ -254,16 +254,16 @@ fn schedules_and_groups_are_read_at_each_run() {
 fn without_the_update() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, mut optimizer) = model_and_optimizer(&model_config);
-    let plan = PlanConfig {
+    let plan = StepConfig {
         accumulation: 2,
         clip_norm: Some(0.1),
-        ..plan()
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 4, 37, 0);
     let before = weights(&model);
-    let loss = step.forward_backward(&tokens, &targets).unwrap();
-    let values = |step: &mut TrainStep| -> Vec<Vec<f32>> {
+    let loss = step.forward_backward((&tokens, &targets)).unwrap();
+    let values = |step: &mut Step| -> Vec<Vec<f32>> {
         let gradients = step.gradients().unwrap().into_iter();
         let values = gradients.map(|(_, x)| x.flatten_all().unwrap().to_vec1().unwrap());
         values.collect()
@@ -271,19 +271,19 @@ fn without_the_update() {
     let gradients = values(&mut step);
     assert_eq!((weights(&model), optimizer.steps()), (before.clone(), 0));
     assert_eq!(step.gradient_norm(), None);
-    assert_eq!(step.run(&mut optimizer, &tokens, &targets).unwrap(), loss);
+    assert_eq!(step.run(&mut optimizer, (&tokens, &targets)).unwrap(), loss);
     assert_eq!(values(&mut step), gradients);
     assert!(step.gradient_norm().is_some());
     assert_ne!(weights(&model), before);
 
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let plan = PlanConfig {
+    let plan = StepConfig {
         optimizer_in_backward: true,
-        ..self::plan()
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
-    let error = step.forward_backward(&tokens, &targets).unwrap_err();
+    let error = step.forward_backward((&tokens, &targets)).unwrap_err();
     assert!(
         error.to_string().contains("optimizer_in_backward"),
         "{error}"
@@ -299,12 +299,14 @@ fn planned_and_eager_take_turns() {
     for optimizer in [&mut eager_optimizer, &mut mixed_optimizer] {
         optimizer.set_learning_rate(1e-4);
     }
-    let mut step = TrainStep::new(&mixed, &mixed_optimizer, &plan()).unwrap();
+    let mut step = Step::of(&mixed, &mixed_optimizer, &StepConfig::default()).unwrap();
     for i in 0..6 {
         let batch = batch(97, 2, 37, i);
         let wanted = eager_step(&eager, &mut eager_optimizer, &batch, None);
         let got = match i % 2 {
-            0 => step.run(&mut mixed_optimizer, &batch.0, &batch.1).unwrap(),
+            0 => step
+                .run(&mut mixed_optimizer, (&batch.0, &batch.1))
+                .unwrap(),
             _ => eager_step(&mixed, &mut mixed_optimizer, &batch, None),
         };
         let error = (got - wanted).abs() / wanted;
@@ -326,25 +328,23 @@ fn the_same_bits_for_any_number_of_threads(
             pool.build().unwrap()
         };
         let (model, mut optimizer) = model_and_optimizer(&model_config);
-        let plan = PlanConfig {
-            sequence_length: 130,
+        let plan = StepConfig {
             clip_norm: Some(0.1),
             accumulation: 2,
             precision,
-            ..plan()
+            ..Default::default()
         };
-        let mut step = pool(planned_with)
-            .install(|| TrainStep::new(&model, &optimizer, &plan))
-            .unwrap();
+        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        pool(planned_with).install(|| {
+            let batch = Batch::hollow(4, 130).unwrap();
+            step.prepare(batch).unwrap();
+        });
         let mut losses = Vec::new();
         pool(run_with).install(|| {
             for i in 0..3 {
                 let (tokens, targets) = batch(97, 4, 130, i);
-                losses.push(
-                    step.run(&mut optimizer, &tokens, &targets)
-                        .unwrap()
-                        .to_bits(),
-                );
+                let loss = step.run(&mut optimizer, (&tokens, &targets)).unwrap();
+                losses.push(loss.to_bits());
             }
         });
         (losses, weights(&model))

@@ -5,13 +5,13 @@ use rstest::rstest;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
-use tallow::compile::{Attention, AttentionPlanConfig, LossStep, StepConfig};
+use tallow::compile::{Attention, AttentionPlanConfig, Inputs, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Checkpointing, ForwardContext};
 use tallow::ops::RotaryPairs;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
-use tallow::{Result, autocast, graph};
+use tallow::{Result, autocast};
 
 const SHAPE: (usize, usize) = (2, 200);
 /// Targets that do not count.
@@ -63,14 +63,17 @@ impl Case {
         })
     }
 
-    fn step(&self, model: &TransformerLM, optimizer: &AdamW) -> LossStep {
-        let loss = || {
-            let tokens = graph::input("tokens", SHAPE, DType::U32)?;
-            let targets = graph::input("targets", SHAPE, DType::U32)?;
-            let first_keys = FirstKeys::input("first_keys", SHAPE)?;
-            self.loss(model, &tokens, &targets, &first_keys)
+    fn step<'m>(&'m self, model: &'m TransformerLM, optimizer: &AdamW) -> Step<'m> {
+        let loss = |inputs: &Inputs| {
+            let first_keys = FirstKeys::new(&inputs.get("first_keys")?)?;
+            self.loss(
+                model,
+                &inputs.get("tokens")?,
+                &inputs.get("targets")?,
+                &first_keys,
+            )
         };
-        LossStep::new(optimizer, &StepConfig::default(), loss).unwrap()
+        Step::new(optimizer, &StepConfig::default(), loss).unwrap()
     }
 }
 
@@ -101,7 +104,7 @@ fn as_eager(case: Case, device: &Device) {
             ("targets", &targets),
             ("first_keys", first_keys.tensor()),
         ];
-        let found = step.forward_backward(&inputs).unwrap();
+        let found = step.forward_backward(inputs).unwrap();
         let loss = case.loss(&model, &tokens, &targets, &first_keys).unwrap();
         let wanted: f32 = loss.to_dtype(DType::F32).unwrap().to_scalar().unwrap();
         assert!(
@@ -180,9 +183,16 @@ fn in_the_models_dimension() {
     };
     let model = case.model(&Device::Cpu);
     let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let step = case.step(&model, &optimizer);
+    let mut step = case.step(&model, &optimizer);
+    let (tokens, targets, first_keys) = batch(1, &Device::Cpu);
+    let inputs = [
+        ("tokens", &tokens),
+        ("targets", &targets),
+        ("first_keys", first_keys.tensor()),
+    ];
     let names: Vec<&str> = step
-        .plan()
+        .prepare(inputs)
+        .unwrap()
         .calls()
         .iter()
         .map(|call| call.op.name())
@@ -215,7 +225,7 @@ fn first_keys_that_fall_are_refused_before_a_run() {
         ("targets", &targets),
         ("first_keys", &falling),
     ];
-    let error = step.forward_backward(&inputs).unwrap_err().to_string();
+    let error = step.forward_backward(inputs).unwrap_err().to_string();
     assert!(error.contains("in sequence 1 query 51"), "{error}");
     let wide = falling.to_dtype(DType::I64).unwrap();
     let inputs = [
@@ -223,8 +233,8 @@ fn first_keys_that_fall_are_refused_before_a_run() {
         ("targets", &targets),
         ("first_keys", &wide),
     ];
-    let error = step.forward_backward(&inputs).unwrap_err().to_string();
-    assert!(error.contains("first_keys [2, 200] in u32"), "{error}");
+    let error = step.forward_backward(inputs).unwrap_err().to_string();
+    assert!(error.contains("u32"), "{error}");
 }
 
 /// Attention alone, planned with documents that stay the same.

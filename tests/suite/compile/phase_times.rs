@@ -3,7 +3,7 @@
 use super::{batch, bits, config};
 use candle_core::Device;
 use tallow::attention::Algorithm;
-use tallow::compile::{PhaseTimes, PlanConfig, TrainStep};
+use tallow::compile::{PhaseTimes, Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::optim::{AdamW, AdamWConfig};
 
@@ -12,14 +12,12 @@ fn steps(device: &Device, timed: bool) -> (Vec<u32>, Vec<Option<PhaseTimes>>) {
     let model = config(2, 2, 24, 56, Algorithm::Flash);
     let model = TransformerLM::new(&model, 5, device).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 37,
+    let plan = StepConfig {
         accumulation: 2,
         clip_norm: Some(0.5),
         ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let mut times = vec![step.phase_times().unwrap()];
     step.time_phases(timed);
     times.push(step.phase_times().unwrap());
@@ -27,8 +25,8 @@ fn steps(device: &Device, timed: bool) -> (Vec<u32>, Vec<Option<PhaseTimes>>) {
         let (tokens, targets) = batch(97, 4, 37, i);
         let ids = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
         match i {
-            3 => step.forward_backward(&ids[0], &ids[1]).unwrap(),
-            _ => step.run(&mut optimizer, &ids[0], &ids[1]).unwrap(),
+            3 => step.forward_backward((&ids[0], &ids[1])).unwrap(),
+            _ => step.run(&mut optimizer, (&ids[0], &ids[1])).unwrap(),
         };
         times.push(step.phase_times().unwrap());
     }

@@ -1,10 +1,10 @@
 //! Plans as data: what they cost, that no two buffers meet, and how they are shown.
 
-use super::{batch, config, model_and_optimizer};
+use super::{CPU, batch, config, model_and_optimizer, plan_of};
 use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{BufferRange, Call, Forward, Named, Op, PlanConfig, TrainStep};
+use tallow::compile::{BufferRange, Call, Forward, Named, Op, Step, StepConfig};
 use tallow::model::{TransformerConfig, flops};
 use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
@@ -22,16 +22,16 @@ fn live_buffers_never_meet(
 ) {
     let model = TransformerConfig {
         attention,
+        checkpointing,
         ..TransformerConfig::preset(name).unwrap()
     };
-    let plan = PlanConfig {
-        checkpointing,
+    let plan = StepConfig {
         accumulation,
         clip_norm: Some(1.0),
         precision,
         ..Default::default()
     };
-    let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
+    let (plan, _) = plan_of(&model, &plan, [4, 256]).unwrap();
     let placed: Vec<_> = plan.buffers().iter().filter(|b| b.is_in_arena()).collect();
     let mut end = 0;
     for (i, a) in placed.iter().enumerate() {
@@ -78,13 +78,13 @@ fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention:
     };
     let wanted = flops::forward_backward(&model, 8, 100).total();
     let plan = |checkpointing| {
-        let plan = PlanConfig {
-            batch_size: 8, // so that activations, not gradients, decide the peak
-            sequence_length: 100,
+        let model = TransformerConfig {
             checkpointing,
-            ..Default::default()
+            ..model.clone()
         };
-        TrainStep::plan_for(&model, &plan).unwrap().0
+        // So many sequences that activations, not gradients, decide the peak.
+        let (plan, _) = plan_of(&model, &StepConfig::default(), [8, 100]).unwrap();
+        plan
     };
     assert_eq!(plan(Checkpointing::None).flops(), wanted);
     let again = plan(Checkpointing::Block);
@@ -97,14 +97,12 @@ fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention:
 #[test]
 fn explain_says_what_is_done_and_where() {
     let model = config(2, 2, 24, 56, Algorithm::Naive);
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 37,
+    let plan = StepConfig {
         clip_norm: Some(1.0),
         accumulation: 2,
         ..Default::default()
     };
-    let (plan, _) = TrainStep::plan_for(&model, &plan).unwrap();
+    let (plan, _) = plan_of(&model, &plan, [2, 37]).unwrap();
     let text = plan.explain();
     for wanted in [
         "layers.1/attn/q_proj",
@@ -127,21 +125,23 @@ fn explain_says_what_is_done_and_where() {
 #[test]
 fn profiles_see_every_call() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 24, 56, Algorithm::Naive));
-    let plan = PlanConfig {
+    let plan = StepConfig {
         clip_norm: Some(1.0),
-        ..PlanConfig::default().with_length(20)
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 4, 20, 0);
+    step.prepare((&tokens, &targets)).unwrap();
     let profiler = Profiler::start_on_this_thread().unwrap();
-    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     let recording = profiler.finish().unwrap();
     let ops: Vec<_> = recording
         .spans
         .iter()
         .filter(|s| s.kind == Kind::Op)
         .collect();
-    let calls = step.plan().calls();
+    let plan = step.plan().unwrap();
+    let calls = plan.calls();
     assert_eq!(ops.len(), calls.len());
     for (span, call) in ops.iter().zip(calls) {
         let wanted = format!("{}/{}", call.path, call.op.name());
@@ -149,13 +149,13 @@ fn profiles_see_every_call() {
     }
     let costs: Vec<_> = ops.iter().map(|span| span.cost().unwrap()).collect();
     let products: f64 = costs.iter().map(|cost| cost.product_flops).sum();
-    assert_eq!(products, step.plan().flops());
+    assert_eq!(products, plan.flops());
     let others = |is_in: fn(&Call) -> bool| {
         let calls = costs.iter().zip(calls).filter(|(_, call)| is_in(call));
         calls.map(|(cost, _)| cost.other_flops).sum::<f64>()
     };
     let of_parts = others(|call| call.part.is_some());
-    assert!((of_parts / step.plan().other_flops() - 1.0).abs() < 1e-12);
+    assert!((of_parts / plan.other_flops() - 1.0).abs() < 1e-12);
     let of_updates = others(|call| matches!(call.op, Op::AdamW { .. }));
     assert_eq!(of_updates, 14.0 * model.config().num_parameters() as f64);
     let phases = ["forward", "backward", "optimizer"];
@@ -168,7 +168,7 @@ fn profiles_see_every_call() {
 #[test]
 fn the_memory_map_shows_every_buffer() {
     let model = config(2, 2, 24, 56, Algorithm::Flash);
-    let (plan, _) = TrainStep::plan_for(&model, &PlanConfig::default().with_length(100)).unwrap();
+    let (plan, _) = plan_of(&model, &StepConfig::default(), [4, 100]).unwrap();
     let svg = plan.memory_map();
     let buffers = plan.buffers().iter().filter(|b| b.is_in_arena());
     assert_eq!(svg.matches("<title>").count(), buffers.count());
@@ -186,19 +186,6 @@ fn the_memory_map_shows_every_buffer() {
     assert_eq!(std::fs::read_to_string(path).unwrap(), svg);
 }
 
-trait WithLength {
-    fn with_length(self, sequence_length: usize) -> Self;
-}
-
-impl WithLength for PlanConfig {
-    fn with_length(self, sequence_length: usize) -> Self {
-        Self {
-            sequence_length,
-            ..self
-        }
-    }
-}
-
 /// Whatever is planned takes at least what arithmetic says, and where blocks are what it is made of, not much more.
 #[rstest]
 fn no_plan_takes_less_than_the_lower_bound(
@@ -207,12 +194,12 @@ fn no_plan_takes_less_than_the_lower_bound(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     for (layers, d_model, d_ff, vocab_size) in [(1, 8, 4, 3), (5, 32, 8, 700), (3, 64, 200, 50)] {
-        for (batch_size, sequence_length, context_length, architecture) in [
-            (1, 1, 1, Architecture::Llama),
-            (2, 33, 64, Architecture::Llama),
-            (7, 80, 80, Architecture::Llama),
-            (1, 1, 1, Architecture::Gpt2),
-            (2, 33, 64, Architecture::Gpt2),
+        for (sizes, context_length, architecture) in [
+            ([1, 1], 1, Architecture::Llama),
+            ([2, 33], 64, Architecture::Llama),
+            ([7, 80], 80, Architecture::Llama),
+            ([1, 1], 1, Architecture::Gpt2),
+            ([2, 33], 64, Architecture::Gpt2),
         ] {
             for (budget, optimizer_in_backward) in [(None, false), (None, true), (Some(0.7), false)]
             {
@@ -225,29 +212,27 @@ fn no_plan_takes_less_than_the_lower_bound(
                     d_ff,
                     attention,
                     architecture,
+                    checkpointing: checkpointing.parse().unwrap(),
                     ..Default::default()
                 };
-                let unlimited = PlanConfig {
-                    batch_size,
-                    sequence_length,
-                    checkpointing: checkpointing.parse().unwrap(),
+                let unlimited = StepConfig {
                     optimizer_in_backward,
                     precision,
                     ..Default::default()
                 };
-                let whole = TrainStep::plan_for(&model, &unlimited).unwrap().0;
+                let whole = plan_of(&model, &unlimited, sizes).unwrap().0;
                 let budget = budget.map(|part| (whole.peak_bytes() as f64 * part) as u64);
-                let config = PlanConfig {
+                let config = StepConfig {
                     memory_budget_bytes: budget,
                     ..unlimited
                 };
-                let least = TrainStep::least_bytes(&model, &config).unwrap();
-                if let Ok((plan, _)) = TrainStep::plan_for(&model, &config) {
+                let least = Step::least_bytes(&model, &config, sizes).unwrap();
+                if let Ok((plan, _)) = plan_of(&model, &config, sizes) {
                     assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
                 }
-                let least = Forward::least_bytes(&model, &config).unwrap();
-                let plan = Forward::plan_for(&model, &config).unwrap();
-                assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
+                let least = Forward::least_bytes(&model, sizes, precision).unwrap();
+                let plan = Forward::plan_of(&CPU, &model, sizes, precision).unwrap();
+                assert!(least <= plan.total_bytes(), "{least} {model:?} {sizes:?}");
             }
         }
     }
@@ -255,13 +240,12 @@ fn no_plan_takes_less_than_the_lower_bound(
         attention,
         ..TransformerConfig::tiny()
     };
-    let config = PlanConfig {
-        batch_size: 16,
+    let config = StepConfig {
         precision,
         ..Default::default()
     };
-    let least = TrainStep::least_bytes(&model, &config).unwrap();
-    let (plan, _) = TrainStep::plan_for(&model, &config).unwrap();
+    let least = Step::least_bytes(&model, &config, [16, 256]).unwrap();
+    let (plan, _) = plan_of(&model, &config, [16, 256]).unwrap();
     assert!(
         3 * least > plan.total_bytes(),
         "{least} {}",
@@ -272,15 +256,15 @@ fn no_plan_takes_less_than_the_lower_bound(
 /// Ids, numbers, calls and names that a plan does not have are answered with `None`.
 #[test]
 fn what_a_plan_does_not_have_is_none() {
-    let plan_of = |num_layers| {
+    let of_layers = |num_layers| {
         let model = TransformerConfig {
             num_layers,
             ..TransformerConfig::tiny()
         };
-        let (plan, _) = TrainStep::plan_for(&model, &PlanConfig::default()).unwrap();
+        let (plan, _) = plan_of(&model, &StepConfig::default(), [4, 256]).unwrap();
         plan
     };
-    let (small, large) = (plan_of(1), plan_of(3));
+    let (small, large) = (of_layers(1), of_layers(3));
     let is_beyond = |call: &&Call| {
         let mut operands = call.operands();
         operands.any(|operand| operand.buffer.index() >= small.buffers().len())

@@ -4,7 +4,8 @@ use super::{agree, config};
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
-use tallow::compile::PlanConfig;
+use tallow::compile::StepConfig;
+use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 
@@ -14,7 +15,7 @@ proptest! {
     #[test]
     fn planned_is_eager(
         (layers, heads, half_head, d_ff) in (1usize..4, 1usize..4, 1usize..16, 1usize..70),
-        (batch_size, sequence_length, accumulation) in (1usize..4, 1usize..90, 1usize..4),
+        (batch_size, length, accumulation) in (1usize..4, 1usize..90, 1usize..4),
         (clips, flash, segment) in (any::<bool>(), any::<bool>(), 0usize..4),
         in_backward in any::<bool>(),
         precision in prop::sample::select(vec![Precision::F32, Precision::BF16]),
@@ -22,16 +23,17 @@ proptest! {
         let attention = if flash { Algorithm::Flash } else { Algorithm::Naive };
         let checkpointing = NonZeroUsize::new(segment).map_or(Checkpointing::None, Checkpointing::Every);
         let in_backward = in_backward && !clips && accumulation == 1;
-        let plan = PlanConfig {
-            batch_size,
-            sequence_length,
+        let plan = StepConfig {
             accumulation,
             clip_norm: clips.then_some(0.7),
-            checkpointing,
             optimizer_in_backward: in_backward,
             precision,
             ..Default::default()
         };
-        agree(&config(layers, heads, 2 * half_head, d_ff, attention), &plan);
+        let model = TransformerConfig {
+            checkpointing,
+            ..config(layers, heads, 2 * half_head, d_ff, attention)
+        };
+        agree(&model, &plan, [batch_size, length]);
     }
 }

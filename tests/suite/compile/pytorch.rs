@@ -4,17 +4,9 @@ use crate::golden::{Golden, bounds, close, elements};
 use candle_core::{DType, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::compile::{Forward, Step, StepConfig};
 use tallow::optim::{AdamW, decay_matrices_only};
-
-fn planned_for(tokens: &Tensor) -> PlanConfig {
-    let (batch_size, sequence_length) = tokens.dims2().unwrap();
-    PlanConfig {
-        batch_size,
-        sequence_length,
-        ..Default::default()
-    }
-}
+use tallow::precision::Precision;
 
 #[rstest]
 fn logits_loss_and_every_gradient(
@@ -24,14 +16,15 @@ fn logits_loss_and_every_gradient(
     let golden = Golden::read(name).with_attention(attention);
     let model = golden.model(DType::F32);
     let (tokens, targets) = (golden.get("tokens"), golden.get("targets"));
-    let plan = planned_for(tokens);
     let [logits_bound, loss_bound, gradient_bound] = bounds(DType::F32);
-    let logits = Forward::new(&model, &plan).unwrap().run(tokens).unwrap();
+    let (batch_size, length) = tokens.dims2().unwrap();
+    let mut forward = Forward::new(&model, [batch_size, length], Precision::F32).unwrap();
+    let logits = forward.run(tokens).unwrap();
     close("logits", &logits, golden.get("logits"), logits_bound);
 
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
-    let loss = step.run(&mut optimizer, tokens, targets).unwrap();
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let loss = step.run(&mut optimizer, (tokens, targets)).unwrap();
     let loss = Tensor::new(loss, tokens.device()).unwrap();
     close("loss", &loss, golden.get("loss"), loss_bound);
     for (name, gradient) in step.gradients().unwrap() {
@@ -56,15 +49,15 @@ fn ten_steps_of_adamw(
     };
     let mut optimizer = optimizer.unwrap();
     let batch = |key: &str, step| golden.get(key).get(step).unwrap();
-    let plan = PlanConfig {
+    let plan = StepConfig {
         clip_norm: clipped.then_some(0.5),
-        ..planned_for(&batch("steps.tokens", 0))
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let wanted = elements(golden.get(&format!("{prefix}losses")));
     for (i, wanted) in wanted.into_iter().enumerate() {
         let (tokens, targets) = (batch("steps.tokens", i), batch("steps.targets", i));
-        let loss = step.run(&mut optimizer, &tokens, &targets).unwrap();
+        let loss = step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         let error = (f64::from(loss) - wanted).abs() / wanted;
         assert!(error <= 1e-6, "step {i}: {error:.2e}");
         if clipped {

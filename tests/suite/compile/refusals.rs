@@ -1,23 +1,15 @@
 //! What cannot be planned or run is an error that says what to do, and changes nothing.
 
-use super::{CPU, batch, bits, config, model_and_optimizer};
+use super::{CPU, batch, bits, config, model_and_optimizer, plan_of};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::compile::{Batch, Forward, Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::nn;
 use tallow::optim::{AdamW, AdamWConfig, GradScaler};
 use tallow::precision::{Precision, Regime};
-
-fn plan() -> PlanConfig {
-    PlanConfig {
-        batch_size: 2,
-        sequence_length: 10,
-        ..Default::default()
-    }
-}
 
 fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
     let text = match result {
@@ -30,62 +22,88 @@ fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
 }
 
 #[rstest]
-#[case(PlanConfig { batch_size: 0, ..plan() }, &["batch_size", "got 0"])]
-#[case(PlanConfig { sequence_length: 0, ..plan() }, &["sequence_length"])]
-#[case(PlanConfig { sequence_length: 161, ..plan() }, &["sequence_length", "160", "161"])]
-#[case(PlanConfig { accumulation: 0, ..plan() }, &["accumulation"])]
-#[case(PlanConfig { accumulation: u32::MAX as usize, sequence_length: 160, ..plan() }, &["one tensor"])]
-#[case(PlanConfig { clip_norm: Some(0.0), ..plan() }, &["clip_norm", "over 0"])]
-#[case(PlanConfig { clip_norm: Some(f64::NAN), ..plan() }, &["clip_norm", "NaN"])]
+#[case(StepConfig { accumulation: 0, ..Default::default() }, &["StepConfig", "accumulation", "got 0"])]
+#[case(StepConfig { clip_norm: Some(0.0), ..Default::default() }, &["clip_norm", "over 0"])]
+#[case(StepConfig { clip_norm: Some(f64::NAN), ..Default::default() }, &["clip_norm", "NaN"])]
 #[case(
-    PlanConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..plan() },
+    StepConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..Default::default() },
     &["optimizer_in_backward", "clip_norm"]
 )]
 #[case(
-    PlanConfig { optimizer_in_backward: true, accumulation: 2, ..plan() },
+    StepConfig { optimizer_in_backward: true, accumulation: 2, ..Default::default() },
     &["optimizer_in_backward", "accumulation"]
 )]
 #[case(
-    PlanConfig { optimizer_in_backward: true, loss_scaling: true, ..plan() },
+    StepConfig { optimizer_in_backward: true, loss_scaling: true, ..Default::default() },
     &["optimizer_in_backward", "loss_scaling"]
 )]
 #[case(
-    PlanConfig { precision: Precision::BF16.with_regime(Regime::Full), ..plan() },
+    StepConfig { precision: Precision::BF16.with_regime(Regime::Full), ..Default::default() },
     &["precision", "bf16-full", "parameters stay in f32"]
 )]
 #[case(
-    PlanConfig { precision: Precision::F16.with_dropped_casts(true), ..plan() },
+    StepConfig { precision: Precision::F16.with_dropped_casts(true), ..Default::default() },
     &["precision", "f16-dropping-casts", "one copy"]
 )]
-#[case(PlanConfig { memory_budget_bytes: Some(1000), ..plan() }, &["memory_budget_bytes", "at least", "1000"])]
-fn plans(#[case] plan: PlanConfig, #[case] words: &[&str]) {
+fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
+    let model_config = config(2, 2, 8, 24, Algorithm::Naive);
+    let (model, optimizer) = model_and_optimizer(&model_config);
+    refused(Step::of(&model, &optimizer, &plan), words);
+    refused(plan_of(&model_config, &plan, [2, 10]), words);
+}
+
+/// Sizes (B, T) of a micro-batch that nothing is planned for.
+#[rstest]
+#[case([0, 10], StepConfig::default(), &["B from 1", "[0, 10]"])]
+#[case([2, 0], StepConfig::default(), &["T from 1", "[2, 0]"])]
+#[case([2, 161], StepConfig::default(), &["T from 1 to 160", "[2, 161]", "context_length"])]
+#[case([2, 160], StepConfig { accumulation: u32::MAX as usize, ..Default::default() }, &["one tensor"])]
+#[case(
+    [2, 10],
+    StepConfig { memory_budget_bytes: Some(1000), ..Default::default() },
+    &["memory_budget_bytes", "at least", "1000"]
+)]
+fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&str]) {
     let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    refused(TrainStep::new(&model, &optimizer, &plan), words);
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let batch = Batch::hollow(plan.accumulation * sizes[0], sizes[1]).unwrap();
+    refused(step.prepare(batch), words);
+    assert!(step.plan().is_none());
 }
 
 #[test]
 fn batches() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
-    let mut forward = Forward::new(&model, &plan()).unwrap();
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut forward = Forward::new(&model, [2, 10], Precision::F32).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
-    for other in [(2, 9), (1, 10), (3, 10)] {
+    // Of another shape a forward is refused. A step plans for it.
+    for (i, other) in [(2, 9), (1, 10), (3, 10)].into_iter().enumerate() {
         let (tokens, targets) = batch(97, other.0, other.1, 0);
-        let words = ["tokens [2, 10] in u32, as planned", "plan another step"];
-        refused(step.run(&mut optimizer, &tokens, &targets), &words);
+        let words = ["tokens [2, 10] in u32, as planned", "plan another"];
         refused(forward.run(&tokens), &words);
+        let loss = step.forward_backward((&tokens, &targets)).unwrap();
+        let eager = model.loss(&tokens, &targets).unwrap();
+        let eager: f32 = eager.to_scalar().unwrap();
+        assert!((loss - eager).abs() <= 1e-6 * eager, "{loss} for {eager}");
+        assert_eq!(step.plans().count(), i + 1);
     }
     let (_, longer) = batch(97, 2, 11, 0);
-    refused(
-        step.run(&mut optimizer, &tokens, &longer),
-        &["targets [2, 10]"],
-    );
+    let words = ["[2, 10]", "targets [2, 11]"];
+    refused(step.run(&mut optimizer, (&tokens, &longer)), &words);
     let float = tokens.to_dtype(DType::F32).unwrap();
-    refused(step.run(&mut optimizer, &float, &targets), &["u32", "f32"]);
+    refused(
+        step.run(&mut optimizer, (&float, &targets)),
+        &["u32", "f32"],
+    );
+    assert_eq!(step.plans().count(), 3); // what cannot be planned leaves them
     let wide = tokens.to_dtype(DType::I64).unwrap();
     let below = (&wide - 100.0).unwrap();
-    refused(step.run(&mut optimizer, &below, &targets), &["id -", "97"]);
+    refused(
+        step.run(&mut optimizer, (&below, &targets)),
+        &["id -", "97"],
+    );
     let logits = |forward: &mut Forward, tokens: &Tensor| {
         let logits = forward.run(tokens).unwrap().flatten_all().unwrap();
         logits.to_vec1::<f32>().unwrap()
@@ -95,11 +113,11 @@ fn batches() {
     ids[13] = 97;
     let outside = Tensor::from_vec(ids, (2, 10), &CPU).unwrap();
     let words = ["id 97", "position 13", "97"];
-    refused(step.run(&mut optimizer, &outside, &targets), &words);
-    refused(step.run(&mut optimizer, &tokens, &outside), &words);
+    refused(step.run(&mut optimizer, (&outside, &targets)), &words);
+    refused(step.run(&mut optimizer, (&tokens, &outside)), &words);
     refused(forward.run(&outside), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
-    step.run(&mut optimizer, &tokens, &targets).unwrap(); // and goes on
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // and goes on
 }
 
 #[test]
@@ -108,22 +126,28 @@ fn optimizers() {
     let (model, mut optimizer) = model_and_optimizer(&model_config);
     let (_, mut other) = model_and_optimizer(&model_config);
     let words = ["token_embeddings.weight", "model.parameters()"];
-    refused(TrainStep::new(&model, &other, &plan()), &words);
-    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
+    refused(Step::of(&model, &other, &StepConfig::default()), &words);
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
-    refused(step.run(&mut other, &tokens, &targets), &words);
+    refused(step.run(&mut other, (&tokens, &targets)), &words);
 
     let some = model.parameters().into_iter().skip(1);
     let some = AdamW::new(some, AdamWConfig::default()).unwrap();
-    refused(TrainStep::new(&model, &some, &plan()), &words);
+    refused(Step::of(&model, &some, &StepConfig::default()), &words);
     let stranger = Var::zeros(3, DType::F32, &CPU).unwrap();
     let more = model.parameters().into_iter();
     let more = more.chain([("stranger".to_string(), stranger)]);
     let more = AdamW::new(more, AdamWConfig::default()).unwrap();
-    refused(TrainStep::new(&model, &more, &plan()), &["stranger"]);
+    refused(
+        Step::of(&model, &more, &StepConfig::default()),
+        &["stranger"],
+    );
 
     optimizer.set_learning_rate(f64::NAN);
-    refused(step.run(&mut optimizer, &tokens, &targets), &["lr", "NaN"]);
+    refused(
+        step.run(&mut optimizer, (&tokens, &targets)),
+        &["lr", "NaN"],
+    );
     assert_eq!(optimizer.steps(), 0);
 }
 
@@ -132,19 +156,21 @@ fn models() {
     let model_config = config(1, 2, 8, 24, Algorithm::Naive);
     let half = nn::seeded(0, DType::BF16, &CPU);
     let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
-    refused(Forward::new(&half, &plan()), &["f32", "bf16"]);
+    refused(
+        Forward::new(&half, [2, 10], Precision::F32),
+        &["f32", "bf16"],
+    );
 }
 
 /// With clipping, gradients that are not finite are found before anything is updated.
 #[test]
 fn gradients_that_are_not_finite() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    let clip_norm = Some(1.0);
-    let plan = PlanConfig {
-        clip_norm,
-        ..plan()
+    let plan = StepConfig {
+        clip_norm: Some(1.0),
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let parameters: HashMap<_, _> = model.parameters().into_iter().collect();
     let norm = &parameters["layers.1.ln2.weight"];
     let good = norm.as_tensor().copy().unwrap();
@@ -152,11 +178,11 @@ fn gradients_that_are_not_finite() {
     let before = bits(&model);
     let (tokens, targets) = batch(97, 2, 10, 0);
     let words = ["the gradient of parameter", "finite", "nothing was updated"];
-    refused(step.run(&mut optimizer, &tokens, &targets), &words);
+    refused(step.run(&mut optimizer, (&tokens, &targets)), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
     norm.set(&good).unwrap();
     assert!(
-        step.run(&mut optimizer, &tokens, &targets)
+        step.run(&mut optimizer, (&tokens, &targets))
             .unwrap()
             .is_finite()
     );
@@ -169,23 +195,23 @@ fn loss_scales() {
     let mut scaler = GradScaler::new(Default::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
-    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
-    let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets);
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
     refused(done, &["loss_scaling", "or call run"]);
 
-    let scaling = PlanConfig {
+    let scaling = StepConfig {
         loss_scaling: true,
-        ..plan()
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &scaling).unwrap();
+    let mut step = Step::of(&model, &optimizer, &scaling).unwrap();
     let loss = model.loss(&tokens, &targets).unwrap();
     let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
     scaler.unscale(&mut gradients, &model.parameters()).unwrap();
-    let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets);
+    let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
     refused(done, &["unscaled gradients", "call update"]);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
     scaler.update().unwrap();
-    step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)
+    step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))
         .unwrap();
     assert_eq!(optimizer.steps(), 1);
 }
@@ -193,19 +219,19 @@ fn loss_scales() {
 #[test]
 fn what_is_read_too_early_or_never_there() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
-    let mut step = TrainStep::new(&model, &optimizer, &plan()).unwrap();
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
     refused(step.gradients(), &["no step has been run"]);
     assert_eq!(step.gradient_norm(), None);
     refused(step.set_clip_norm(1.0), &["clip_norm", "None"]);
     let (tokens, targets) = batch(97, 2, 10, 0);
-    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     assert_eq!(step.gradient_norm(), None); // nothing is clipped
-    let in_backward = PlanConfig {
+    let in_backward = StepConfig {
         optimizer_in_backward: true,
-        ..plan()
+        ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &in_backward).unwrap();
-    step.run(&mut optimizer, &tokens, &targets).unwrap();
+    let mut step = Step::of(&model, &optimizer, &in_backward).unwrap();
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     refused(
         step.gradients(),
         &["freed in backward", "optimizer_in_backward"],

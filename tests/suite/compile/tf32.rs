@@ -5,7 +5,7 @@ use super::{CPU, batch, bits, config, distance};
 use crate::child;
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::hardware::set_tf32;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -20,10 +20,8 @@ fn model(attention: Algorithm) -> TransformerConfig {
     }
 }
 
-fn plan(precision: Precision) -> PlanConfig {
-    PlanConfig {
-        batch_size: 2,
-        sequence_length: LENGTH,
+fn plan(precision: Precision) -> StepConfig {
+    StepConfig {
         precision,
         ..Default::default()
     }
@@ -38,9 +36,9 @@ fn ids(device: &Device) -> (Tensor, Tensor) {
 /// Each parameter's gradient in a planned step.
 fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
     let (model, optimizer) = model_on(model, device);
-    let mut step = TrainStep::new(&model, &optimizer, &plan(Precision::F32)).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan(Precision::F32)).unwrap();
     let (tokens, targets) = ids(device);
-    step.forward_backward(&tokens, &targets).unwrap();
+    step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap().into_iter();
     gradients.map(|(_, x)| x.to_device(&CPU).unwrap()).collect()
 }
@@ -106,10 +104,11 @@ fn a_plan_keeps_to_it() {
             let run = |planned_in: bool, run_in: bool| {
                 let (model, mut optimizer) = model_on(&model(attention), &gpu);
                 set_tf32(&gpu, planned_in).unwrap();
-                let mut step = TrainStep::new(&model, &optimizer, &plan(precision)).unwrap();
+                let mut step = Step::of(&model, &optimizer, &plan(precision)).unwrap();
+                step.prepare((&tokens, &targets)).unwrap();
                 set_tf32(&gpu, run_in).unwrap();
                 let losses = [0; 4].map(|_| {
-                    let loss = step.run(&mut optimizer, &tokens, &targets).unwrap();
+                    let loss = step.run(&mut optimizer, (&tokens, &targets)).unwrap();
                     loss.to_bits()
                 });
                 (losses, bits(&model))

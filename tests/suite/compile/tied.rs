@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::compile::{Forward, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::no_grad;
@@ -42,18 +42,18 @@ fn steps(
     if optimizer_in_backward && accumulation > 1 {
         return; // does not go together
     }
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 33,
+    let plan = StepConfig {
         precision,
         accumulation,
         clip_norm: (!optimizer_in_backward).then_some(0.5),
         optimizer_in_backward,
-        checkpointing,
         ..Default::default()
     };
-    let model_config = config(2, 2, 24, 56, Algorithm::Flash);
-    agree_of(|| tied(&model_config), &plan);
+    let model_config = TransformerConfig {
+        checkpointing,
+        ..config(2, 2, 24, 56, Algorithm::Flash)
+    };
+    agree_of(|| tied(&model_config), &plan, [2, 33]);
 }
 
 /// One parameter, one gradient, one update; and the forward alone is eager's.
@@ -61,17 +61,12 @@ fn steps(
 fn once_each() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = tied(&model_config);
-    let plan = PlanConfig {
-        batch_size: 2,
-        sequence_length: 9,
-        ..Default::default()
-    };
-    let step = TrainStep::new(&model, &optimizer, &plan).unwrap();
-    let calls = step.plan().calls();
+    let (tokens, targets) = batch(97, 2, 9, 0);
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let calls = step.prepare((&tokens, &targets)).unwrap().calls();
     let count = |name: &str| calls.iter().filter(|call| call.op.name() == name).count();
     assert_eq!(count("adamw"), model.parameters().len());
-    let mut forward = Forward::new(&model, &plan).unwrap();
-    let (tokens, _) = batch(97, 2, 9, 0);
+    let mut forward = Forward::new(&model, [2, 9], Precision::F32).unwrap();
     let wanted = no_grad(|| model.forward(&tokens)).unwrap();
     let got = forward.run(&tokens).unwrap();
     assert!(super::distance(&got, &wanted) < 2e-6);

@@ -4,7 +4,7 @@
 use candle_core::{D, DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Attribute, Target};
 use tallow::nn::{CausalSelfAttention, Layer, Linear, RmsNorm, RotaryEmbedding, seeded};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
@@ -224,11 +224,10 @@ fn planned(attention: Algorithm, device: &Device, [loss_bound, gradient_bound]: 
     let block = Block::new(attention, seeded(3, DType::F32, device)).unwrap();
     let optimizer = AdamW::new(block.parameters(), AdamWConfig::default()).unwrap();
     let real = input(DType::F32);
-    let hollow = graph::input("x", real.shape(), DType::F32).unwrap();
-    let mut step =
-        LossStep::new(&optimizer, &StepConfig::default(), || block.loss(&hollow)).unwrap();
+    let loss = |inputs: &Inputs| block.loss(&inputs.get("x")?);
+    let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
     let on_device = real.to_device(device).unwrap();
-    let loss = step.forward_backward(&[("x", &on_device)]).unwrap();
+    let loss = step.forward_backward([("x", &on_device)]).unwrap();
     let wanted = eager.loss(&real).unwrap();
     let loss = Tensor::new(loss, &Device::Cpu).unwrap();
     crate::golden::close("loss", &loss, &wanted, loss_bound);

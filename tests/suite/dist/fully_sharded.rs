@@ -3,7 +3,7 @@
 use super::{batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
-use tallow::compile::{Category, LossStep, Op, Plan, PlanConfig, StepConfig, StepRanks, TrainStep};
+use tallow::compile::{Batch, Category, Op, Plan, Step, StepConfig, StepRanks};
 use tallow::dist::{
     Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
 };
@@ -11,7 +11,7 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Architecture, Checkpointing, Layer, Linear};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, decay_matrices_only};
 use tallow::precision::Precision;
-use tallow::{Error, Result, graph, no_grad, ops};
+use tallow::{Error, Result, no_grad, ops};
 
 fn adamw() -> AdamWConfig {
     AdamWConfig {
@@ -21,10 +21,8 @@ fn adamw() -> AdamWConfig {
     }
 }
 
-fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> PlanConfig {
-    PlanConfig {
-        batch_size: 1,
-        sequence_length: 12,
+fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {
+    StepConfig {
         clip_norm,
         accumulation,
         ..Default::default()
@@ -66,21 +64,21 @@ fn of(architecture: Architecture) -> TransformerConfig {
 fn both_ways(
     ranks: &Communicator,
     model: &TransformerConfig,
-    config: &PlanConfig,
+    config: &StepConfig,
 ) -> Result<[Run; 2]> {
     let first = ranks.rank() * config.accumulation;
     let [tokens, targets] = batches(first..first + config.accumulation);
-    let run = |mut step: TrainStep, mut optimizer: AdamW| -> Result<Vec<f32>> {
-        let losses = (0..3).map(|_| step.run(&mut optimizer, &tokens, &targets));
+    let run = |mut step: Step<'_>, mut optimizer: AdamW| -> Result<Vec<f32>> {
+        let losses = (0..3).map(|_| step.run(&mut optimizer, (&tokens, &targets)));
         losses.collect()
     };
     let whole = TransformerLM::new(model, 1, &Device::Cpu)?;
     let optimizer = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
-    let step = TrainStep::replicated(&whole, &optimizer, config, &replicated)?;
+    let step = Step::of(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
     let (divided, optimizer, sharded) = sharded_model(ranks, model)?;
-    let step = TrainStep::fully_sharded(&divided, &optimizer, config, &sharded)?;
+    let step = Step::of_fully_sharded(&divided, &optimizer, config, &sharded)?;
     let found = run(step, optimizer)?;
     let weights = whole.parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
@@ -98,12 +96,14 @@ fn steps_without_sums_over_parts(
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
     #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
 ) {
-    let config = PlanConfig {
+    let config = StepConfig {
         precision,
-        checkpointing,
         ..plan_config(1, None)
     };
-    let model = of(architecture);
+    let model = TransformerConfig {
+        checkpointing,
+        ..of(architecture)
+    };
     for [wanted, found] in on_ranks(world_size, |ranks| both_ways(&ranks, &model, &config)) {
         assert_eq!(found.0, wanted.0);
         assert_eq!(found.1.len(), wanted.1.len());
@@ -155,7 +155,7 @@ fn evaluations(
         let losses = [&whole, &model].map(|model| no_grad(|| loss(model)));
         let [wanted, found] = losses.map(|loss| Ok::<_, Error>(bits(&loss?)));
         let error = loss(&model).unwrap_err().to_string();
-        assert!(error.contains("TrainStep::fully_sharded"), "{error}");
+        assert!(error.contains("Step::fully_sharded"), "{error}");
         Ok(wanted? == found?)
     });
     assert!(found.into_iter().all(|is_same| is_same));
@@ -166,12 +166,12 @@ fn evaluations(
 fn overflows_and_what_is_not_finite() {
     let found = on_ranks(2, |ranks| {
         let (model, mut optimizer, sharded) = sharded_model(&ranks, &config())?;
-        let config = PlanConfig {
+        let config = StepConfig {
             loss_scaling: true,
             precision: Precision::F16,
             ..plan_config(1, None)
         };
-        let mut step = TrainStep::fully_sharded(&model, &optimizer, &config, &sharded)?;
+        let mut step = Step::of_fully_sharded(&model, &optimizer, &config, &sharded)?;
         let [tokens, targets] = batch(ranks.rank());
         let mut stepped = Vec::new();
         for init_scale in [if ranks.rank() == 0 { 1e38 } else { 1.0 }, 1.0] {
@@ -179,7 +179,7 @@ fn overflows_and_what_is_not_finite() {
                 init_scale,
                 ..Default::default()
             })?;
-            let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)?;
+            let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
             stepped.push(done.stepped());
         }
         let (_, var) = sharded.parameters().swap_remove(3);
@@ -187,8 +187,8 @@ fn overflows_and_what_is_not_finite() {
             var.set(&(var.as_tensor() * f64::INFINITY)?)?;
         }
         let clipped = plan_config(1, Some(1.0));
-        let mut step = TrainStep::fully_sharded(&model, &optimizer, &clipped, &sharded)?;
-        let error = step.run(&mut optimizer, &tokens, &targets).unwrap_err();
+        let mut step = Step::of_fully_sharded(&model, &optimizer, &clipped, &sharded)?;
+        let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         Ok((stepped, error.to_string(), optimizer.steps()))
     });
     assert_eq!(found[0].0, [false, true]);
@@ -205,9 +205,8 @@ fn overflows_and_what_is_not_finite() {
 #[test]
 fn a_loss_of_layers() {
     let found = on_ranks(3, |ranks| {
-        let x = graph::input("x", (5, 16), DType::F32)?;
-        let loss = |map: &Linear, scale: &Linear| {
-            let y = map.forward(&map.forward(&x)?)?;
+        let loss = |x: &Tensor, map: &Linear, scale: &Linear| -> Result<Tensor> {
+            let y = map.forward(&map.forward(x)?)?;
             let row = scale.weight().narrow(0, 1, 1)?;
             ops::mean(&ops::mul(&ops::mul(&y, &row.broadcast_as((5, 16))?)?, &y)?)
         };
@@ -227,17 +226,20 @@ fn a_loss_of_layers() {
         let mut whole = AdamW::new(parameters.to_vec(), adamw())?;
         let replicated = Replicated::new(&ranks, parameters.clone(), ReplicatedConfig::default())?;
         let config = StepConfig::default();
-        let mut step = LossStep::replicated(&whole, &config, &replicated, || loss(&map, &scale))?;
+        let step = Step::new(&whole, &config, |inputs| {
+            loss(&inputs.get("x")?, &map, &scale)
+        })?;
+        let mut step = step.replicated(&whole, &replicated)?;
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
         let (map, scale) = layers(vb)?;
         let mut optimizer = AdamW::new(sharded.parameters(), adamw())?;
-        let of_parts =
-            LossStep::fully_sharded(&optimizer, &config, &sharded, || loss(&map, &scale));
-        let mut of_parts = of_parts?;
+        let mut of_parts = Step::fully_sharded(&optimizer, &config, &sharded, |inputs| {
+            loss(&inputs.get("x")?, &map, &scale)
+        })?;
         for _ in 0..3 {
-            let wanted = step.run(&mut whole, &inputs)?;
-            assert_eq!(of_parts.run(&mut optimizer, &inputs)?, wanted);
+            let wanted = step.run(&mut whole, inputs)?;
+            assert_eq!(of_parts.run(&mut optimizer, inputs)?, wanted);
         }
         for (name, var) in &parameters {
             assert!(bits(&sharded.whole(name)?) == bits(var), "{name}");
@@ -253,7 +255,7 @@ fn a_loss_of_layers() {
 #[rstest]
 fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
     let of = |shard: Option<Shard>| {
-        let config = PlanConfig {
+        let config = StepConfig {
             ranks: shard.map_or(StepRanks::Alone, |own| {
                 let parts = FullyShardConfig {
                     bucket_bytes: 0,
@@ -268,7 +270,10 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
             d_ff: 192,
             ..config_of_six_layers()
         };
-        TrainStep::plan_for(&model, &config).unwrap().0
+        let batch = Batch::hollow(1, 12).unwrap();
+        Step::plan_of(&Device::Cpu, &model, &config, batch)
+            .unwrap()
+            .0
     };
     let bytes = |plan: &Plan, category: Category| plan.category_bytes(category) as f64;
     let whole = of(None);
@@ -307,11 +312,11 @@ fn what_is_refused() {
         let (divided, optimizer, sharded) = sharded_model(&ranks, &config())?;
         let config = plan_config(1, None);
         // A plan without ranks, of a model that is not there.
-        let error = TrainStep::new(&divided, &optimizer, &config).unwrap_err();
+        let error = Step::of(&divided, &optimizer, &config).unwrap_err();
         assert!(matches!(error, Error::Order { .. }), "{error}");
         // Another model.
         let other = model(1);
-        let error = TrainStep::fully_sharded(&other, &optimizer, &config, &sharded).unwrap_err();
+        let error = Step::of_fully_sharded(&other, &optimizer, &config, &sharded).unwrap_err();
         assert!(error.to_string().contains("FullyShard::builder"), "{error}");
         let error = sharded.whole("nobody").unwrap_err();
         assert!(error.to_string().contains("nobody"), "{error}");
@@ -328,13 +333,13 @@ fn what_is_refused() {
             rank,
             world_size: 2,
         };
-        PlanConfig {
+        StepConfig {
             ranks: StepRanks::FullySharded(FullyShardConfig::default(), own),
             ..plan_config(1, None)
         }
     };
     config(1).validate().unwrap();
-    let in_backward = PlanConfig {
+    let in_backward = StepConfig {
         optimizer_in_backward: true,
         ..config(1)
     };

@@ -4,11 +4,11 @@ use super::{bits, on_ranks};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use rstest::rstest;
-use tallow::compile::{LossStep, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
 use tallow::nn::{self, Layer, Linear, Parameter};
 use tallow::optim::{AdamW, AdamWConfig, MissingGradients};
-use tallow::{Result, graph, ops};
+use tallow::{Result, ops};
 
 #[derive(Clone, Copy, Debug)]
 enum Job {
@@ -74,21 +74,20 @@ fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<
     if let Job::Divided = job {
         optimizer.shard(ranks)?;
     }
-    let x = graph::input("x", (3, 4), DType::F32)?;
-    let loss = || model.loss(&x);
+    let loss = |inputs: &Inputs| model.loss(&inputs.get("x")?);
     let mut step = match job {
-        Job::Alone => LossStep::new(&optimizer, &clips, loss)?,
-        Job::FullySharded => LossStep::fully_sharded(&optimizer, &clips, &sharded, loss)?,
+        Job::Alone => Step::new(&optimizer, &clips, loss)?,
+        Job::FullySharded => Step::fully_sharded(&optimizer, &clips, &sharded, loss)?,
         Job::Replicated | Job::Divided => {
             let parameters = model.parameters();
             let replicated = Replicated::new(ranks, parameters, ReplicatedConfig::default())?;
-            LossStep::replicated(&optimizer, &clips, &replicated, loss)?
+            Step::new(&optimizer, &clips, loss)?.replicated(&optimizer, &replicated)?
         }
     };
     let numbers = (0..12).map(|n| ((n * n) as f32 * 0.3).sin());
     let numbers = Tensor::from_iter(numbers, &Device::Cpu)?.reshape((3, 4))?;
     for _ in 0..3 {
-        step.run(&mut optimizer, &[("x", &numbers)])?;
+        step.run(&mut optimizer, [("x", &numbers)])?;
     }
     optimizer.gather_weights()?;
     let weights = model.parameters().into_iter();
@@ -131,13 +130,13 @@ fn a_parameter_of_which_ranks_have_parts() {
                 ..Default::default()
             },
         )?;
-        let x = graph::input("x", (3, 4), DType::F32)?;
-        let config = StepConfig::default();
-        let step = LossStep::fully_sharded(&optimizer, &config, &sharded, || model.loss(&x));
-        let mut step = step?;
+        let mut step =
+            Step::fully_sharded(&optimizer, &StepConfig::default(), &sharded, |inputs| {
+                model.loss(&inputs.get("x")?)
+            })?;
         let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
         let evaluated = tallow::no_grad(|| model.loss(&x))?.to_scalar::<f32>()?;
-        let loss = step.forward_backward(&[("x", &x)])?;
+        let loss = step.forward_backward([("x", &x)])?;
         assert!((loss - evaluated).abs() <= 1e-6 * loss.abs());
         let gradients = step.gradients()?;
         let (_, part) = gradients.iter().find(|(name, _)| name == "scale").unwrap();

@@ -1,6 +1,6 @@
 //! Steps of several GPUs on paper.
 
-use tallow::compile::{PlanConfig, Rates, StepRanks, Timeline, TrainStep};
+use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use tallow::dist::{Exchange, FullyShardConfig, ReplicatedConfig, Shard, plan_report};
 use tallow::model::TransformerConfig;
 
@@ -26,24 +26,20 @@ fn model() -> TransformerConfig {
     }
 }
 
-fn alone() -> PlanConfig {
-    PlanConfig {
-        batch_size: 2,
-        sequence_length: 32,
-        ..Default::default()
-    }
+fn alone() -> StepConfig {
+    StepConfig::default()
 }
 
-fn replicated(exchange: Exchange) -> PlanConfig {
+fn replicated(exchange: Exchange) -> StepConfig {
     let dtype = None;
-    PlanConfig {
+    StepConfig {
         ranks: StepRanks::Replicated(ReplicatedConfig { exchange, dtype }),
         ..alone()
     }
 }
 
 /// Replicated, of a sharded optimizer, fully sharded.
-fn strategies(world_size: usize) -> [(&'static str, PlanConfig); 3] {
+fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
     let bucket_bytes = 1 << 16;
     let exchange = ReplicatedConfig {
         exchange: Exchange::Overlapped { bucket_bytes },
@@ -62,7 +58,7 @@ fn strategies(world_size: usize) -> [(&'static str, PlanConfig); 3] {
         StepRanks::ShardedOptimizer(exchange, own),
         StepRanks::FullySharded(parts, own),
     ]
-    .map(|ranks| PlanConfig { ranks, ..alone() });
+    .map(|ranks| StepConfig { ranks, ..alone() });
     [
         ("replicated", replicated),
         ("sharded", sharded),
@@ -70,9 +66,18 @@ fn strategies(world_size: usize) -> [(&'static str, PlanConfig); 3] {
     ]
 }
 
-fn on_paper(config: &PlanConfig, world_size: usize, rates: &Rates) -> Timeline {
-    let (plan, _) = TrainStep::plan_for_gpu(&model(), config).unwrap();
-    plan.timeline(world_size, rates).unwrap()
+/// Of two sequences of 32 tokens.
+const BATCH: [usize; 2] = [2, 32];
+
+fn planned(config: &StepConfig) -> Plan {
+    let batch = Batch::hollow(BATCH[0], BATCH[1]).unwrap();
+    Step::plan_of(Target::Cuda, &model(), config, batch)
+        .unwrap()
+        .0
+}
+
+fn on_paper(config: &StepConfig, world_size: usize, rates: &Rates) -> Timeline {
+    planned(config).timeline(world_size, rates).unwrap()
 }
 
 fn close(a: f64, b: f64) {
@@ -175,7 +180,7 @@ fn what_the_network_does_to_a_step() {
 
 #[test]
 fn rates_are_fitted_to_a_step_that_was_measured() {
-    let (plan, _) = TrainStep::plan_for_gpu(&model(), &alone()).unwrap();
+    let plan = planned(&alone());
     let fitted = RATES.fitted_to(&plan, 0.125).unwrap();
     close(plan.timeline(1, &fitted).unwrap().step_seconds, 0.125);
     assert_eq!(fitted.reduce_bytes, RATES.reduce_bytes);
@@ -189,7 +194,7 @@ fn a_report_has_a_row_for_each_strategy_and_number() {
         ..RATES
     };
     let ranks = [(1, RATES), (8, RATES), (1024, between_hosts)];
-    let report = plan_report(&model(), &strategies(1), &ranks).unwrap();
+    let report = plan_report(&model(), BATCH, &strategies(1), &ranks).unwrap();
     assert_eq!(report.rows.len(), 9);
     let number = |row: usize, key: &str| report.rows[row].get(key).unwrap().as_f64().unwrap();
     close(number(0, "efficiency_percent"), 100.0); // alone
@@ -204,13 +209,13 @@ fn a_report_has_a_row_for_each_strategy_and_number() {
         assert!(number(row + 1, "rank_bytes") < number(row, "rank_bytes"));
         assert!(number(row + 2, "rank_bytes") < number(row + 1, "rank_bytes"));
     }
-    let (plan, _) = TrainStep::plan_for_gpu(&model(), &strategies(8)[2].1).unwrap();
+    let plan = planned(&strategies(8)[2].1);
     assert_eq!(number(7, "rank_bytes"), plan.total_bytes() as f64);
 }
 
 #[test]
 fn rates_that_cannot_be_are_refused() {
-    let (plan, _) = TrainStep::plan_for_gpu(&model(), &alone()).unwrap();
+    let plan = planned(&alone());
     for (rates, field) in [
         (
             Rates {

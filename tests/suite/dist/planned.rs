@@ -5,15 +5,13 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::Error;
-use tallow::compile::{Op, Plan, PlanConfig, StepRanks, TrainStep};
+use tallow::compile::{Batch, Op, Plan, Step, StepConfig, StepRanks};
 use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
 use tallow::precision::Precision;
 
-fn plan_config(accumulation: usize) -> PlanConfig {
-    PlanConfig {
-        batch_size: 1,
-        sequence_length: 12,
+fn plan_config(accumulation: usize) -> StepConfig {
+    StepConfig {
         clip_norm: Some(0.5),
         accumulation,
         ..Default::default()
@@ -53,17 +51,18 @@ fn as_eager(
                 dtype: None,
             };
             let replicated = Replicated::new(&ranks, model.parameters(), way)?;
-            let config = PlanConfig {
+            let config = StepConfig {
                 precision,
                 ..plan_config(accumulation)
             };
-            let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+            let mut step =
+                Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
             let first = ranks.rank() * accumulation;
             let [tokens, targets] = batches(first..first + accumulation);
-            let loss = step.run(&mut optimizer, &tokens, &targets)?;
+            let loss = step.run(&mut optimizer, (&tokens, &targets))?;
             let gradients = step.gradients()?;
             let norm = step.gradient_norm();
-            let second = step.run(&mut optimizer, &tokens, &targets)?;
+            let second = step.run(&mut optimizer, (&tokens, &targets))?;
             let weights = model.parameters().into_iter();
             let weights: Vec<_> = weights.map(|(_, var)| bits(&var)).collect();
             Ok((loss, second, norm, gradients, weights))
@@ -89,11 +88,12 @@ fn a_rank_that_ends_is_named() {
         let model = model(1);
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let mut step = TrainStep::replicated(&model, &optimizer, &plan_config(1), &replicated)?;
+        let mut step =
+            Step::of(&model, &optimizer, &plan_config(1))?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
-        step.run(&mut optimizer, &tokens, &targets)?;
+        step.run(&mut optimizer, (&tokens, &targets))?;
         Ok(match ranks.rank() {
-            0 => Some(step.run(&mut optimizer, &tokens, &targets).unwrap_err()),
+            0 => Some(step.run(&mut optimizer, (&tokens, &targets)).unwrap_err()),
             _ => None,
         })
     });
@@ -104,22 +104,24 @@ fn a_rank_that_ends_is_named() {
 /// Where the calls are: as soon as a bucket's last gradient is there; and how large they are.
 #[test]
 fn buckets_in_backward() {
+    let of = |config: &StepConfig| {
+        let batch = Batch::hollow(1, 12).unwrap();
+        Step::plan_of(&Device::Cpu, &config_of_six_layers(), config, batch)
+            .unwrap()
+            .0
+    };
     let plan = |exchange| {
         let replicated = ReplicatedConfig {
             exchange,
             dtype: None,
         };
-        let config = PlanConfig {
+        let config = StepConfig {
             ranks: StepRanks::Replicated(replicated),
             ..plan_config(1)
         };
-        TrainStep::plan_for(&config_of_six_layers(), &config)
-            .unwrap()
-            .0
+        of(&config)
     };
-    let alone = TrainStep::plan_for(&config_of_six_layers(), &plan_config(1))
-        .unwrap()
-        .0;
+    let alone = of(&plan_config(1));
     assert!(exchanges(&alone).is_empty());
     let parameters = alone.buffers().iter();
     let parameters = parameters.filter(|b| b.category == tallow::compile::Category::Parameter);
@@ -176,19 +178,20 @@ fn an_overflow_is_seen_by_all() {
         let model = model(1);
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let config = PlanConfig {
+        let config = StepConfig {
             loss_scaling: true,
             precision: Precision::F16,
             clip_norm: None,
             ..plan_config(1)
         };
-        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+        let mut step =
+            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let mut scaler = GradScaler::new(GradScalerConfig {
             init_scale: if ranks.rank() == 0 { 1e38 } else { 1.0 },
             ..Default::default()
         })?;
         let [tokens, targets] = batch(ranks.rank());
-        let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)?;
+        let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
         Ok((done.stepped(), optimizer.steps()))
     });
     assert_eq!(found, [(false, 0); 2]);
@@ -205,22 +208,27 @@ fn what_is_refused() {
     };
     let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
     let config = plan_config(1);
-    let error = TrainStep::replicated(&model, &optimizer, &config, &replicated).unwrap_err();
+    let [tokens, targets] = batch(0);
+    let step = Step::of(&model, &optimizer, &config).unwrap();
+    let mut step = step.replicated(&optimizer, &replicated).unwrap();
+    let error = step.prepare((&tokens, &targets)).unwrap_err();
     assert!(error.to_string().contains("None or f32"), "{error}");
-    let without_ranks = PlanConfig {
+    let without_ranks = StepConfig {
         ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         ..config.clone()
     };
     let mut optimizer = optimizer;
-    let mut step = TrainStep::new(&model, &optimizer, &without_ranks).unwrap();
-    let [tokens, targets] = batch(0);
+    let mut step = Step::of(&model, &optimizer, &without_ranks).unwrap();
     for error in [
-        step.run(&mut optimizer, &tokens, &targets).unwrap_err(),
-        step.forward_backward(&tokens, &targets).unwrap_err(),
+        step.run(&mut optimizer, (&tokens, &targets)).unwrap_err(),
+        step.forward_backward((&tokens, &targets)).unwrap_err(),
     ] {
-        assert!(error.to_string().contains("with replicated"), "{error}");
+        assert!(
+            error.to_string().contains("with Step::replicated"),
+            "{error}"
+        );
     }
-    let config = PlanConfig {
+    let config = StepConfig {
         ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         optimizer_in_backward: true,
         clip_norm: None,
@@ -238,14 +246,12 @@ fn what_is_refused() {
 fn in_bf16_on_a_gpu() {
     use candle_core::Tensor;
     use tallow::model::TransformerLM;
-    use tallow::nn::Checkpointing;
 
     let gpu = crate::gpu();
     let here = |x: &Tensor| x.to_device(&gpu).unwrap();
     let [tokens, targets] = batch(0).map(|x| here(&x));
-    let config = PlanConfig {
+    let config = StepConfig {
         precision: Precision::BF16,
-        checkpointing: Checkpointing::None,
         ..plan_config(1)
     };
     let run = |dtype: Option<DType>| {
@@ -257,10 +263,13 @@ fn in_bf16_on_a_gpu() {
         };
         let ranks = Communicator::alone(&gpu);
         let replicated = Replicated::new(&ranks, model.parameters(), way).unwrap();
-        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated).unwrap();
+        let mut step = Step::of(&model, &optimizer, &config)
+            .unwrap()
+            .replicated(&optimizer, &replicated)
+            .unwrap();
         let losses: Vec<f32> =
             (0..4) // launched, recorded, replayed
-                .map(|_| step.run(&mut optimizer, &tokens, &targets).unwrap())
+                .map(|_| step.run(&mut optimizer, (&tokens, &targets)).unwrap())
                 .collect();
         (
             losses,

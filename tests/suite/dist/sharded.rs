@@ -4,7 +4,7 @@ use super::{EXCHANGES, batch, batches, bits, config, config_of_six_layers, model
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
-use tallow::compile::{Category, Location, Op, Phase, Plan, PlanConfig, StepRanks, TrainStep};
+use tallow::compile::{Batch, Category, Location, Op, Phase, Plan, Step, StepConfig, StepRanks};
 use tallow::dist::{Communicator, Replicated, ReplicatedConfig, Shard};
 use tallow::model::TransformerLM;
 use tallow::optim::{
@@ -111,16 +111,17 @@ fn planned_steps(
                     dtype: None,
                 };
                 let replicated = Replicated::new(&ranks, model.parameters(), way)?;
-                let config = PlanConfig {
+                let config = StepConfig {
                     precision,
                     ..plan_config(accumulation, clip_norm)
                 };
-                let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+                let mut step =
+                    Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
                 let first = ranks.rank() * accumulation;
                 let [tokens, targets] = batches(first..first + accumulation);
                 let mut losses = Vec::new();
                 for _ in 0..3 {
-                    losses.push(step.run(&mut optimizer, &tokens, &targets)?.to_bits());
+                    losses.push(step.run(&mut optimizer, (&tokens, &targets))?.to_bits());
                 }
                 let own: Vec<String> = optimizer
                     .state()
@@ -147,10 +148,8 @@ fn planned_steps(
     }
 }
 
-fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> PlanConfig {
-    PlanConfig {
-        batch_size: 1,
-        sequence_length: 12,
+fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {
+    StepConfig {
         clip_norm,
         accumulation,
         ..Default::default()
@@ -165,12 +164,13 @@ fn an_overflow_is_seen_by_all() {
         let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
         optimizer.shard(&ranks)?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let config = PlanConfig {
+        let config = StepConfig {
             loss_scaling: true,
             precision: Precision::F16,
             ..plan_config(1, None)
         };
-        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+        let mut step =
+            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         let mut stepped = Vec::new();
         for init_scale in [if ranks.rank() == 0 { 1e38 } else { 1.0 }, 1.0] {
@@ -178,7 +178,7 @@ fn an_overflow_is_seen_by_all() {
                 init_scale,
                 ..Default::default()
             })?;
-            let done = step.run_scaled(&mut optimizer, &mut scaler, &tokens, &targets)?;
+            let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
             stepped.push(done.stepped());
         }
         optimizer.gather_weights()?;
@@ -199,9 +199,10 @@ fn a_gradient_that_is_not_finite_is_named() {
         optimizer.shard(&ranks)?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, Some(1.0));
-        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+        let mut step =
+            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
-        let error = step.run(&mut optimizer, &tokens, &targets).unwrap_err();
+        let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         Ok((error.to_string(), optimizer.steps()))
     });
     assert!(
@@ -221,14 +222,15 @@ fn a_gradient_that_is_not_finite_is_named() {
 fn what_a_rank_does() {
     let of = |shard: Option<Shard>| {
         let exchange = ReplicatedConfig::default();
-        let config = PlanConfig {
+        let config = StepConfig {
             ranks: match shard {
                 None => StepRanks::Replicated(exchange),
                 Some(own) => StepRanks::ShardedOptimizer(exchange, own),
             },
             ..plan_config(1, Some(1.0))
         };
-        TrainStep::plan_for(&config_of_six_layers(), &config)
+        let batch = Batch::hollow(1, 12).unwrap();
+        Step::plan_of(&Device::Cpu, &config_of_six_layers(), &config, batch)
             .unwrap()
             .0
     };
@@ -342,12 +344,13 @@ fn what_is_refused() {
         // A plan of one cannot run by the other.
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, None);
-        let mut step = TrainStep::replicated(&model, &optimizer, &config, &replicated)?;
+        let mut step =
+            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(0);
-        let error = step.run(&mut whole, &tokens, &targets).unwrap_err();
+        let error = step.run(&mut whole, (&tokens, &targets)).unwrap_err();
         assert!(error.to_string().contains("AdamW::shard"), "{error}");
-        let error = TrainStep::new(&model, &optimizer, &config)
-            .and_then(|mut step| step.run(&mut optimizer, &tokens, &targets));
+        let error = Step::of(&model, &optimizer, &config)
+            .and_then(|mut step| step.run(&mut optimizer, (&tokens, &targets)));
         let error = error.unwrap_err();
         assert!(error.to_string().contains("AdamW::shard"), "{error}");
         Ok(())
@@ -356,7 +359,7 @@ fn what_is_refused() {
         rank: 2,
         world_size: 2,
     };
-    let config = PlanConfig {
+    let config = StepConfig {
         ranks: StepRanks::ShardedOptimizer(ReplicatedConfig::default(), nobody),
         ..plan_config(1, None)
     };

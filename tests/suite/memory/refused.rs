@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tallow::attention::Algorithm;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
 use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
@@ -103,15 +103,12 @@ impl Way {
         let tokens = Tensor::new(&[7u32], &Device::Cpu)?;
         let tokens = tokens.broadcast_as(SHAPE)?;
         if self.planned {
-            let plan = PlanConfig {
-                batch_size: SHAPE.0,
-                sequence_length: SHAPE.1,
+            let plan = StepConfig {
                 precision: self.precision,
-                checkpointing: self.checkpointing,
                 ..Default::default()
             };
-            let mut step = TrainStep::new(&model, &optimizer, &plan)?;
-            return step.run(&mut optimizer, &tokens, &tokens);
+            let mut step = Step::of(&model, &optimizer, &plan)?;
+            return step.run(&mut optimizer, (&tokens, &tokens));
         }
         let loss = self.precision.run(|| model.loss(&tokens, &tokens))?;
         let value = loss.detach();

@@ -2,10 +2,10 @@
 
 use super::*;
 use rstest::rstest;
-use tallow::compile::{Forward, PlanConfig};
+use tallow::compile::Forward;
 use tallow::nn::{Architecture, RopeScaling};
 use tallow::ops::RotaryPairs;
-use tallow::precision::Autocast;
+use tallow::precision::{Autocast, Precision};
 use tallow::{autocast, graph, no_grad};
 
 /// Heads of 5 elements, which no rotation would take.
@@ -207,12 +207,7 @@ fn checkpointing_changes_no_bit(#[values("block", "every-2", "sqrt")] strategy: 
 fn a_planned_forward(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = TransformerLM::new(&attending(attention, gpt2()), 1, &CPU).unwrap();
     let tokens = ids(29, 2, 11);
-    let config = PlanConfig {
-        batch_size: 2,
-        sequence_length: 11,
-        ..Default::default()
-    };
-    let mut forward = Forward::new(&model, &config).unwrap();
+    let mut forward = Forward::new(&model, [2, 11], Precision::F32).unwrap();
     let planned = forward.run(&tokens).unwrap();
     let eager = no_grad(|| model.forward(&tokens)).unwrap();
     close("logits", &planned, &eager, 1e-6);

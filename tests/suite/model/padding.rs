@@ -4,7 +4,7 @@ use super::*;
 use candle_nn::VarMap;
 use rstest::rstest;
 use std::collections::HashMap;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::nn::{Embedding, Layer};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
@@ -67,15 +67,13 @@ fn eager(model: &TransformerLM) -> (Tensor, Vec<(String, Tensor)>) {
 
 fn planned(model: &TransformerLM, precision: Precision) -> Vec<(String, Tensor)> {
     let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let config = PlanConfig {
-        batch_size: 2,
-        sequence_length: 8,
+    let config = StepConfig {
         precision,
         ..Default::default()
     };
-    let mut step = TrainStep::new(model, &optimizer, &config).unwrap();
+    let mut step = Step::of(model, &optimizer, &config).unwrap();
     let [tokens, targets] = batch();
-    step.forward_backward(&tokens, &targets).unwrap();
+    step.forward_backward((&tokens, &targets)).unwrap();
     step.gradients().unwrap()
 }
 

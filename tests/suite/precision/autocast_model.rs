@@ -13,7 +13,7 @@ use super::*;
 use crate::golden::Golden;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, PlanConfig, TrainStep};
+use tallow::compile::{Forward, Step, StepConfig};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::AdamW;
 use tallow::precision::{Precision, Regime};
@@ -82,17 +82,17 @@ impl Judge {
         let model = self.exact.model(DType::F32);
         let (tokens, targets) = (self.exact.get("tokens"), self.exact.get("targets"));
         let (batch_size, sequence_length) = tokens.dims2().unwrap();
-        let plan = PlanConfig {
-            batch_size,
-            sequence_length,
-            precision: Precision::BF16.with_regime(Regime::CpuAutocast),
-            ..Default::default()
-        };
-        let logits = Forward::new(&model, &plan).unwrap().run(tokens).unwrap();
+        let precision = Precision::BF16.with_regime(Regime::CpuAutocast);
+        let mut forward = Forward::new(&model, [batch_size, sequence_length], precision).unwrap();
+        let logits = forward.run(tokens).unwrap();
         let losses = losses(&logits, targets).unwrap();
         let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
-        let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
-        let loss = step.forward_backward(tokens, targets).unwrap();
+        let config = StepConfig {
+            precision,
+            ..Default::default()
+        };
+        let mut step = Step::of(&model, &optimizer, &config).unwrap();
+        let loss = step.forward_backward((tokens, targets)).unwrap();
         let loss = Tensor::new(loss, tokens.device()).unwrap();
         let gradients = step.gradients().unwrap().into_iter();
         let gradients = gradients.map(|(name, gradient)| (format!("grad.{name}"), gradient));

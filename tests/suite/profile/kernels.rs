@@ -5,7 +5,7 @@ use crate::child;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use tallow::attention::Algorithm;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
@@ -296,7 +296,7 @@ fn kernels_of_a_step_are_mapped_to_its_ops() {
 }
 
 /// The kernels of two planned steps: names, with the phase and the op that each is of, and from which step.
-fn planned_on_gpu(plan: &PlanConfig, times_phases: bool, attention: Algorithm) -> Vec<[String; 3]> {
+fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -> Vec<[String; 3]> {
     let device = tallow::device("cuda").unwrap();
     let size = TransformerConfig {
         d_model: 32,
@@ -304,14 +304,14 @@ fn planned_on_gpu(plan: &PlanConfig, times_phases: bool, attention: Algorithm) -
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let mut step = TrainStep::new(&model, &optimizer, plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, plan).unwrap();
     step.time_phases(times_phases);
-    let shape = (plan.batch_size * plan.accumulation, plan.sequence_length);
+    let shape = (2 * plan.accumulation, 7);
     let tokens = Tensor::zeros(shape, candle_core::DType::U32, &device).unwrap();
     let mut run = |steps: usize| {
         for _ in 0..steps {
             let _step = profile::step();
-            step.run(&mut optimizer, &tokens, &tokens).unwrap();
+            step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
         }
     };
     run(3);
@@ -351,13 +351,11 @@ fn replayed_kernels_are_of_the_calls_that_launch_them_one_by_one() {
     {
         return; // kernels are those of the whole process
     }
-    let plain = PlanConfig {
-        batch_size: 2,
-        sequence_length: 7,
+    let plain = StepConfig {
         precision: Precision::BF16,
         ..Default::default()
     };
-    let in_micro_batches = PlanConfig {
+    let in_micro_batches = StepConfig {
         accumulation: 3,
         clip_norm: Some(1.0),
         ..plain.clone()

@@ -4,7 +4,7 @@ use super::{BATCH, LENGTH, alone, config, record};
 use candle_core::{Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{PlanConfig, TrainStep};
+use tallow::compile::{Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
@@ -66,17 +66,16 @@ fn planned_calls_tell_their_parts(
 ) {
     let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let plan = PlanConfig {
-        batch_size: BATCH,
-        sequence_length: LENGTH,
+    let plan = StepConfig {
         precision,
         ..Default::default()
     };
-    let mut step = TrainStep::new(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();
+    step.prepare((&tokens, &tokens)).unwrap();
     let _alone = alone();
     let profiler = Profiler::start_on_this_thread().unwrap();
-    step.run(&mut optimizer, &tokens, &tokens).unwrap();
+    step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
     let recording = profiler.finish().unwrap();
     let rows = rows(&recording);
     assert!(rows.iter().any(|row| row.name.contains("attention")));

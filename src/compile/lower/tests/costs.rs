@@ -1,8 +1,8 @@
 //! What a plan's ops cost is what its calls do, and what the same ops cost eagerly.
 
-use super::super::super::planned::Planned;
 use super::*;
 use crate::attention::Mask;
+use crate::nn::Checkpointing;
 use crate::ops::cost::Cost;
 use crate::{ops, profile};
 use rstest::rstest;
@@ -58,38 +58,31 @@ fn of_a_transformer(
 ) {
     let model = TransformerConfig {
         attention,
+        checkpointing,
         num_layers: 2,
         ..TransformerConfig::small()
     };
-    let config = PlanConfig {
-        batch_size: 2,
-        sequence_length: 64,
+    let config = StepConfig {
         precision,
         accumulation: 3,
         ..Default::default()
     };
-    let planner = Planner::hollow("test", &model, &config, target).unwrap();
-    let planned = planner.train_step_with(checkpointing, Recompute::default());
-    check(&planned.unwrap(), checkpointing != Checkpointing::None);
+    let planned = planned(target, &model, [2, 64], &config, Recompute::default());
+    check(&planned, checkpointing != Checkpointing::None);
 }
 
 /// Gates that a memory budget has recomputed are parts, too.
 #[test]
 fn of_a_budget() {
-    let (model, config) = (small(2), in_bf16(2));
-    let planner = planner(&model, &config);
-    let of = |recompute| {
-        planner
-            .train_step_with(Checkpointing::None, recompute)
-            .unwrap()
-    };
+    let model = small(2);
+    let of = |recompute| planned(Target::Cuda, &model, [2, 1024], &in_bf16(), recompute);
     let (kept, recomputed) = (
         of(Recompute::default()),
         of(Recompute { sums: 4, gates: 2 }),
     );
     check_parts(&recomputed.lowered.plan);
     let [kept, recomputed] = [&kept, &recomputed].map(|planned| planned.lowered.plan.flops());
-    let rows = (config.batch_size * config.sequence_length) as f64;
+    let rows = (2 * 1024) as f64;
     let gates = 2.0 * 2.0 * 2.0 * rows * (model.d_model * model.d_ff) as f64;
     assert_eq!(recomputed, kept + gates);
 }

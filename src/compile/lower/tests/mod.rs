@@ -3,27 +3,51 @@
 #[cfg(feature = "report")]
 mod costs;
 
+use super::super::batch::{Batch, Inputs};
 use super::super::buffer::Category;
-use super::super::config::PlanConfig;
-use super::super::model::Planner;
 use super::super::op::Op;
 use super::super::plan::{Call, Plan};
+use super::super::planned::Planned;
+use super::super::step::Step;
+use super::super::{Forward, loss, model};
 use super::*;
 use crate::attention::{Algorithm, in_model::InModel};
 use crate::model::TransformerConfig;
-use crate::nn::Checkpointing;
 use crate::precision::Precision;
 use candle_core::DType;
 
-fn planner<'a>(model: &TransformerConfig, config: &'a PlanConfig) -> Planner<'a> {
-    Planner::hollow("test", model, config, Target::Cuda).unwrap()
+/// A step's plan for micro-batches (B, T), in which so much is recomputed.
+fn planned(
+    target: Target,
+    model: &TransformerConfig,
+    [batch_size, length]: [usize; 2],
+    config: &StepConfig,
+    recompute: Recompute,
+) -> Planned {
+    let hollow = model::hollow(model, length).unwrap();
+    let job = loss::Job {
+        op: "test",
+        target,
+        weights: Some(&hollow.parameters()),
+        loss: &loss::Loss::Model(Box::new(hollow)),
+        config,
+    };
+    let batch = Batch::hollow(batch_size * config.accumulation, length).unwrap();
+    let inputs = Inputs::of("test", &batch, config.accumulation, false).unwrap();
+    let function = job.trace(&inputs, model.checkpointing).unwrap();
+    Rc::new(function).step(config, recompute).unwrap()
 }
 
-/// A step's plan in which sums and gates of so many blocks are recomputed.
-fn gpu_plan(model: &TransformerConfig, config: &PlanConfig, [sums, gates]: [usize; 2]) -> Plan {
+/// A step's plan for B sequences of 1,024 tokens, in which sums and gates of so many blocks are recomputed.
+fn gpu_plan(
+    model: &TransformerConfig,
+    batch_size: usize,
+    config: &StepConfig,
+    [sums, gates]: [usize; 2],
+) -> Plan {
     let recompute = Recompute { sums, gates };
-    let planned = planner(model, config).train_step_with(Checkpointing::None, recompute);
-    planned.unwrap().lowered.plan
+    let planned = planned(Target::Cuda, model, [batch_size, 1024], config, recompute);
+    planned.lowered.plan
 }
 
 fn small(num_layers: usize) -> TransformerConfig {
@@ -35,10 +59,8 @@ fn small(num_layers: usize) -> TransformerConfig {
     }
 }
 
-fn in_bf16(batch_size: usize) -> PlanConfig {
-    PlanConfig {
-        batch_size,
-        sequence_length: 1024,
+fn in_bf16() -> StepConfig {
+    StepConfig {
         precision: Precision::BF16,
         ..Default::default()
     }
@@ -49,9 +71,9 @@ fn in_bf16(batch_size: usize) -> PlanConfig {
 /// the stream before the second norm, and with gates recomputed neither gate nor up.
 #[test]
 fn what_a_block_leaves() {
-    let config = in_bf16(2);
+    let config = in_bf16();
     let activations = |layers, sums, gates| {
-        let plan = gpu_plan(&small(layers), &config, [sums, gates]);
+        let plan = gpu_plan(&small(layers), 2, &config, [sums, gates]);
         plan.category_bytes(Category::Activation)
     };
     let model = small(1);
@@ -75,19 +97,21 @@ fn what_a_block_leaves() {
 #[test]
 fn a_budget_takes_the_cheapest_first() {
     let model = small(4);
-    let config = PlanConfig {
+    let config = StepConfig {
         optimizer_in_backward: true, // else gradients take what activations leave, and the peak is after them
-        ..in_bf16(8)
+        ..in_bf16()
     };
     let within = |budget_bytes: u64| {
-        let config = PlanConfig {
+        let config = StepConfig {
             memory_budget_bytes: Some(budget_bytes),
             ..config.clone()
         };
-        let (planned, _) = planner(&model, &config).train_step().unwrap();
-        planned.lowered.plan
+        let batch = Batch::hollow(8, 1024).unwrap();
+        Step::plan_of(Target::Cuda, &model, &config, batch)
+            .unwrap()
+            .0
     };
-    let with = |recompute| gpu_plan(&model, &config, recompute);
+    let with = |recompute| gpu_plan(&model, 8, &config, recompute);
     let ladder = [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0], [4, 1], [4, 2]].map(with);
     for pair in ladder.windows(2) {
         let bytes = pair[0].peak_bytes();
@@ -103,7 +127,7 @@ fn a_budget_takes_the_cheapest_first() {
 /// PyTorch's compiled step took 10,044 MiB there (one H200, bf16).
 #[test]
 fn small_in_seven_tenths_of_what_pytorch_takes() {
-    let plan = gpu_plan(&small(12), &in_bf16(16), [0, 0]);
+    let plan = gpu_plan(&small(12), 16, &in_bf16(), [0, 0]);
     let mib = plan.total_bytes() as f64 / f64::from(1 << 20);
     assert!(mib <= 0.7 * 10_044.0, "{mib} MiB");
 }
@@ -112,13 +136,13 @@ fn small_in_seven_tenths_of_what_pytorch_takes() {
 /// bf16.
 #[test]
 fn what_lies_beside_the_arena() {
-    let (model, config) = (small(1), in_bf16(2));
+    let (model, config) = (small(1), in_bf16());
     let shapes = model.parameter_shapes();
     let words = shapes
         .iter()
         .map(|(_, shape)| 7 + shape.elem_count().div_ceil(8192));
     let tables_bytes = 8 * words.sum::<usize>() as u64;
-    let plan = gpu_plan(&model, &config, [0, 0]);
+    let plan = gpu_plan(&model, 2, &config, [0, 0]);
     assert_eq!(plan.workspace_bytes(), (32 << 20) + tables_bytes);
     let beside: u64 = plan
         .buffers()
@@ -131,7 +155,7 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let plan = planner(&model, &config).forward().unwrap().1.plan;
+    let plan = Forward::plan_of(Target::Cuda, &model, [2, 1024], Precision::BF16).unwrap();
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
 }
 
@@ -144,11 +168,11 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
         context_length: 1024,
         ..TransformerConfig::xl()
     };
-    let config = PlanConfig {
+    let config = StepConfig {
         optimizer_in_backward: true,
-        ..in_bf16(8)
+        ..in_bf16()
     };
-    let plan = gpu_plan(&model, &config, [48, 9]);
+    let plan = gpu_plan(&model, 8, &config, [48, 9]);
     let gib = plan.total_bytes() as f64 / f64::from(1 << 30);
     assert!(gib <= 0.8 * 54.4, "{gib} GiB");
 }
@@ -158,11 +182,11 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
 /// are never alive together.
 #[test]
 fn gradients_that_pass() {
-    let config = PlanConfig {
+    let config = StepConfig {
         optimizer_in_backward: true,
-        ..in_bf16(1)
+        ..in_bf16()
     };
-    let plan = gpu_plan(&small(3), &config, [0, 0]);
+    let plan = gpu_plan(&small(3), 1, &config, [0, 0]);
     let is_update = |call: &Call| matches!(call.op, Op::AdamW { .. });
     let mut rows = Vec::new();
     for row in plan.calls().chunk_by(|a, b| is_update(a) && is_update(b)) {
@@ -226,11 +250,11 @@ fn grouped_heads_lie_in_the_models_dimension(
         qk_norm,
         ..small(2)
     };
-    let config = PlanConfig {
+    let config = StepConfig {
         precision,
-        ..in_bf16(2)
+        ..in_bf16()
     };
-    let plan = gpu_plan(&model, &config, [0, 0]);
+    let plan = gpu_plan(&model, 2, &config, [0, 0]);
     let count = |name: &str| {
         let calls = plan.calls().iter();
         calls.filter(|call| call.op.name() == name).count()

@@ -1,0 +1,148 @@
+//! The loss of a step, and its plan for the shapes of a batch.
+
+use super::batch::{Batch, Inputs};
+use super::budget;
+use super::config::StepConfig;
+use super::planned::Planned;
+use super::traced::{Target, TracedFunction};
+use crate::attention::FirstKeys;
+use crate::model::TransformerLM;
+use crate::nn::{Checkpointing, ForwardContext};
+use crate::ops::cross_entropy::Reduction;
+use crate::ops::{KernelPolicy, with_kernel_policy};
+use crate::precision::Autocast;
+use crate::{Error, Result, autocast};
+use candle_core::{Tensor, Var};
+use std::cell::RefCell;
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::rc::Rc;
+
+/// The loss of some inputs, as a caller gives it.
+pub(super) type AnyLoss<'l> = Box<dyn Fn(&Inputs) -> Result<Tensor> + Send + 'l>;
+
+/// What a step makes small.
+pub(super) enum Loss<'l> {
+    Any(AnyLoss<'l>),
+    Model(Box<TransformerLM>),
+}
+
+impl Loss<'_> {
+    fn trace(&self, inputs: &Inputs, checkpointing: Checkpointing) -> Result<Tensor> {
+        let model = match self {
+            Self::Any(loss) => return loss(inputs),
+            Self::Model(model) => TransformerLM::clone(model).with_checkpointing(checkpointing),
+        };
+        let (tokens, targets) = (inputs.get("tokens")?, inputs.get("targets")?);
+        let first_keys = inputs.find("first_keys");
+        let context = ForwardContext {
+            first_keys: first_keys.map(|keys| FirstKeys::new(&keys)).transpose()?,
+            dropout: match model.config().dropout.is_any() {
+                true => inputs.dropout()?,
+                false => None,
+            },
+        };
+        match inputs.are_counted() {
+            true => model.sum_of_losses(&tokens, &targets, &context),
+            false => model.loss_with(&tokens, &targets, &context, None),
+        }
+    }
+
+    /// The blocks that are recomputed without a budget.
+    fn checkpointing(&self) -> Checkpointing {
+        match self {
+            Self::Any(_) => Checkpointing::None,
+            Self::Model(model) => model.config().checkpointing,
+        }
+    }
+
+    /// Which blocks may be recomputed for a budget, the fewest first.
+    fn alternatives(&self) -> Vec<Checkpointing> {
+        let Self::Model(model) = self else {
+            return Vec::new();
+        };
+        let layers = model.config().num_layers;
+        let lengths = (1..=layers).rev().filter_map(NonZeroUsize::new);
+        let mut alternatives: Vec<_> = lengths.map(Checkpointing::Every).collect();
+        // Stable: among as many, the longer segments first, which keep fewer inputs.
+        alternatives.sort_by_key(|checkpointing| checkpointing.recomputed_blocks(layers));
+        alternatives
+    }
+}
+
+impl fmt::Debug for Loss<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Any(_) => "Any",
+            Self::Model(_) => "Model",
+        })
+    }
+}
+
+/// What is planned, for whom.
+pub(super) struct Job<'j> {
+    pub op: &'static str,
+    pub target: Target,
+    pub loss: &'j Loss<'j>,
+    /// The variables that the loss reads; `None` for all that are hollow.
+    pub weights: Option<&'j [(String, Var)]>,
+    pub config: &'j StepConfig,
+}
+
+impl Job<'_> {
+    /// The plan for a batch of these shapes, and the blocks that it recomputes: the model's own choice, or what fits
+    /// the budget.
+    ///
+    /// # Errors
+    /// Those of the loss and of its trace; ops that have no planned form; a memory budget that no plan keeps to.
+    pub fn plan(
+        &self,
+        batch: &Batch,
+        prepare: impl Fn(&mut TracedFunction),
+    ) -> Result<(Planned, Checkpointing)> {
+        let micro_batches = self.config.accumulation;
+        let drops = self.config.dropout_seed.is_some();
+        let inputs = Inputs::of(self.op, batch, micro_batches, drops)?;
+        // Plans that recompute more of the same blocks are of one trace.
+        let last = RefCell::new(None::<(Checkpointing, Rc<TracedFunction>)>);
+        let traced = |checkpointing| {
+            if let Some((of, function)) = &*last.borrow()
+                && *of == checkpointing
+            {
+                return Ok(function.clone());
+            }
+            let mut function = self.trace(&inputs, checkpointing)?;
+            prepare(&mut function);
+            let function = Rc::new(function);
+            last.replace(Some((checkpointing, function.clone())));
+            Ok::<_, Error>(function)
+        };
+        let others = self.loss.alternatives();
+        let configured = self.loss.checkpointing();
+        budget::plan(
+            self.config,
+            configured,
+            others,
+            |checkpointing, recompute| traced(checkpointing)?.step(self.config, recompute),
+        )
+    }
+
+    /// Traces the loss in the precision that is planned, whatever region this is called in.
+    pub fn trace(&self, inputs: &Inputs, checkpointing: Checkpointing) -> Result<TracedFunction> {
+        let policy = self.config.precision.policy();
+        let policy = policy.unwrap_or_else(Autocast::disabled);
+        let loss = || autocast(policy, || self.loss.trace(inputs, checkpointing));
+        let mut function = with_kernel_policy(KernelPolicy::Prefer, || match self.weights {
+            Some(weights) => {
+                let weights = weights.iter();
+                let weights = weights.map(|(name, var)| (name.as_str(), var.as_tensor()));
+                TracedFunction::new(self.op, self.target, weights, loss)
+            }
+            None => TracedFunction::of_hollow_weights(self.op, self.target, loss),
+        })?;
+        if inputs.are_counted() {
+            function.reduction = Reduction::Sum;
+        }
+        Ok(function)
+    }
+}
