@@ -144,7 +144,10 @@ fn what_is_refused_before_the_first_step() {
     assert!(settings.contains("\"bfloat16\""), "{settings}");
     weights(&other);
     refused("--family HERE/none", "no such folder");
-    refused("--family HERE --context-length 17", "at least 17, the length of a sequence");
+    refused(
+        "--family HERE --context-length 17",
+        "at least 17, the length of a sequence",
+    );
     refused("--family HERE --prompt \n", "drops");
     fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
     refused("--family HERE", "tokenizer.json");
