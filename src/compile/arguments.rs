@@ -82,13 +82,13 @@ impl Arguments {
         })
     }
 
-    /// Whether the plan reads an input of this name.
+    /// Says whether the plan reads an input of this name.
     pub fn reads(&self, name: &str) -> bool {
         self.inputs().any(|(input, _)| input == name)
     }
 
-    /// Whether a batch has the inputs that the plan reads and no others, of the planned shapes and dtypes (ids in i64
-    /// too).
+    /// Says whether a batch has the inputs that the plan reads and no others, in the planned shapes and dtypes (ids in
+    /// i64 too).
     pub fn take(&self, batch: &Batch) -> bool {
         let are_read = batch.inputs().all(|(name, _)| self.reads(name));
         are_read

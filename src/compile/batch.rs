@@ -1,4 +1,4 @@
-//! What a run of a step is given, and what its loss is traced with.
+//! The inputs of a step: the tensors of a run, and the tensors without elements that its loss is traced with.
 
 use crate::graph;
 use crate::model::MaskedTargets;
@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 /// The input that holds the keys of dropout.
 pub(super) const DROPOUT: &str = "dropout";
 
-/// What a run of a [`Step`](super::Step) is given: tensors by the names that its loss asks for, micro-batches one after
+/// The inputs of a run of a [`Step`](super::Step): tensors by the names that its loss asks for, micro-batches one after
 /// another in their first dimension.
 ///
 /// Made of `[("x", &x), ("y", &y)]`; of a [`TransformerLM`](crate::model::TransformerLM)'s step also of
@@ -56,7 +56,7 @@ impl Batch {
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
-    /// Of hollow tokens and targets it is the batch for a plan alone.
+    /// Hollow tokens and targets give the batch for a plan alone.
     ///
     /// # Errors
     /// Tokens or targets of another dtype.
@@ -162,8 +162,8 @@ impl From<&Batch> for Batch {
     }
 }
 
-/// What the loss of a [`Step`](super::Step) is traced with: a [batch](Batch)'s tensors without elements, of one
-/// micro-batch. Shapes and dtypes are known, and what is decided from them is decided for all runs of the plan.
+/// The inputs that the loss of a [`Step`](super::Step) is traced with: one micro-batch of a [batch](Batch), without
+/// elements. Shapes and dtypes are known, and what is decided from them is decided for all runs of the plan.
 #[derive(Debug)]
 pub struct Inputs {
     op: &'static str,
@@ -238,7 +238,7 @@ impl Inputs {
         key.transpose()
     }
 
-    /// Whether the loss has to be a sum over targets, since the batch [counts them](Batch::counting).
+    /// Says whether the loss has to be a sum over targets, since the batch [counts them](Batch::counting).
     pub fn are_counted(&self) -> bool {
         self.are_counted
     }

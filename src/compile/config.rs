@@ -69,7 +69,7 @@ impl StepRanks {
     }
 }
 
-/// How a [`Step`](super::Step) is planned and run, whatever its loss and the shapes of its inputs.
+/// The settings of a [`Step`](super::Step), for any loss and any shapes of its inputs.
 ///
 /// ```
 /// use tallow::compile::StepConfig;
@@ -81,7 +81,7 @@ impl StepRanks {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepConfig {
-    /// What products and attention are computed from, and activations kept in: f32, or bf16 or f16 as under
+    /// The dtype that products and attention are computed from and activations kept in: f32, or bf16 or f16 as under
     /// [`autocast`](crate::autocast()), with f32 parameters. [What is in half precision](super#half-precision).
     pub precision: Precision,
     /// Scale the gradients so that their norm is at most this, as

@@ -33,8 +33,7 @@ impl Executor {
         }
     }
 
-    /// As [`new`](Self::new), for another plan on the same device. On the CPU all plans have one arena: this executor
-    /// loses it.
+    /// An executor of another plan on the same device. On the CPU all plans have one arena: this executor loses it.
     pub fn in_place_of(&mut self, plan: &Plan, #[allow(unused)] device: &Device) -> Result<Self> {
         match self {
             Self::Cpu(executor) => Ok(Self::Cpu(executor.in_place_of(plan)?)),

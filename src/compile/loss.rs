@@ -21,7 +21,7 @@ use std::rc::Rc;
 /// The loss of some inputs, as a caller gives it.
 pub(super) type AnyLoss<'l> = Box<dyn Fn(&Inputs) -> Result<Tensor> + Send + 'l>;
 
-/// What a step makes small.
+/// The loss of a step.
 pub(super) enum Loss<'l> {
     Any(AnyLoss<'l>),
     Model(Box<TransformerLM>),
@@ -79,7 +79,7 @@ impl fmt::Debug for Loss<'_> {
     }
 }
 
-/// What is planned, for whom.
+/// A loss to plan: its variables, its configuration, and what it is planned for.
 pub(super) struct Job<'j> {
     pub op: &'static str,
     pub target: Target,

@@ -74,7 +74,7 @@ const OP: &str = "compile::Step";
 #[derive(Debug)]
 pub struct Step<'l> {
     loss: Loss<'l>,
-    /// What the loss reads; parameters are these, or parts of them.
+    /// The variables that the loss reads; parameters are these, or parts of them.
     weights: Vec<(String, Var)>,
     parameters: Vec<(String, Var)>,
     /// By parameter; empty for the default.
@@ -94,12 +94,12 @@ struct Prepared {
     arguments: Arguments,
     graph: Graph,
     checkpointing: Checkpointing,
-    /// Of batches that count their targets.
+    /// Set for batches that count their targets.
     counts: bool,
 }
 
 impl<'l> Step<'l> {
-    /// How many plans are kept.
+    /// The number of plans that are kept.
     pub const MAX_PLANS: usize = 4;
 
     /// A step of `loss` under `optimizer`.
@@ -118,7 +118,7 @@ impl<'l> Step<'l> {
         Self::on(parameters_of(optimizer), Some(optimizer), config, loss)
     }
 
-    /// As [`new`](Self::new), without an optimizer: for [`forward_backward`](Self::forward_backward) alone.
+    /// A step of `loss` without an optimizer, for [`forward_backward`](Self::forward_backward) alone.
     pub(crate) fn on(
         parameters: Vec<(String, Var)>,
         optimizer: Option<&AdamW>,
@@ -249,7 +249,7 @@ impl<'l> Step<'l> {
         Self::of_parts(loss, weights, optimizer, config, sharded)
     }
 
-    /// As [`fully_sharded`](Self::fully_sharded), of the loss of `model`.
+    /// A step of the loss of `model`, whose weights are divided as those of [`fully_sharded`](Self::fully_sharded).
     ///
     /// # Errors
     /// As [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that is not all of what the builder
@@ -744,10 +744,10 @@ fn parameters_of(optimizer: &AdamW) -> Vec<(String, Var)> {
     parameters.collect()
 }
 
-/// What a run is given.
+/// A batch that is ready to run.
 pub(crate) struct Given {
     batch: Batch,
-    /// How many targets of all ranks count; `None` where all do.
+    /// The number of targets that count, of all ranks; `None` where all do.
     pub(crate) counted: Option<usize>,
     loss_divisor: Option<f64>,
 }

@@ -39,13 +39,13 @@ pub(super) struct TracedFunction {
     pub reduction: Reduction,
 }
 
-/// What a plan is made for, whether it is there or not: kernels differ in what they take at once, and in the room they
-/// work in. Of a device, [`Target::from`] it.
+/// The kind of device that a plan is made for, which need not be there: kernels differ in what they take at once, and
+/// in the room they work in. [`Target::from`] gives that of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// The CPU.
     Cpu {
-        /// How many threads there is scratch for.
+        /// The number of threads that there is scratch for.
         threads: usize,
     },
     /// A CUDA GPU.

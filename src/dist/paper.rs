@@ -9,10 +9,10 @@ use crate::{Error, Result};
 /// A row for each strategy and number of GPUs: what a rank's memory holds, what it sends, and what a step takes, before
 /// there is any GPU.
 ///
-/// Each step is planned, as on a GPU, with micro-batches (B, T) a rank: memory is [`Plan::total_bytes`], of rank 0, and time is [`Plan::timeline`] by the
-/// rates that are given for the number of ranks. A strategy is a configuration with a name,
-/// whose [`ranks`](StepConfig::ranks) say what is divided; which rank of how many does not matter here. Efficiency is
-/// the step of a rank alone over that of the row.
+/// Each step is planned, as on a GPU, with micro-batches (B, T) a rank: memory is [`Plan::total_bytes`], of rank 0, and
+/// time is [`Plan::timeline`] by the rates that are given for the number of ranks. A strategy is a configuration with a
+/// name, whose [`ranks`](StepConfig::ranks) say what is divided; which rank of how many does not matter here.
+/// Efficiency is the step of a rank alone over that of the row.
 ///
 /// ```
 /// use tallow::compile::{StepConfig, Rates, StepRanks};
@@ -35,7 +35,8 @@ use crate::{Error, Result};
 /// };
 /// let between_hosts = Rates { reduce_bytes: 40e9, gather_bytes: 40e9, ..rates };
 /// let strategies = [("replicated", replicated), ("fully sharded", fully_sharded)];
-/// let report = dist::plan_report(&TransformerConfig::small(), [4, 256], &strategies, &[(8, rates), (64, between_hosts)])?;
+/// let ranks = [(8, rates), (64, between_hosts)];
+/// let report = dist::plan_report(&TransformerConfig::small(), [4, 256], &strategies, &ranks)?;
 /// assert_eq!(report.rows.len(), 4);
 /// report.write_to(Format::Text, &mut std::io::stdout())?;
 /// # Ok::<(), tallow::Error>(())

@@ -41,7 +41,7 @@ pub struct StepReport {
 
 /// A run: a model, its optimizer, its data, and how far it has come.
 ///
-/// Steps are planned ([`Step<'static>`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
+/// Steps are planned ([`Step`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
 /// allocated once. They train models in f32 (f64 on the CPU) on the CPU and on NVIDIA GPUs. What plans refuse, as
 /// parameters in half precision or Apple's GPUs, a loop of one's own trains: `loss`, [`backward`](crate::backward()),
 /// [`AdamW::step`].

@@ -31,12 +31,12 @@ impl Executor {
         Self::in_arena(plan, None)
     }
 
-    /// As [`new`](Self::new), in the arena of another plan's executor, which loses it.
+    /// An executor of another plan in this one's arena, which this one loses.
     pub fn in_place_of(&mut self, plan: &Plan) -> Result<Self> {
         Self::in_arena(plan, Some(self.arena.take()?))
     }
 
-    /// Has the arena of another plan's executor, which loses it.
+    /// Takes the arena of another plan's executor, which loses it.
     pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
         self.arena = from.arena.take()?.of_at_least(plan.peak_bytes())?;
         Ok(())

@@ -23,7 +23,7 @@ pub(super) const ROUNDED_BYTES: usize = FACTOR_BYTES + (7 << 18);
 thread_local! {
     /// What a thread packs into: kept, since fresh memory costs a page fault for every 4 KiB.
     static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-    /// How many bytes a thread, as all threads of its pool, has reserved.
+    /// The bytes that this thread and all threads of its pool have reserved.
     static RESERVED: Cell<usize> = const { Cell::new(0) };
 }
 
