@@ -44,7 +44,6 @@ pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
 use crate::graph::Attribute;
 use crate::kernels;
 use crate::ops::{Dropout, dropout};
-use crate::{Error, Result};
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 pub(crate) use in_model::planned_flash_sizes;
@@ -67,17 +66,6 @@ impl AttentionConfig {
     /// The scale for heads of `head_dim` elements.
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
-    }
-
-    /// An error where probabilities are dropped, of what plans nothing of the kind.
-    pub(crate) fn refuse_dropout(&self, op: &'static str) -> Result<()> {
-        match &self.dropout {
-            None => Ok(()),
-            Some(dropout) => Err(Error::config(op, "dropout", dropout.probability).must_be(
-                "None: every run would drop the same probabilities",
-                "plan a loss by compile::Step, whose runs are given a key",
-            )),
-        }
     }
 
     /// What ops read beside q, k and v: first keys, and then the key of dropout.

@@ -1,11 +1,9 @@
 //! Attention alone, timed by phase, with its memory.
 
-use super::passes::{
-    BACKWARD, Eager, FORWARD, Pass, Passes, PlannedMemory, Sampling, at_least_one,
-};
-use super::{Execution, Lap, Limit, Step};
+use super::passes::{Eager, Passes, Planned, Sampling, at_least_one};
+use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
-use crate::compile::{Attention, AttentionPlanConfig};
+use crate::compile::{self, Batch, StepConfig};
 use crate::memory::{
     AttentionWorkload, Kernels, MemoryBreakdown, attention_breakdown, planned_attention_breakdown,
     smallest_beyond,
@@ -14,7 +12,7 @@ use crate::nn::seeded;
 use crate::ops::Dropout;
 use crate::report::Fields;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Var};
 use candle_nn::Init;
 
 /// One measurement of an attention algorithm on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v` and its
@@ -40,7 +38,7 @@ pub struct AttentionRun {
     pub workload: AttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape ([`Attention`]): in f32, bf16 or f16, on the CPU or a CUDA GPU.
+    /// Eager, or planned for its shape by a [`compile::Step`]: in f32, bf16 or f16, on the CPU or a CUDA GPU.
     pub execution: Execution,
 }
 
@@ -197,18 +195,19 @@ impl AttentionRun {
         })
     }
 
-    fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<PlannedPass> {
-        let [q, k, v] = self.inputs(device)?.map(Var::into_inner);
-        let plan = AttentionPlanConfig {
-            algorithm: self.workload.algorithm,
-            attention: config.clone(),
-            ..AttentionPlanConfig::new(q.shape(), self.workload.dtype)
-        };
-        Ok(PlannedPass {
-            attention: Attention::new(device, &plan)?,
-            d_out: q.ones_like()?,
-            inputs: [q, k, v],
-        })
+    fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<Planned> {
+        let [q, k, v] = self.inputs(device)?;
+        let d_out = q.ones_like()?;
+        let parameters = [("q", &q), ("k", &k), ("v", &v)];
+        let parameters = parameters.map(|(name, x)| (name.to_string(), x.clone()));
+        let (algorithm, config) = (self.workload.algorithm, config.clone());
+        let step = compile::Step::without_optimizer(
+            device,
+            parameters.into(),
+            &StepConfig::default(),
+            move |_| algorithm.attend(&q, &k, &v, &config),
+        )?;
+        Planned::new(step, Batch::new([]), d_out)
     }
 
     /// q, k and v, normal with standard deviation 1.
@@ -247,28 +246,6 @@ impl AttentionRun {
         row.insert("dtype", w.dtype.as_str());
         row.insert("composed_bytes", w.composed_bytes());
         row
-    }
-}
-
-/// Planned attention, on inputs of its shape.
-struct PlannedPass {
-    attention: Attention,
-    inputs: [Tensor; 3],
-    d_out: Tensor,
-}
-
-impl Pass for PlannedPass {
-    type Gradients = ();
-
-    fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<()> {
-        let ([q, k, v], attention) = (&self.inputs, &mut self.attention);
-        lap.time(FORWARD, || attention.forward(q, k, v))?;
-        between();
-        lap.time(BACKWARD, || attention.backward(&self.d_out))
-    }
-
-    fn planned(&self) -> Option<PlannedMemory> {
-        Some(PlannedMemory::new(self.attention.plan()))
     }
 }
 

@@ -1,7 +1,8 @@
 //! A forward and its backward, measured: the part that all benchmarks of single layers share.
 
+use super::planned_run::add_phases;
 use super::{Lap, LapTimings, Laps, Step, Timing};
-use crate::compile::Plan;
+use crate::compile::{self, Batch, Plan};
 use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::Fields;
 use crate::{Error, Result, backward, ops};
@@ -98,6 +99,41 @@ impl<F: Fn() -> Result<Tensor>> Pass for Eager<F> {
         let output = lap.time(FORWARD, || self.0())?;
         between();
         lap.time(BACKWARD, move || backward(output))
+    }
+}
+
+/// A planned forward, and its backward from a gradient of the output.
+pub(super) struct Planned {
+    step: compile::Step<'static>,
+    batch: Batch,
+    d_output: Tensor,
+}
+
+impl Planned {
+    /// Plans it and runs it once.
+    pub fn new(mut step: compile::Step<'static>, batch: Batch, d_output: Tensor) -> Result<Self> {
+        step.time_phases(true);
+        step.forward_backward_from(&batch, &d_output)?;
+        Ok(Self {
+            step,
+            batch,
+            d_output,
+        })
+    }
+}
+
+impl Pass for Planned {
+    type Gradients = ();
+
+    fn step(&mut self, lap: &mut Lap<'_>, _between: &mut dyn FnMut()) -> Result<()> {
+        self.step
+            .forward_backward_from(&self.batch, &self.d_output)?;
+        add_phases(lap, self.step.phase_times()?);
+        Ok(())
+    }
+
+    fn planned(&self) -> Option<PlannedMemory> {
+        self.step.plan().map(PlannedMemory::new)
     }
 }
 

@@ -2,12 +2,12 @@
 
 use super::update::LossScaling;
 use super::{EndToEnd, Execution, Lap, LapTimings, Laps, OptimizerChoice};
-use crate::compile::{Batch, Forward, PhaseTimes, Plan, Step, StepConfig};
+use crate::compile::{Batch, PhaseTimes, Plan, PlanKind, Step, StepConfig, least_forward_bytes};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
 use crate::optim::{AdamW, GradScaler, GradScalerConfig};
-use crate::{Error, Result};
+use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
 
 impl EndToEnd {
@@ -89,7 +89,14 @@ impl EndToEnd {
                 available_bytes,
             }),
             _ if self.is_forward() => {
-                Forward::plan_of(device, &self.config, self.tokens(), self.precision)
+                let length = self.sequence_length;
+                let model = crate::compile::hollow_model(&self.config, length)?;
+                let tokens = graph::input("tokens", (self.batch_size, length), DType::U32)?;
+                let (kind, config) = (PlanKind::Forward, self.step_config());
+                let batch = [("tokens", &tokens)];
+                Step::plan_for(device, kind, &config, batch, |inputs| {
+                    model.forward(&inputs.get("tokens")?)
+                })
             }
             _ => {
                 let batch = Batch::hollow(self.batch_size, self.sequence_length)?;
@@ -103,7 +110,7 @@ impl EndToEnd {
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
-            true => Forward::least_bytes(config, tokens, self.precision),
+            true => least_forward_bytes(config, tokens, self.precision),
             false => Step::least_bytes(config, &self.step_config(), tokens),
         }
     }
@@ -153,9 +160,13 @@ impl EndToEnd {
         laps: Laps<'_>,
     ) -> Result<(LapTimings, Option<LossScaling>)> {
         if self.is_forward() {
-            let mut forward = Forward::new(model, self.tokens(), self.precision)?;
+            let (device, parameters) = (model.device(), model.parameters());
+            let config = self.step_config();
+            let mut step = Step::without_optimizer(device, parameters, &config, |inputs| {
+                model.forward(&inputs.get("tokens")?)
+            })?;
             let timings = laps.measure(self.steps, |lap| {
-                lap.time("forward", || forward.run(tokens))
+                lap.time("forward", || step.forward([("tokens", tokens)]))
             });
             return Ok((timings?, None));
         }

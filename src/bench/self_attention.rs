@@ -1,9 +1,8 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
 use super::attention::{implementation, pairs, unsupported};
-use super::passes::{Alive, Eager, Pass, Passes, PlannedMemory, Sampling, at_least_one};
-use super::planned_run::add_phases;
-use super::{Execution, Lap, Limit, Step};
+use super::passes::{Alive, Eager, Passes, Planned, Sampling, at_least_one};
+use super::{Execution, Limit, Step};
 use crate::compile::{self, StepConfig};
 use crate::memory::{
     MemoryBreakdown, SelfAttentionWorkload, planned_self_attention_breakdown,
@@ -36,8 +35,7 @@ pub struct SelfAttentionRun {
     pub workload: SelfAttentionWorkload,
     /// How it is measured.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape by a [`compile::Step`] of the sum of its output: on the CPU or a CUDA GPU, with
-    /// weights in f32.
+    /// Eager, or planned for its shape by a [`compile::Step`]: on the CPU or a CUDA GPU, with weights in f32.
     pub execution: Execution,
 }
 
@@ -51,8 +49,8 @@ impl SelfAttentionRun {
     /// - `peak_bytes`: the most alive at once in the phase.
     ///
     /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in the others
-    /// what of it is read later. Nothing is updated, and there is no optimizer. Backward begins with the gradient of
-    /// the sum.
+    /// what of it is read later. Nothing is updated, and there is no optimizer. Backward begins with a gradient of
+    /// ones, which is one of its inputs.
     ///
     /// FLOPs: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask leaves; in
     /// backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.
@@ -96,7 +94,7 @@ impl SelfAttentionRun {
             in_half: matches!(w.precision.dtype(), DType::F16 | DType::BF16),
         };
         if self.execution == Execution::Planned {
-            let prepare = || PlannedLayer::new(self, device);
+            let prepare = || self.planned(device);
             return passes.run(device, prepare, on_step, |alive| self.memory(alive));
         }
         let prepare = || {
@@ -107,6 +105,25 @@ impl SelfAttentionRun {
             Ok(Eager(move || w.precision.run(|| layer.forward(&x))))
         };
         passes.run(device, prepare, on_step, |alive| self.memory(alive))
+    }
+
+    /// The layer planned, and run once.
+    fn planned(&self, device: &Device) -> Result<Planned> {
+        let w = &self.workload;
+        let builder = seeded(self.sampling.seed, w.dtype, device);
+        let x = self.input(&builder)?;
+        let d_out = x.ones_like()?.to_dtype(w.compute_dtype())?;
+        let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?
+            .with_attention(w.algorithm);
+        let config = StepConfig {
+            precision: w.precision,
+            ..Default::default()
+        };
+        let parameters = layer.parameters();
+        let step = compile::Step::without_optimizer(device, parameters, &config, move |inputs| {
+            layer.forward(&inputs.get("x")?)
+        })?;
+        Planned::new(step, [("x", &x)].into(), d_out)
     }
 
     /// What it takes at its worst moment.
@@ -205,43 +222,5 @@ impl SelfAttentionRun {
         let region = w.precision.policy().map(|_| w.precision.name());
         row.insert("autocast", region);
         row
-    }
-}
-
-/// The layer planned, on an input of its shape.
-struct PlannedLayer {
-    step: compile::Step<'static>,
-    x: Tensor,
-}
-
-impl PlannedLayer {
-    fn new(run: &SelfAttentionRun, device: &Device) -> Result<Self> {
-        let w = &run.workload;
-        let builder = seeded(run.sampling.seed, w.dtype, device);
-        let x = run.input(&builder)?.detach();
-        let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?;
-        let parameters = layer.parameters();
-        let workload = *w;
-        let mut step =
-            compile::Step::on(parameters, None, &StepConfig::default(), move |inputs| {
-                workload.planned_loss(&layer, &inputs.get("x")?)
-            })?;
-        step.prepare([("x", &x)])?;
-        step.time_phases(true);
-        Ok(Self { step, x })
-    }
-}
-
-impl Pass for PlannedLayer {
-    type Gradients = ();
-
-    fn step(&mut self, lap: &mut Lap<'_>, _between: &mut dyn FnMut()) -> Result<()> {
-        self.step.forward_backward([("x", &self.x)])?;
-        add_phases(lap, self.step.phase_times()?);
-        Ok(())
-    }
-
-    fn planned(&self) -> Option<PlannedMemory> {
-        self.step.plan().map(PlannedMemory::new)
     }
 }

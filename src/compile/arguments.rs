@@ -1,15 +1,18 @@
 //! What a plan reads from outside in each run, but its parameters: inputs, constants and frozen weights.
 
-use super::batch::{Batch, DROPOUT};
-use super::lower::Lowered;
+use super::batch::{Batch, D_OUTPUT, DROPOUT};
+use super::buffer::Buffer;
+use super::lower::{Lowered, TableOf};
+use super::plan::Plan;
 use super::traced::{TracedFunction, check_device};
 use crate::attention::first_keys;
-use crate::graph::{self, Graph, Source, ValueId};
+use crate::graph::{self, Graph, Source, ValueId, View};
+use crate::inplace::storage_address;
 use crate::ops::cpu::{ids, narrow_id};
 use crate::ops::lowering::Check;
 use crate::ops::{self, check_size};
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 
 /// What is lent in each run, in the order of [`Location::Input`](super::Location::Input) and
 /// [`Location::Argument`](super::Location::Argument).
@@ -19,15 +22,48 @@ pub(super) struct Arguments {
     all: Vec<Argument>,
     /// What inputs must be.
     checks: Vec<(String, Check)>,
+    /// What the plan's tables were made from.
+    tables: Vec<TableOf>,
 }
 
 #[derive(Debug)]
 enum Argument {
-    /// An input, by name: a tensor that each run copies it to, so that it lies where it lay. The micro-batches one
-    /// after another.
-    Input { name: String, copy: Tensor },
+    /// An input, by name, with its micro-batches one after another.
+    Input {
+        name: String,
+        shape: Vec<usize>,
+        dtype: DType,
+        /// On a GPU, what each run copies it to, so that it lies where recorded launches read it. But an output's
+        /// gradient, which may be as large as all that is saved for backward, is read where it lies.
+        copy: Option<Tensor>,
+    },
     /// A constant, or a frozen weight.
-    Held(Tensor),
+    Held(Held),
+}
+
+/// A tensor that the function reads and that is neither a parameter nor an input.
+#[derive(Debug)]
+struct Held {
+    value: ValueId,
+    /// The elements of a view, in order; all if there is none.
+    view: Option<View>,
+    /// How many are read; none where only calls that are left out read it.
+    elements: Option<usize>,
+    /// Itself, or a copy.
+    tensor: Tensor,
+}
+
+impl Held {
+    /// Reads it from a trace.
+    fn read(&self, function: &TracedFunction, device: &Device) -> Result<Tensor> {
+        let dtype = function.graph.value(self.value).dtype;
+        let tensor = match (self.elements, &self.view) {
+            (None, _) => Tensor::zeros(0, dtype, device)?,
+            (_, Some(view)) => function.copied(self.value, view, device)?,
+            (Some(elements), None) => function.first(self.value, elements, device)?,
+        };
+        Ok(tensor)
+    }
 }
 
 impl Arguments {
@@ -44,40 +80,81 @@ impl Arguments {
                 let micro_batches = lowered.plan.micro_batches();
                 let shape = stacked(function.op, name, &value.shape, micro_batches)?;
                 check_size(function.op, &shape, value.dtype, device)?;
+                let copy = || ops::zeros(&shape[..], value.dtype, device);
                 return Ok(Argument::Input {
                     name: name.clone(),
-                    copy: ops::zeros(shape, value.dtype, device)?,
+                    copy: (!device.is_cpu() && name != D_OUTPUT)
+                        .then(copy)
+                        .transpose()?,
+                    shape,
+                    dtype: value.dtype,
                 });
             }
             let location = super::Location::Argument(number);
-            Ok(Argument::Held(
-                match (lowered.plan.at_location(location), view) {
-                    (None, _) => Tensor::zeros(0, value.dtype, device)?, // only dead calls read it
-                    (_, Some(view)) => function.copied(*id, view, device)?,
-                    (Some(buffer), None) => function.first(*id, buffer.elements(), device)?,
-                },
-            ))
+            let buffer = lowered.plan.at_location(location);
+            let mut held = Held {
+                value: *id,
+                view: view.clone(),
+                elements: buffer.map(Buffer::elements),
+                tensor: Tensor::zeros(0, value.dtype, device)?,
+            };
+            held.tensor = held.read(function, device)?;
+            Ok(Argument::Held(held))
         });
         let mut all = all.collect::<Result<Vec<_>>>()?;
         let checks = checks(function, lowered, &all)?;
-        for ((id, _), argument) in lowered.arguments.iter().zip(&mut all) {
+        for argument in &mut all {
             if let Argument::Held(held) = argument
-                && function.graph.value(*id).dtype == DType::U32
+                && function.graph.value(held.value).dtype == DType::U32
             {
-                *held = narrowed(held)?;
+                held.tensor = narrowed(&held.tensor)?;
             }
         }
         Ok(Self {
             op: function.op,
             all,
             checks,
+            tables: lowered.tables.clone(),
         })
     }
 
-    /// The inputs by name, and the tensors that each run copies them to.
-    fn inputs(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+    /// An error for a constant of which the plan has a copy, or a table, and which is another in a later trace.
+    ///
+    /// # Errors
+    /// [`Error::Order`], naming who reads it.
+    pub fn check_constants(
+        &self,
+        function: &TracedFunction,
+        plan: &Plan,
+        device: &Device,
+    ) -> Result<()> {
+        for argument in &self.all {
+            if let Argument::Held(held) = argument {
+                let now = narrowed(&held.read(function, device)?)?;
+                if !are_equal(&now, &held.tensor)? {
+                    return Err(changed(function, held.value));
+                }
+            }
+        }
+        for ((operand, dtype), table) in self.tables.iter().zip(plan.tables()) {
+            let now = function.table(operand, *dtype)?;
+            if !now
+                .iter()
+                .map(|x| x.to_bits())
+                .eq(table.iter().map(|x| x.to_bits()))
+            {
+                return Err(changed(function, operand.value));
+            }
+        }
+        Ok(())
+    }
+
+    /// The inputs by name, with shape and dtype.
+    fn inputs(&self) -> impl Iterator<Item = (&str, (&[usize], DType))> {
         self.all.iter().filter_map(|argument| match argument {
-            Argument::Input { name, copy } => Some((name.as_str(), copy)),
+            Argument::Input {
+                name, shape, dtype, ..
+            } => Some((name.as_str(), (&shape[..], *dtype))),
             Argument::Held(_) => None,
         })
     }
@@ -101,29 +178,30 @@ impl Arguments {
             })
     }
 
-    fn takes(&self, name: &str, planned: &Tensor, tensor: &Tensor) -> bool {
+    fn takes(&self, name: &str, (shape, dtype): (&[usize], DType), tensor: &Tensor) -> bool {
         let are_ids =
             |(input, check): &(String, Check)| input == name && matches!(check, Check::Ids { .. });
         let may_be_wide = || self.checks.iter().any(are_ids) && tensor.dtype() == DType::I64;
-        tensor.dims() == planned.dims() && (tensor.dtype() == planned.dtype() || may_be_wide())
+        tensor.dims() == shape && (tensor.dtype() == dtype || may_be_wide())
     }
 
-    /// An error unless a batch is one that the plan [takes](Self::take).
+    /// An error unless a batch that it was planned for is one that the plan [takes](Self::take): the shape of the
+    /// output's gradient is known once there is a plan.
     ///
     /// # Errors
     /// [`Error::Order`] for a missing input or another name, [`Error::Shape`] for another shape or dtype than planned.
     pub fn check(&self, batch: &Batch) -> Result<()> {
         self.check_names(batch)?;
-        let shape_of = |x: &Tensor| format!("{:?} in {}", x.dims(), x.dtype().as_str());
+        let shape_of = |dims: &[usize], dtype: DType| format!("{dims:?} in {}", dtype.as_str());
         for (name, planned) in self.inputs() {
             if let Some((_, tensor)) = batch.inputs().find(|(other, _)| *other == name)
                 && !self.takes(name, planned, tensor)
             {
                 return Err(Error::Shape {
                     op: self.op,
-                    expected: format!("{name} {}, as planned", shape_of(planned)),
-                    got: shape_of(tensor),
-                    hint: "plan another for another shape".into(),
+                    expected: format!("{name} {}", shape_of(planned.0, planned.1)),
+                    got: shape_of(tensor.dims(), tensor.dtype()),
+                    hint: "pass a gradient of the output's shape and dtype".into(),
                 });
             }
         }
@@ -134,7 +212,7 @@ impl Arguments {
     ///
     /// # Errors
     /// [`Error::Order`].
-    pub fn check_names(&self, batch: &Batch) -> Result<()> {
+    fn check_names(&self, batch: &Batch) -> Result<()> {
         let Some((other, _)) = batch.inputs().find(|(name, _)| !self.reads(name)) else {
             return Ok(());
         };
@@ -146,14 +224,19 @@ impl Arguments {
         })
     }
 
-    /// The tensors of a run, with the inputs of a batch that it [takes](Self::take) copied to where they lie.
+    /// The tensors of a run, with the inputs of a batch that it [takes](Self::take): these themselves, if they are
+    /// contiguous and no part of one of the `parameters`, or on a GPU copies where the last run had them.
     ///
     /// # Errors
     /// Another device than planned, ids out of bounds.
-    pub fn given(&self, batch: &Batch) -> Result<Vec<&Tensor>> {
+    pub fn given(
+        &self,
+        batch: &Batch,
+        device: &Device,
+        parameters: &[(String, Var)],
+    ) -> Result<Vec<Tensor>> {
         let op = self.op;
-        let mut given = Vec::new();
-        for (name, copy) in self.inputs() {
+        let given = |name: &str| {
             let Some((_, tensor)) = batch.inputs().find(|(other, _)| *other == name) else {
                 return Err(Error::Order {
                     op,
@@ -169,29 +252,83 @@ impl Arguments {
                 });
             }
             if !tensor.device().is_cpu() {
-                check_device(op, name, tensor, copy.device())?;
+                check_device(op, name, tensor, device)?;
             }
             for (_, check) in self.checks.iter().filter(|(input, _)| input == name) {
                 checked(op, tensor, *check)?;
             }
-            given.push((copy, tensor));
-        }
-        for (copy, tensor) in given {
+            Ok(tensor)
+        };
+        let inputs = self.inputs().map(|(name, _)| given(name));
+        let mut inputs = inputs.collect::<Result<Vec<_>>>()?.into_iter(); // all, before one is copied
+        let all = self.all.iter().map(|argument| {
+            let (dtype, copy, tensor) = match (argument, &mut inputs) {
+                (Argument::Held(held), _) => return Ok(held.tensor.clone()),
+                (Argument::Input { dtype, copy, .. }, inputs) => (*dtype, copy, inputs.next()),
+            };
+            let Some(tensor) = tensor else {
+                unreachable!("each input was looked up");
+            };
+            let tensor = tensor.detach().contiguous()?;
+            let tensor = match dtype {
+                DType::U32 => narrowed(&tensor)?,
+                _ => tensor,
+            };
+            let Some(copy) = copy else {
+                let tensor = tensor.to_device(device)?;
+                let storage = storage_address(&tensor);
+                let mut parameters = parameters.iter();
+                let is_lent = parameters.any(|(_, var)| storage_address(var) == storage);
+                let start = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
+                // Parameters are lent for writing, and kernels move 16 bytes at a time.
+                return Ok(match is_lent || !start.is_multiple_of(16) {
+                    true => tensor.force_contiguous()?,
+                    false => tensor,
+                });
+            };
             if copy.elem_count() > 0 {
-                let flat = tensor.detach().contiguous()?.flatten_all()?;
-                let flat = match copy.dtype() {
-                    DType::U32 => narrowed(&flat)?,
-                    _ => flat,
-                };
-                let flat = flat.to_device(copy.device())?;
+                let flat = tensor.flatten_all()?.to_device(copy.device())?;
                 copy.flatten_all()?.slice_set(&flat, 0, 0)?;
             }
-        }
-        let all = self.all.iter().map(|argument| match argument {
-            Argument::Input { copy, .. } => copy,
-            Argument::Held(held) => held,
+            Ok(copy.clone())
         });
-        Ok(all.collect())
+        all.collect()
+    }
+}
+
+fn are_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
+    if storage_address(a) == storage_address(b) || a.elem_count() == 0 {
+        return Ok(a.dims() == b.dims());
+    }
+    let differ = a.flatten_all()?.ne(&b.flatten_all()?)?;
+    Ok(differ
+        .max_all()?
+        .to_device(&Device::Cpu)?
+        .to_scalar::<u8>()?
+        == 0)
+}
+
+fn changed(function: &TracedFunction, id: ValueId) -> Error {
+    let value = function.graph.value(id);
+    let mut nodes = function.graph.nodes();
+    let reader = nodes.find(|node| node.reads_value(id));
+    let reader = reader.map_or("the output", |node| &node.path);
+    changed_since(
+        function.op,
+        format!(
+            "the constant {:?} in {} that {reader} reads",
+            value.shape,
+            value.dtype.as_str()
+        ),
+    )
+}
+
+/// An error for something that the function captures, and that a plan has as it was.
+pub(super) fn changed_since(op: &'static str, what: String) -> Error {
+    Error::Order {
+        op,
+        problem: format!("the function has changed since it was traced: {what}"),
+        hint: "pass what changes as an input of the batch, or make another step".into(),
     }
 }
 
@@ -263,7 +400,7 @@ fn checks(
                         inputs.push(check);
                     }
                 }
-                Argument::Held(held) => checked(op, held, *check)?,
+                Argument::Held(held) => checked(op, &held.tensor, *check)?,
             }
         }
     }

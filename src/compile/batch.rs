@@ -9,6 +9,9 @@ use candle_core::{DType, Tensor};
 /// The input that holds the keys of dropout.
 pub(super) const DROPOUT: &str = "dropout";
 
+/// The input that holds the gradient of the output, where a run is given it.
+pub(super) const D_OUTPUT: &str = "d_output";
+
 /// The inputs of a run of a [`Step`](super::Step): tensors by the names that its loss asks for, micro-batches one after
 /// another in their first dimension.
 ///

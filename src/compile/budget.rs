@@ -6,8 +6,9 @@ use super::planned::Planned;
 use crate::nn::Checkpointing;
 use crate::{Error, Result};
 
-/// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of one norm, of all; then
-/// gates and up beside them, of one, of all; then the blocks that each of `others` says. And which of these it was.
+/// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of as few norms as will do;
+/// then gates and up beside those of all, of as few; then the blocks that each of `others` says. And which of these it
+/// was. No plan takes less than `least_bytes`.
 ///
 /// # Errors
 /// Those of `plan`; a budget that no plan keeps to.
@@ -15,54 +16,79 @@ pub(super) fn plan(
     config: &StepConfig,
     configured: Checkpointing,
     others: impl IntoIterator<Item = Checkpointing>,
+    least_bytes: u64,
     plan: impl Fn(Checkpointing, Recompute) -> Result<Planned>,
 ) -> Result<(Planned, Checkpointing)> {
     let nothing = Checkpointing::None;
+    if let Some(budget_bytes) = config.memory_budget_bytes
+        && budget_bytes < least_bytes
+    {
+        let what =
+            format!("at least {least_bytes}, a lower bound of what a plan for these sizes needs");
+        return Err(refused(config, what, budget_bytes));
+    }
     let first = plan(configured, Recompute::default())?;
     let budget_bytes = match config.memory_budget_bytes {
         Some(budget_bytes) if first.peak_bytes() > budget_bytes => budget_bytes,
         _ => return Ok((first, configured)),
     };
+    let fits = |planned: &Planned| planned.peak_bytes() <= budget_bytes;
     let mut smallest = first.peak_bytes();
-    let mut fits = |planned: &Planned| {
-        smallest = smallest.min(planned.peak_bytes());
-        planned.peak_bytes() <= budget_bytes
-    };
-    // One more of each, until there are no more.
-    let mut recompute = Recompute::default();
-    let mut sums = 0;
-    for more in [
-        Recompute { sums: 1, gates: 0 },
-        Recompute { sums: 0, gates: 1 },
-    ] {
-        loop {
-            let next = recompute.plus(more);
-            let planned = plan(nothing, next)?;
-            if planned.lowered.recompute != next {
-                break;
-            }
-            if fits(&planned) {
-                return Ok((planned, nothing));
-            }
-            recompute = next;
-        }
-        sums = recompute.sums;
+    let of_sums = |sums| plan(nothing, Recompute { sums, gates: 0 });
+    let all = of_sums(usize::MAX)?;
+    let sums = all.lowered.recompute.sums;
+    if fits(&all) {
+        return Ok((fewest(sums, all, fits, of_sums)?, nothing));
     }
+    smallest = smallest.min(all.peak_bytes());
+    let of_gates = |gates| plan(nothing, Recompute { sums, gates });
+    let all = of_gates(usize::MAX)?;
+    if fits(&all) {
+        let gates = all.lowered.recompute.gates;
+        return Ok((fewest(gates, all, fits, of_gates)?, nothing));
+    }
+    smallest = smallest.min(all.peak_bytes());
     for other in others {
         let planned = plan(other, Recompute { sums, gates: 0 })?;
         if fits(&planned) {
             return Ok((planned, other));
         }
+        smallest = smallest.min(planned.peak_bytes());
     }
+    let what = format!("at least {smallest}, the least that a plan for these sizes needs");
+    Err(refused(config, what, budget_bytes))
+}
+
+/// The plan that recomputes the fewest and fits, where none does not, and `most` do, by `found`: with each one more a
+/// plan is no larger.
+fn fewest(
+    mut most: usize,
+    mut found: Planned,
+    fits: impl Fn(&Planned) -> bool,
+    plan: impl Fn(usize) -> Result<Planned>,
+) -> Result<Planned> {
+    let mut too_few = 0;
+    while most.saturating_sub(too_few) > 1 {
+        let middle = usize::midpoint(too_few, most);
+        let planned = plan(middle)?;
+        match fits(&planned) {
+            true => (most, found) = (middle, planned),
+            false => too_few = middle,
+        }
+    }
+    Ok(found)
+}
+
+fn refused(config: &StepConfig, expected: String, budget_bytes: u64) -> Error {
     let hint = match config.optimizer_in_backward {
         true => "allow more, or plan a smaller batch or sequence",
         false => "allow more, plan a smaller batch or sequence, or see optimizer_in_backward",
     };
-    Err(Error::Config {
+    Error::Config {
         config: "StepConfig",
         field: "memory_budget_bytes",
-        expected: format!("at least {smallest}, the least that a plan for these sizes needs"),
+        expected,
         got: budget_bytes.to_string(),
         hint: hint.into(),
-    })
+    }
 }

@@ -4,6 +4,7 @@ use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
 use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
 use candle_core::DType;
+use std::num::NonZeroUsize;
 
 /// The ranks of a [job](crate::dist) that take a step together, and what is divided among them besides the batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -69,6 +70,19 @@ impl StepRanks {
     }
 }
 
+/// What a plan does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanKind {
+    /// Forward, loss, backward, clipping and update: [`Step::run`](super::Step::run) and
+    /// [`Step::forward_backward`](super::Step::forward_backward).
+    TrainStep,
+    /// Forward alone, without dropout: [`Step::forward`](super::Step::forward).
+    Forward,
+    /// Forward, and backward from a gradient of the output that a run is given:
+    /// [`Step::forward_backward_from`](super::Step::forward_backward_from).
+    Gradients,
+}
+
 /// The settings of a [`Step`](super::Step), for any loss and any shapes of its inputs.
 ///
 /// ```
@@ -110,6 +124,10 @@ pub struct StepConfig {
     /// The seed of dropout ([`Inputs::dropout`](super::Inputs::dropout)): a step's [key](crate::ops::DropoutKey) is of
     /// this seed and the optimizer's steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
+    /// Trace the function again in every so many-th run, and compare: where a number, a branch or a tensor that it
+    /// captures is another than when it was planned, the run is an error that says so. A trace takes about as long as a
+    /// plan, so this is for tests, and for finding out. `None` does not.
+    pub retrace_every: Option<NonZeroUsize>,
     /// The ranks that take the step together. Several do not go with an optimizer in backward.
     /// [`Step::replicated`](super::Step::replicated) and [`fully_sharded`](super::Step::fully_sharded) say it
     /// themselves; for [`Step::plan_of`](super::Step::plan_of) it is whose plan is asked for.
@@ -127,12 +145,35 @@ impl Default for StepConfig {
             memory_budget_bytes: None,
             optimizer_in_backward: false,
             dropout_seed: None,
+            retrace_every: None,
             ranks: StepRanks::Alone,
         }
     }
 }
 
 impl StepConfig {
+    /// What of these settings a plan of this kind has: one without an update has nothing that belongs to it, and a
+    /// forward takes one batch, and exchanges the weights that ranks have parts of.
+    pub(super) fn of(&self, kind: PlanKind) -> Self {
+        match kind {
+            PlanKind::TrainStep => self.clone(),
+            PlanKind::Gradients => Self {
+                clip_norm: None,
+                loss_scaling: false,
+                optimizer_in_backward: false,
+                ..self.clone()
+            },
+            PlanKind::Forward => Self {
+                precision: self.precision,
+                ranks: match self.ranks {
+                    StepRanks::FullySharded(..) => self.ranks,
+                    _ => StepRanks::Alone,
+                },
+                ..Self::default()
+            },
+        }
+    }
+
     /// Whether the fields go together.
     ///
     /// # Errors

@@ -21,10 +21,10 @@ pub(super) enum Executor {
 }
 
 impl Executor {
-    /// Allocates the arena.
+    /// What a plan takes but the arena.
     ///
     /// # Errors
-    /// An arena that does not fit the device's memory; on a GPU, shapes that its kernels do not take.
+    /// On a GPU, shapes that its kernels do not take; memory that is refused.
     pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
@@ -33,21 +33,18 @@ impl Executor {
         }
     }
 
-    /// An executor of another plan on the same device. On the CPU all plans have one arena: this executor loses it.
-    pub fn in_place_of(&mut self, plan: &Plan, #[allow(unused)] device: &Device) -> Result<Self> {
-        match self {
-            Self::Cpu(executor) => Ok(Self::Cpu(executor.in_place_of(plan)?)),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(_) => Self::new(plan, device),
-        }
-    }
-
-    /// Takes the arena that the executor of another plan on the same device had, where all plans have one.
-    pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
+    /// Takes the arena that the executor of another plan on the same device had, or allocates one.
+    ///
+    /// # Errors
+    /// An arena that does not fit the device's memory: then neither has one.
+    pub fn take_arena(&mut self, plan: &Plan, from: Option<&mut Self>) -> Result<()> {
         match (self, from) {
-            (Self::Cpu(executor), Self::Cpu(from)) => executor.take_arena(plan, from),
+            (Self::Cpu(executor), Some(Self::Cpu(from))) => executor.take_arena(plan, from),
+            (Self::Cpu(executor), _) => executor.take_arena(plan, &mut cpu::Executor::default()),
             #[cfg(feature = "cuda")]
-            _ => Ok(()),
+            (Self::Gpu(executor), Some(Self::Gpu(from))) => executor.take_arena(plan, Some(from)),
+            #[cfg(feature = "cuda")]
+            (Self::Gpu(executor), _) => executor.take_arena(plan, None),
         }
     }
 
@@ -64,19 +61,6 @@ impl Executor {
             }),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run_micro_batches(plan, tensors),
-        }
-    }
-
-    /// Runs the calls that follow those of the micro-batches, in a plan without an update.
-    pub fn run_after_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
-        match self {
-            Self::Cpu(executor) => on_cpu(tensors, |lent| {
-                let _goes_on =
-                    executor.run_after_micro_batches(plan, lent, &Controls::default())?;
-                Ok(())
-            }),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(executor) => executor.run_after_micro_batches(plan, tensors),
         }
     }
 
@@ -129,16 +113,6 @@ impl Executor {
             Self::Cpu(executor) => Ok(executor.read(plan, operand)),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.read(plan, operand),
-        }
-    }
-
-    /// What a run has left in an operand that the plan keeps, where it lies; `None` on a GPU, whose memory is not the
-    /// host's.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> Option<&[T]> {
-        match self {
-            Self::Cpu(executor) => Some(executor.values(plan, operand)),
-            #[cfg(feature = "cuda")]
-            Self::Gpu(_) => None,
         }
     }
 
@@ -246,6 +220,7 @@ fn with_mut_bytes(tensors: &[&Tensor], f: impl FnOnce(&[*mut [u8]])) -> candle_c
             }
             Some(DType::F64) => lend_as::<f64>(tensors.split_at(alike), lent, f),
             Some(DType::BF16) => lend_as::<bf16>(tensors.split_at(alike), lent, f),
+            Some(DType::F16) => lend_as::<f16>(tensors.split_at(alike), lent, f),
             Some(_) => lend_as::<f32>(tensors.split_at(alike), lent, f),
         }
     }

@@ -1,8 +1,9 @@
 //! The loss of a step, and its plan for the shapes of a batch.
 
-use super::batch::{Batch, Inputs};
+use super::batch::{Batch, D_OUTPUT, Inputs};
 use super::budget;
-use super::config::StepConfig;
+use super::config::{PlanKind, StepConfig};
+use super::least;
 use super::planned::Planned;
 use super::traced::{Target, TracedFunction};
 use crate::attention::FirstKeys;
@@ -11,7 +12,7 @@ use crate::nn::{Checkpointing, ForwardContext};
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
-use crate::{Error, Result, autocast};
+use crate::{Error, Result, autocast, graph};
 use candle_core::{Tensor, Var};
 use std::cell::RefCell;
 use std::fmt;
@@ -82,10 +83,12 @@ impl fmt::Debug for Loss<'_> {
 /// A loss to plan: its variables, its configuration, and what it is planned for.
 pub(super) struct Job<'j> {
     pub op: &'static str,
+    pub kind: PlanKind,
     pub target: Target,
     pub loss: &'j Loss<'j>,
     /// The variables that the loss reads; `None` for all that are hollow.
     pub weights: Option<&'j [(String, Var)]>,
+    /// That of [its kind](StepConfig::of).
     pub config: &'j StepConfig,
 }
 
@@ -123,15 +126,44 @@ impl Job<'_> {
             self.config,
             configured,
             others,
-            |checkpointing, recompute| traced(checkpointing)?.step(self.config, recompute),
+            self.least_bytes(batch)?,
+            |checkpointing, recompute| {
+                traced(checkpointing)?.plan(self.kind, self.config, recompute)
+            },
         )
     }
 
-    /// Traces the loss in the precision that is planned, whatever region this is called in.
+    /// A lower bound of its arena, of a loss that is known.
+    fn least_bytes(&self, batch: &Batch) -> Result<u64> {
+        let tokens = batch.inputs().find(|(name, _)| *name == "tokens");
+        match (
+            self.loss,
+            self.kind,
+            tokens.map(|(_, tokens)| tokens.dims()),
+        ) {
+            (Loss::Model(model), PlanKind::TrainStep, Some([rows, length])) => {
+                let sizes = [rows / self.config.accumulation, *length];
+                least::arena_of_step(model.config(), self.config, sizes)
+            }
+            _ => Ok(0),
+        }
+    }
+
+    /// Traces the loss in the precision that is planned, whatever region this is called in. Where the gradient of its
+    /// output is given, that is an input, and the second output.
     pub fn trace(&self, inputs: &Inputs, checkpointing: Checkpointing) -> Result<TracedFunction> {
         let policy = self.config.precision.policy();
         let policy = policy.unwrap_or_else(Autocast::disabled);
-        let loss = || autocast(policy, || self.loss.trace(inputs, checkpointing));
+        let loss = || {
+            let output = autocast(policy, || self.loss.trace(inputs, checkpointing))?;
+            let d_output = match self.kind {
+                PlanKind::Gradients => {
+                    Some(graph::input(D_OUTPUT, output.shape(), output.dtype())?)
+                }
+                PlanKind::TrainStep | PlanKind::Forward => None,
+            };
+            Ok([output].into_iter().chain(d_output).collect::<Vec<_>>())
+        };
         let mut function = with_kernel_policy(KernelPolicy::Prefer, || match self.weights {
             Some(weights) => {
                 let weights = weights.iter();

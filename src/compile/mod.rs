@@ -30,8 +30,9 @@
 //! ```
 //!
 //! A plan is made from a [trace](crate::graph::trace()): [`Step::of`] traces
-//! [`TransformerLM`](crate::model::TransformerLM), [`Step::new`] any loss. [`Forward`] is a model's forward alone,
-//! [`Attention`] is attention alone, on heads as they lie, with its gradients.
+//! [`TransformerLM`](crate::model::TransformerLM), [`Step::new`] any loss. [`Step::forward`] runs forward alone, to
+//! evaluate; [`Step::without_optimizer`] takes any function, whose output's gradient
+//! [`Step::forward_backward_from`] is given.
 //!
 //! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
 //! ([`Plan::explain`], [`Plan::costs`], [`Plan::memory_map`], [`Plan::timeline`]), what makes it from a trace, and the
@@ -41,8 +42,8 @@
 //!
 //! # On a GPU
 //!
-//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there: [`Step`] and
-//! [`Forward`] as on the CPU, in f32, bf16 and f16, products by cuBLASLt. Flash attention takes heads of a multiple of
+//! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there, in f32, bf16 and f16,
+//! products by cuBLASLt. Flash attention takes heads of a multiple of
 //! 8 up to 256, in f32 of 4, if their tiles fit the GPU's shared memory. Products of f32 are exact there, or TF32 if
 //! [`set_tf32`](crate::hardware::set_tf32) had switched that on when the step was planned. In half precision linear
 //! maps of one input are one product, heads and gates lie packed, and the copies of weights last from run to run: the
@@ -50,7 +51,8 @@
 //! [`StepConfig::optimizer_in_backward`] gradients are in bf16 where weights' copies are. A run is recorded as a CUDA
 //! graph when it comes the second time. It allocates nothing, and nothing in it waits for the host. In f16 the
 //! gradients of naive attention's scores are rounded to f16: use a loss scale. Beyond 1,024 tokens naive attention
-//! leaves blocks out that the mask hides. [`Attention`] is attention alone there.
+//! leaves blocks out that the mask hides. Another plan of the step takes the arena over, and copies of weights are made
+//! again in its first run.
 //!
 //! [`Step::new`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are views of
 //! more than six dimensions that cannot be joined, and gradients of views that overlap themselves: the error says the
@@ -86,7 +88,6 @@
 mod alive;
 pub mod arena;
 mod arguments;
-mod attention;
 mod batch;
 mod budget;
 mod buffer;
@@ -101,7 +102,6 @@ mod exchanged;
 mod executor;
 #[cfg(feature = "report")]
 mod explain;
-mod forward;
 mod least;
 mod loss;
 mod lower;
@@ -123,13 +123,15 @@ mod update;
 mod writer;
 
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
-pub use attention::{Attention, AttentionPlanConfig};
 pub use batch::{Batch, Inputs};
 pub use buffer::{Buffer, BufferId, Category, Location};
 #[cfg(feature = "train")]
 pub(crate) use config::check_precision;
-pub use config::{StepConfig, StepRanks};
-pub use forward::Forward;
+pub use config::{PlanKind, StepConfig, StepRanks};
+#[cfg(feature = "report")]
+pub(crate) use least::of_forward as least_forward_bytes;
+#[cfg(feature = "report")]
+pub(crate) use model::hollow as hollow_model;
 pub use op::Op;
 pub use parts::PartCost;
 pub use phase_times::PhaseTimes;

@@ -9,7 +9,7 @@ use candle_core::DType;
 ///
 /// # Errors
 /// A configuration that cannot work; a longer sequence than its context.
-pub(super) fn hollow(model: &TransformerConfig, sequence_length: usize) -> Result<TransformerLM> {
+pub(crate) fn hollow(model: &TransformerConfig, sequence_length: usize) -> Result<TransformerLM> {
     model.validate()?;
     if sequence_length > model.context_length {
         return Err(Error::Config {

@@ -7,9 +7,14 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{HashMap, HashSet};
 
-/// Variables that can be planned: all in f32, or on the CPU all in f64, contiguous, on one device, each alone on its
-/// storage.
-pub(super) fn check(op: &'static str, parameters: &[(String, Var)], device: &Device) -> Result<()> {
+/// Variables that can be planned: all in f32, or on the CPU all in f64, where none is updated also in half precision;
+/// contiguous, on one device, each alone on its storage.
+pub(super) fn check(
+    op: &'static str,
+    parameters: &[(String, Var)],
+    device: &Device,
+    are_updated: bool,
+) -> Result<()> {
     let mut storages = HashMap::new();
     let first = parameters.first().map(|(_, var)| var.dtype());
     let dtype = match first {
@@ -18,7 +23,9 @@ pub(super) fn check(op: &'static str, parameters: &[(String, Var)], device: &Dev
     };
     for (name, var) in parameters {
         check_device(op, name, var, device)?;
-        if var.dtype() != dtype || !var.is_contiguous() {
+        let is_half = matches!(var.dtype(), DType::BF16 | DType::F16);
+        let is_taken = var.dtype() == dtype || (is_half && !are_updated);
+        if !is_taken || !var.is_contiguous() {
             return Err(Error::DType {
                 op,
                 expected: format!("parameters in {}, contiguous", dtype.as_str()),
@@ -47,7 +54,7 @@ pub(super) fn check_apart(
     op: &'static str,
     parameters: &[(String, Var)],
     updates: &[PlannedUpdate],
-    arguments: &[&Tensor],
+    arguments: &[Tensor],
 ) -> Result<()> {
     let refuse = |problem: &str, hint: &str| {
         Err(Error::Order {

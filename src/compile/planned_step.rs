@@ -1,6 +1,6 @@
 //! A plan of a training step on its device: what runs it, and what a run leaves behind.
 
-use super::config::{StepConfig, StepRanks};
+use super::config::{PlanKind, StepConfig, StepRanks};
 use super::executor::Executor;
 use super::lower::Lowered;
 use super::op::Op;
@@ -10,8 +10,8 @@ use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
 use crate::dist::Communicator;
 use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
-use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use crate::{Error, Result, ops};
+use candle_core::{DType, Device, Shape, Tensor, Var};
 
 /// What a step with a loss scale has come to.
 #[derive(Clone, Debug, PartialEq)]
@@ -37,8 +37,8 @@ pub(super) struct PlannedStep {
     pub plan: Plan,
     executor: Executor,
     parameters: Vec<(String, Var)>,
-    /// Where a run leaves its loss, the gradients' norm and each parameter's gradient.
-    loss: BufferRange,
+    /// Where a run leaves its loss or output, the gradients' norm and each parameter's gradient.
+    output: BufferRange,
     norm: Option<BufferRange>,
     gradients: Vec<Option<BufferRange>>,
     /// By parameter: whether this rank updates it.
@@ -55,10 +55,10 @@ pub(super) struct PlannedStep {
 }
 
 impl PlannedStep {
-    /// Allocates the arena of a plan, or takes that of the plan that was run `before` it, on the CPU. Errors name `op`.
+    /// A plan that has [no arena yet](Self::follow). Errors name `op`.
     ///
     /// # Errors
-    /// An arena that does not fit the device's memory; on a GPU, shapes that its kernels do not take.
+    /// On a GPU, shapes that its kernels do not take; memory that is refused.
     pub fn new(
         op: &'static str,
         lowered: Lowered,
@@ -66,7 +66,6 @@ impl PlannedStep {
         device: &Device,
         config: &StepConfig,
         communicator: Option<&Communicator>,
-        before: Option<&mut Self>,
     ) -> Result<Self> {
         if config.ranks.exchanged() == Some(DType::BF16) && device.is_cpu() {
             let of = match config.ranks {
@@ -86,15 +85,12 @@ impl PlannedStep {
         }
         Ok(Self {
             op,
-            executor: match before {
-                Some(before) => before.executor.in_place_of(&lowered.plan, device)?,
-                None => Executor::new(&lowered.plan, device)?,
-            },
+            executor: Executor::new(&lowered.plan, device)?,
             plan: lowered.plan,
             parameters,
             updated,
             unreached: lowered.unreached,
-            loss: lowered.output,
+            output: lowered.output,
             norm: lowered.norm,
             gradients: lowered.gradients,
             config: config.clone(),
@@ -105,10 +101,17 @@ impl PlannedStep {
         })
     }
 
-    /// Takes the arena of the plan that was run before, on the CPU.
-    pub fn follow(&mut self, before: &mut Self) -> Result<()> {
-        (self.has_run, self.last_norm, before.has_run) = (false, None, false);
-        self.executor.take_arena(&self.plan, &mut before.executor)
+    /// Takes the arena of the plan that was run before, or allocates one.
+    ///
+    /// # Errors
+    /// An arena that does not fit the device's memory: then no plan has one.
+    pub fn follow(&mut self, before: Option<&mut Self>) -> Result<()> {
+        (self.has_run, self.last_norm) = (false, None);
+        let from = before.map(|before| {
+            before.has_run = false;
+            &mut before.executor
+        });
+        self.executor.take_arena(&self.plan, from)
     }
 
     /// The ranks that a run's exchanges are with.
@@ -277,6 +280,47 @@ impl PlannedStep {
         })
     }
 
+    /// Forward alone: its output, on `device`.
+    ///
+    /// # Errors
+    /// Memory that is refused.
+    pub fn forward(&mut self, tensors: &Tensors<'_>, device: &Device) -> Result<Tensor> {
+        let buffer = self.plan.buffer_of(&self.output);
+        let output = ops::zeros(&buffer.shape[..], buffer.dtype, device)?;
+        let tensors = Tensors {
+            output: Some(&output),
+            ..*tensors
+        };
+        self.run_without_update(&tensors)?;
+        Ok(output)
+    }
+
+    /// Forward and backward from the gradient that is among the inputs.
+    ///
+    /// # Errors
+    /// A parameter that is an input too.
+    pub fn forward_backward_from(&mut self, tensors: &Tensors<'_>) -> Result<()> {
+        self.run_without_update(tensors)?;
+        self.has_run = true;
+        Ok(())
+    }
+
+    /// A copy of the output, of that shape, that [`forward_backward_from`](Self::forward_backward_from) has left.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for a run that leaves none.
+    pub fn output(&self, kind: PlanKind, shape: &[usize]) -> Result<Tensor> {
+        if kind != PlanKind::Gradients || !self.has_run {
+            return Err(Error::Order {
+                op: self.op,
+                problem: "the last run has left no output".into(),
+                hint: "call forward_backward_from first, or forward, which returns it".into(),
+            });
+        }
+        self.executor
+            .copy(&self.plan, &self.output, &Shape::from(shape))
+    }
+
     /// Forward, loss and backward alone: the loss.
     ///
     /// # Errors
@@ -289,8 +333,15 @@ impl PlannedStep {
                 hint: "plan with optimizer_in_backward: false".into(),
             });
         }
+        self.run_without_update(tensors)?;
+        self.has_run = true;
+        self.loss(tensors.loss_divisor)
+    }
+
+    fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
+        parameters::check_apart(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,
             communicator: self.communicator.as_ref(),
@@ -299,13 +350,15 @@ impl PlannedStep {
         (self.has_run, self.last_norm) = (false, None); // until it is over
         self.executor.refresh(); // the update is somebody else's
         self.executor.run_micro_batches(&self.plan, &tensors)?;
-        self.has_run = true;
-        self.loss(tensors.loss_divisor)
+        match &self.communicator {
+            Some(ranks) => ranks.check(), // a rank that failed leaves no mean
+            None => Ok(()),
+        }
     }
 
     /// The last run's.
     fn loss(&mut self, divisor: Option<f64>) -> Result<f32> {
-        let loss = self.first(&self.loss.clone())?;
+        let loss = self.first(&self.output.clone())?;
         if let Some(ranks) = &self.communicator {
             ranks.check()?; // a rank that failed leaves no mean
         }
@@ -353,9 +406,7 @@ impl PlannedStep {
             return refuse("each gradient was freed in backward", hint);
         }
         let gradients = self.parameters.iter().zip(&self.gradients);
-        let gradients = gradients.zip(&self.updated);
-        let gradients = gradients.filter(|(_, updated)| **updated); // others are averaged elsewhere
-        let gradients = gradients.filter_map(|(((name, var), gradient), _)| {
+        let gradients = gradients.filter_map(|((name, var), gradient)| {
             let gradient = gradient.as_ref()?;
             let copy = self.executor.copy(&self.plan, gradient, var.shape());
             Some(copy.map(|copy| (name.clone(), copy)))

@@ -41,7 +41,7 @@ pub(super) struct Tensors<'a> {
     pub output: Option<&'a Tensor>,
     /// What is read where it lies, by number, contiguous, inputs with all of their micro-batches; those that the run's
     /// calls do not read may be missing.
-    pub arguments: &'a [&'a Tensor],
+    pub arguments: &'a [Tensor],
     /// Of the ranks that gradients are averaged over, where a plan has it.
     pub communicator: Option<&'a Communicator>,
     /// [`Controls::loss_divisor`].

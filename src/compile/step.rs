@@ -1,18 +1,17 @@
 //! A training step of any loss, planned.
 
-use super::arguments::Arguments;
-use super::batch::{Batch, DROPOUT, Inputs};
-use super::config::{StepConfig, StepRanks, check_clip_norm};
+use super::arguments::{Arguments, changed_since};
+use super::batch::{Batch, D_OUTPUT, DROPOUT, Inputs};
+use super::config::{PlanKind, StepConfig, StepRanks, check_clip_norm};
 use super::loss::{Job, Loss};
 use super::phase_times::PhaseTimes;
 use super::plan::Plan;
-use super::planned::Planned;
 use super::planned_step::{PlannedStep, ScaledStep};
 use super::run::Tensors;
 use super::traced::Target;
 use super::{least, model, parameters};
 use crate::dist::{Communicator, FullyShard, Replicated};
-use crate::graph::Graph;
+use crate::graph::{Graph, Value, ValueId};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::ops::DropoutKey;
@@ -35,8 +34,7 @@ const OP: &str = "compile::Step";
 /// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
 /// run with them or in [`prepare`](Self::prepare). What it captures, tensors and numbers, and the branches that it
 /// takes are fixed then; what changes from run to run is an input. The plans of the last [`MAX_PLANS`](Self::MAX_PLANS)
-/// sets are kept, and the one that was used longest ago goes. On the CPU they share one arena; on a GPU each has its
-/// own.
+/// sets, of [each kind](PlanKind) of run, are kept, and the one that was used longest ago goes. They share one arena.
 ///
 /// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A
 /// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is
@@ -83,6 +81,10 @@ pub struct Step<'l> {
     config: StepConfig,
     communicator: Option<Communicator>,
     times_phases: bool,
+    /// So far.
+    runs: usize,
+    /// Plans that were dropped for others.
+    evicted: usize,
     /// In the order of their last use.
     plans: Vec<Prepared>,
 }
@@ -94,6 +96,9 @@ struct Prepared {
     arguments: Arguments,
     graph: Graph,
     checkpointing: Checkpointing,
+    /// Tensors that the function reads, and that are neither parameters nor inputs.
+    constants: Vec<ValueId>,
+    kind: PlanKind,
     /// Set for batches that count their targets.
     counts: bool,
 }
@@ -115,16 +120,7 @@ impl<'l> Step<'l> {
         config: &StepConfig,
         loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Self> {
-        Self::on(parameters_of(optimizer), Some(optimizer), config, loss)
-    }
-
-    /// A step of `loss` without an optimizer, for [`forward_backward`](Self::forward_backward) alone.
-    pub(crate) fn on(
-        parameters: Vec<(String, Var)>,
-        optimizer: Option<&AdamW>,
-        config: &StepConfig,
-        loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
-    ) -> Result<Self> {
+        let parameters = parameters_of(optimizer);
         let Some((_, first)) = parameters.first() else {
             return Err(Error::Order {
                 op: OP,
@@ -133,13 +129,46 @@ impl<'l> Step<'l> {
             });
         };
         let (device, loss) = (first.device().clone(), Loss::Any(Box::new(loss)));
-        Self::made(
-            loss,
-            [parameters.clone(), parameters],
-            optimizer,
-            &device,
-            config,
-        )
+        let all = [parameters.clone(), parameters];
+        Self::made(loss, all, Some(optimizer), &device, config)
+    }
+
+    /// A step of any function of [inputs](Inputs) without an optimizer, on `device`: for [`forward`](Self::forward),
+    /// [`forward_backward`](Self::forward_backward) and
+    /// [`forward_backward_from`](Self::forward_backward_from). `parameters` are the variables that it reads, whose
+    /// gradients are wanted. They may be in half precision too, and so may the output.
+    ///
+    /// ```
+    /// use candle_core::{DType, Tensor};
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig {
+    ///     vocab_size: 50, context_length: 8, d_model: 16, num_layers: 2, num_heads: 2, d_ff: 32,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let parameters = model.parameters();
+    /// let mut step = Step::without_optimizer(&device, parameters, &StepConfig::default(), |inputs| {
+    ///     model.forward(&inputs.get("tokens")?)
+    /// })?;
+    /// let tokens = Tensor::zeros((3, 8), DType::U32, &device)?; // (B, T)
+    /// assert_eq!(step.forward([("tokens", &tokens)])?.dims(), [3, 8, 50]); // logits, (B, T, V)
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn without_optimizer(
+        device: &Device,
+        parameters: Vec<(String, Var)>,
+        config: &StepConfig,
+        function: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
+    ) -> Result<Self> {
+        let loss = Loss::Any(Box::new(function));
+        let all = [parameters.clone(), parameters];
+        Self::made(loss, all, None, device, config)
     }
 
     /// A step of `model` under `optimizer`: its [loss](TransformerLM::loss) of `(&tokens, &targets)`, or of
@@ -188,7 +217,7 @@ impl<'l> Step<'l> {
         config: &StepConfig,
     ) -> Result<Self> {
         config.validate()?;
-        parameters::check(OP, &parameters, device)?;
+        parameters::check(OP, &parameters, device, optimizer.is_some())?;
         let updates = optimizer.map(|optimizer| optimizer.planned_updates(OP, &parameters));
         let updates = updates.transpose()?.unwrap_or_default();
         Ok(Self {
@@ -200,6 +229,8 @@ impl<'l> Step<'l> {
             config: config.clone(),
             communicator: None,
             times_phases: false,
+            runs: 0,
+            evicted: 0,
             plans: Vec::new(),
         })
     }
@@ -292,12 +323,13 @@ impl<'l> Step<'l> {
         Ok(self)
     }
 
-    /// The plan alone, of a loss over [hollow weights](crate::graph::weights), which are all trained: what a step would
-    /// do with such a batch, and what memory it would take.
+    /// The plan alone, of a loss, or any function, over [hollow weights](crate::graph::weights), which are all trained:
+    /// what a run of that kind would do with such a batch, and what memory it would take. Of the gradient that a run of
+    /// [`PlanKind::Gradients`] is given the batch has nothing.
     ///
     /// ```
     /// use candle_core::DType;
-    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::compile::{PlanKind, Step, StepConfig};
     /// use tallow::{graph, nn, ops};
     ///
     /// let device = tallow::device("cpu")?;
@@ -305,7 +337,7 @@ impl<'l> Step<'l> {
     /// let x = graph::input("x", (2048, 4096), DType::F32)?;
     /// let targets = graph::input("targets", 2048, DType::U32)?;
     /// let batch = [("x", &x), ("targets", &targets)];
-    /// let plan = Step::plan_for(&device, &StepConfig::default(), batch, |inputs| {
+    /// let plan = Step::plan_for(&device, PlanKind::TrainStep, &StepConfig::default(), batch, |inputs| {
     ///     ops::linear_cross_entropy(&inputs.get("x")?, head.weight(), &inputs.get("targets")?)
     /// })?;
     /// println!("an arena of {} MiB", plan.peak_bytes() >> 20);
@@ -316,17 +348,19 @@ impl<'l> Step<'l> {
     /// As [`prepare`](Self::prepare), but for those of the weights and of the device's memory.
     pub fn plan_for(
         target: impl Into<Target>,
+        kind: PlanKind,
         config: &StepConfig,
         batch: impl Into<Batch>,
-        loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
+        function: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Plan> {
         config.validate()?;
         let job = Job {
             op: OP,
+            kind,
             target: target.into(),
-            loss: &Loss::Any(Box::new(loss)),
+            loss: &Loss::Any(Box::new(function)),
             weights: None,
-            config,
+            config: &config.of(kind),
         };
         Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
@@ -358,6 +392,7 @@ impl<'l> Step<'l> {
         let hollow = model::hollow(model, length)?;
         let job = Job {
             op: OP,
+            kind: PlanKind::TrainStep,
             target: target.into(),
             weights: Some(&hollow.parameters()),
             loss: &Loss::Model(Box::new(hollow)),
@@ -391,42 +426,35 @@ impl<'l> Step<'l> {
     /// on a GPU, heads that flash attention [has no kernel for](super#on-a-gpu); a memory budget that no plan keeps
     /// to, with the smallest that one would; an arena that does not fit the device's memory.
     pub fn prepare(&mut self, batch: impl Into<Batch>) -> Result<&Plan> {
-        let prepared = self.prepared(&batch.into())?;
+        let prepared = self.prepared(PlanKind::TrainStep, &batch.into())?;
         Ok(&prepared.step.plan)
     }
 
-    /// The plan for a batch, as the last of the plans.
-    fn prepared(&mut self, batch: &Batch) -> Result<&mut Prepared> {
+    /// The plan of a kind for a batch, as the last of the plans, with the arena.
+    fn prepared(&mut self, kind: PlanKind, batch: &Batch) -> Result<&mut Prepared> {
         let fits = |prepared: &Prepared| {
-            prepared.counts == batch.counted().is_some() && prepared.arguments.take(batch)
+            let counts = batch.counted().is_some();
+            (prepared.kind, prepared.counts) == (kind, counts) && prepared.arguments.take(batch)
         };
-        match self.plans.iter().position(fits) {
-            Some(place) if place + 1 == self.plans.len() => {}
-            Some(place) => {
-                let mut prepared = self.plans.remove(place);
-                let followed = match self.plans.last_mut() {
-                    Some(before) => prepared.step.follow(&mut before.step),
-                    None => Ok(()),
-                };
-                if let Err(error) = followed {
-                    self.plans.clear(); // none has an arena now
-                    return Err(error);
-                }
-                self.plans.push(prepared);
-            }
+        let next = match self.plans.iter().position(fits) {
+            Some(place) if place + 1 == self.plans.len() => None,
+            Some(place) => Some(self.plans.remove(place)),
             None => {
-                let planned = self.planned(batch)?;
+                let planned = self.planned(kind, batch)?;
                 if self.plans.len() == Self::MAX_PLANS {
                     self.plans.remove(0);
+                    self.evicted += 1;
                 }
-                match self.allocated(planned, batch) {
-                    Ok(prepared) => self.plans.push(prepared),
-                    Err(error) => {
-                        self.plans.clear(); // as above
-                        return Err(error);
-                    }
-                }
+                Some(planned)
             }
+        };
+        if let Some(mut next) = next {
+            let before = self.plans.last_mut().map(|before| &mut before.step);
+            if let Err(error) = next.step.follow(before) {
+                self.plans.clear(); // none has an arena now
+                return Err(error);
+            }
+            self.plans.push(next);
         }
         let Some(last) = self.plans.last_mut() else {
             unreachable!("a plan was found or made");
@@ -434,46 +462,44 @@ impl<'l> Step<'l> {
         Ok(last)
     }
 
-    /// The plan of the loss for a batch, its constants in place.
-    fn planned(&self, batch: &Batch) -> Result<(Planned, Arguments, Checkpointing)> {
-        let job = Job {
+    fn job<'s>(&'s self, kind: PlanKind, config: &'s StepConfig) -> Job<'s> {
+        Job {
             op: OP,
+            kind,
             target: Target::from(&self.device),
             loss: &self.loss,
             weights: Some(&self.weights),
-            config: &self.config,
-        };
+            config,
+        }
+    }
+
+    /// The plan of the loss for a batch, its constants in place, without an arena.
+    fn planned(&self, kind: PlanKind, batch: &Batch) -> Result<Prepared> {
+        let config = self.config.of(kind);
+        let job = self.job(kind, &config);
         let (planned, checkpointing) = job.plan(batch, |function| {
             for (parameter, missing) in function.parameters.iter_mut().zip(&self.missing) {
                 parameter.missing = *missing;
             }
         })?;
         let arguments = Arguments::new(&planned.function, &planned.lowered, &self.device)?;
-        arguments.check_names(batch)?;
-        Ok((planned, arguments, checkpointing))
-    }
-
-    /// A plan in its arena, which is that of the plan before on the CPU.
-    fn allocated(
-        &mut self,
-        (planned, arguments, checkpointing): (Planned, Arguments, Checkpointing),
-        batch: &Batch,
-    ) -> Result<Prepared> {
+        arguments.check(batch)?;
         let mut step = PlannedStep::new(
             OP,
             planned.lowered,
             self.parameters.clone(),
             &self.device,
-            &self.config,
+            &config,
             self.communicator.as_ref(),
-            self.plans.last_mut().map(|before| &mut before.step),
         )?;
         step.time_phases(self.times_phases);
         Ok(Prepared {
             step,
             arguments,
+            constants: planned.function.constants(),
             graph: planned.function.graph.clone(),
             checkpointing,
+            kind,
             counts: batch.counted().is_some(),
         })
     }
@@ -572,12 +598,81 @@ impl<'l> Step<'l> {
         self.with(&given, PlannedStep::forward_backward)
     }
 
+    /// Forward, and backward from `d_output`, the gradient of the function's output, which need not be one number: what
+    /// [`backward_from`](crate::backward_from) does eagerly. [`gradients`](Self::gradients) has the parameters',
+    /// [`output`](Self::output) the output, (accumulation * B, ...) as the gradient. Dropout is that of an optimizer's
+    /// first step. Ranks average gradients as in [`run`](Self::run).
+    ///
+    /// ```
+    /// use candle_core::{Tensor, Var};
+    /// use tallow::attention::{self, AttentionConfig, Mask};
+    /// use tallow::compile::{Batch, Step, StepConfig};
+    ///
+    /// // Attention alone: q, k and v are its parameters.
+    /// let device = tallow::device("cpu")?;
+    /// let draw = || Var::randn(0f32, 1.0, (2, 3, 5, 8), &device); // (B, H, T, Dh)
+    /// let (q, k, v) = (draw()?, draw()?, draw()?);
+    /// let parameters = vec![("q".into(), q.clone()), ("k".into(), k.clone()), ("v".into(), v.clone())];
+    /// let causal = AttentionConfig { mask: Mask::Causal, ..Default::default() };
+    /// let mut step = Step::without_optimizer(&device, parameters, &StepConfig::default(), |_| {
+    ///     attention::flash(&q, &k, &v, &causal)
+    /// })?;
+    /// let d_out = Tensor::ones((2, 3, 5, 8), candle_core::DType::F32, &device)?;
+    /// step.forward_backward_from(Batch::new([]), &d_out)?;
+    /// let (name, dq) = &step.gradients()?[0];
+    /// assert_eq!((name.as_str(), dq.dims()), ("q", &[2, 3, 5, 8][..]));
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare), for an output in a float dtype that an op has made; a gradient of another shape
+    /// or dtype than the output.
+    pub fn forward_backward_from(
+        &mut self,
+        batch: impl Into<Batch>,
+        d_output: &Tensor,
+    ) -> Result<()> {
+        let batch = batch.into().with(D_OUTPUT, d_output.clone());
+        let batch = self.keyed(PlanKind::Gradients, batch, 0)?;
+        let given = Given::of(PlanKind::Gradients, batch);
+        self.with(&given, PlannedStep::forward_backward_from)
+    }
+
+    /// A copy of the output of the last [`forward_backward_from`](Self::forward_backward_from), of its last
+    /// micro-batch.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if another run was the last.
+    pub fn output(&self) -> Result<Tensor> {
+        match self.last() {
+            Some(last) => {
+                let shape = last.graph.shape_of(&last.graph.outputs[0]);
+                last.step.output(last.kind, shape)
+            }
+            None => Err(nothing_run()),
+        }
+    }
+
+    /// Forward alone: the function's output for a batch, of which micro-batches are no part. Of a model's step, or any
+    /// loss, it is the mean over the batch, of a batch that [counts its targets](Batch::counting) the sum over these.
+    /// Nothing is dropped, and no other rank asked: but where [weights are divided](Self::fully_sharded) over ranks,
+    /// which all gather them, and so call it as often. Of a [divided optimizer](Self::replicated) parameters are as
+    /// this rank has them.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare), for an output in a float dtype.
+    pub fn forward(&mut self, batch: impl Into<Batch>) -> Result<Tensor> {
+        let device = self.device.clone();
+        let given = Given::of(PlanKind::Forward, batch.into());
+        self.with(&given, |step, tensors| step.forward(tensors, &device))
+    }
+
     /// Prepares a run, after `steps` steps of the optimizer. Ranks count their targets together.
     ///
     /// # Errors
     /// As [`prepare`](Self::prepare); a rank that failed.
     pub(crate) fn given(&mut self, batch: Batch, steps: usize) -> Result<Given> {
-        let reads_keys = self.prepared(&batch)?.arguments.reads(DROPOUT);
+        let batch = self.keyed(PlanKind::TrainStep, batch, steps)?;
         let (counted, loss_divisor) = match batch.counted() {
             Some(counted) => {
                 let (all, mean) = self.over_ranks(counted)?;
@@ -585,20 +680,25 @@ impl<'l> Step<'l> {
             }
             None => (None, None),
         };
-        let batch = match self.config.dropout_seed {
+        Ok(Given {
+            counted,
+            loss_divisor,
+            ..Given::of(PlanKind::TrainStep, batch)
+        })
+    }
+
+    /// A batch with the keys of dropout after `steps` steps of the optimizer, where its plan reads them.
+    fn keyed(&mut self, kind: PlanKind, batch: Batch, steps: usize) -> Result<Batch> {
+        let reads_keys = self.prepared(kind, &batch)?.arguments.reads(DROPOUT);
+        match self.config.dropout_seed {
             Some(seed) if reads_keys => {
                 let rank = self.communicator.as_ref().map_or(0, Communicator::rank);
                 let count = self.config.accumulation;
                 let micro_batches = rank * count..(rank + 1) * count;
-                batch.with(DROPOUT, DropoutKey::of_step(seed, steps, micro_batches)?)
+                Ok(batch.with(DROPOUT, DropoutKey::of_step(seed, steps, micro_batches)?))
             }
-            _ => batch,
-        };
-        Ok(Given {
-            batch,
-            counted,
-            loss_divisor,
-        })
+            _ => Ok(batch),
+        }
     }
 
     /// The targets that count: those of all ranks, and their mean, since ranks average what they have divided.
@@ -615,14 +715,41 @@ impl<'l> Step<'l> {
         given: &Given,
         run: impl FnOnce(&mut PlannedStep, &Tensors<'_>) -> Result<T>,
     ) -> Result<T> {
-        let prepared = self.prepared(&given.batch)?;
-        let arguments = prepared.arguments.given(&given.batch)?;
+        self.prepared(given.kind, &given.batch)?;
+        self.runs += 1;
+        if let Some(every) = self.config.retrace_every
+            && self.runs.is_multiple_of(every.get())
+        {
+            self.check_trace(&given.batch)?;
+        }
+        let (device, parameters) = (&self.device, &self.parameters);
+        let Some(prepared) = self.plans.last_mut() else {
+            unreachable!("it was prepared");
+        };
+        let arguments = prepared.arguments.given(&given.batch, device, parameters)?;
         let tensors = Tensors {
             arguments: &arguments,
             loss_divisor: given.loss_divisor,
             ..Default::default()
         };
         run(&mut prepared.step, &tensors)
+    }
+
+    /// An error where the function does otherwise now than when the last plan was made.
+    fn check_trace(&self, batch: &Batch) -> Result<()> {
+        let Some(last) = self.last() else {
+            return Ok(());
+        };
+        let config = self.config.of(last.kind);
+        let drops = config.dropout_seed.is_some();
+        let inputs = Inputs::of(OP, batch, config.accumulation, drops)?;
+        let job = self.job(last.kind, &config);
+        let function = job.trace(&inputs, last.checkpointing)?;
+        if let Some(difference) = last.graph.difference(&function.graph) {
+            return Err(changed_since(OP, difference));
+        }
+        let (arguments, plan) = (&last.arguments, &last.step.plan);
+        arguments.check_constants(&function, plan, &self.device)
     }
 
     /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
@@ -681,6 +808,31 @@ impl<'l> Step<'l> {
         self.last().map(|last| &last.graph)
     }
 
+    /// The tensors that the function read in that trace and that are neither parameters nor inputs, each with the place
+    /// that reads it first: frozen weights, and constants, which a plan may have copies of. What changes from run to
+    /// run is to be an input ([`StepConfig::retrace_every`] finds out).
+    pub fn constants(&self) -> Vec<(&str, &Value)> {
+        let Some(last) = self.last() else {
+            return Vec::new();
+        };
+        let constants = last.constants.iter();
+        let constants = constants.map(|id| {
+            let mut nodes = last.graph.nodes();
+            let reader = nodes.find(|node| node.reads_value(*id));
+            (
+                reader.map_or("", |node| node.path.as_str()),
+                last.graph.value(*id),
+            )
+        });
+        constants.collect()
+    }
+
+    /// The number of plans that were dropped for others, of more sets of shapes than [`MAX_PLANS`](Self::MAX_PLANS): a
+    /// run that comes back to one plans it again.
+    pub fn evicted(&self) -> usize {
+        self.evicted
+    }
+
     /// Which blocks the last [plan](Self::plan) recomputes: the model's own choice, or what the memory budget chose. (A
     /// budget that is met by running sums, or gates and up, again runs no block again: the plan's calls show it.)
     pub fn checkpointing(&self) -> Option<Checkpointing> {
@@ -728,12 +880,16 @@ impl<'l> Step<'l> {
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
         match self.last() {
             Some(last) => last.step.gradients(),
-            None => Err(Error::Order {
-                op: OP,
-                problem: "no step has been run".into(),
-                hint: "call run first".into(),
-            }),
+            None => Err(nothing_run()),
         }
+    }
+}
+
+fn nothing_run() -> Error {
+    Error::Order {
+        op: OP,
+        problem: "no step has been run".into(),
+        hint: "call run first".into(),
     }
 }
 
@@ -746,6 +902,7 @@ fn parameters_of(optimizer: &AdamW) -> Vec<(String, Var)> {
 
 /// A batch that is ready to run.
 pub(crate) struct Given {
+    kind: PlanKind,
     batch: Batch,
     /// The number of targets that count, of all ranks; `None` where all do.
     pub(crate) counted: Option<usize>,
@@ -753,6 +910,16 @@ pub(crate) struct Given {
 }
 
 impl Given {
+    /// Of a batch whose targets are not counted.
+    fn of(kind: PlanKind, batch: Batch) -> Self {
+        Self {
+            kind,
+            batch,
+            counted: None,
+            loss_divisor: None,
+        }
+    }
+
     /// # Errors
     /// No target that counts.
     fn counted(self) -> Result<Self> {

@@ -1,6 +1,6 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
-use crate::graph::{self, Graph, Outputs, Source, Traced, ValueId, ValueRef, View};
+use crate::graph::{self, Graph, Source, Traced, ValueId, ValueRef, View};
 use crate::inplace::storage_address;
 use crate::ops::cpu::{cpu_storage, for_stored};
 use crate::ops::cross_entropy::Reduction;
@@ -79,11 +79,11 @@ impl TracedFunction {
     ///
     /// # Errors
     /// Those of the function and of its trace.
-    pub fn new<'p, T: Outputs>(
+    pub fn new<'p>(
         op: &'static str,
         target: Target,
         parameters: impl Iterator<Item = (&'p str, &'p Tensor)>,
-        function: impl FnOnce() -> Result<T>,
+        function: impl FnOnce() -> Result<Vec<Tensor>>,
     ) -> Result<Self> {
         let traced = graph::trace_with_tensors(target.of_trace(), function)?;
         Self::of(op, target, parameters, traced)
@@ -96,7 +96,7 @@ impl TracedFunction {
     pub fn of_hollow_weights(
         op: &'static str,
         target: Target,
-        function: impl FnOnce() -> Result<Tensor>,
+        function: impl FnOnce() -> Result<Vec<Tensor>>,
     ) -> Result<Self> {
         let traced = graph::trace_with_tensors(target.of_trace(), function)?;
         let weights = traced.graph.weights();
@@ -137,6 +137,17 @@ impl TracedFunction {
             parameters: all,
             reduction: Reduction::Mean,
         })
+    }
+
+    /// The values from outside that are neither parameters nor inputs.
+    pub fn constants(&self) -> Vec<ValueId> {
+        let is_constant = |id: &ValueId| match self.graph.value(*id).source {
+            Source::Constant => true,
+            Source::Weight(_) => !self.numbers.contains_key(id),
+            Source::Input(_) | Source::Node => false,
+        };
+        let ids = (0..self.graph.values.len()).map(ValueId);
+        ids.filter(is_constant).collect()
     }
 
     /// The elements of an operand that is a constant, rounded to `dtype`.

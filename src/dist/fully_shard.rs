@@ -1,8 +1,6 @@
 //! Fully sharded data parallelism: weights divided over the ranks.
 
-use super::part::Part;
-use super::{Communicator, FullyShardConfig, Shard};
-use crate::ops::Divided;
+use super::{Collective, Communicator, FullyShardConfig, Shard};
 use crate::optim::described;
 use crate::{Error, Result, graph, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -19,8 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// product reads, and again for backward, bucket by bucket, and averages gradients while backward goes on. On a GPU
 /// this is done ahead, and the last bucket of forward's is kept, which backward reads first.
 ///
-/// Outside of plans the layers run without a graph ([`no_grad`](crate::no_grad())), to evaluate: each op gathers the
-/// weight that it reads, and frees it. The parts and the layers' weights are connected for as long as this lives.
+/// The layers run in such a step alone, without an update by its [`forward`](crate::compile::Step::forward).
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -65,7 +62,10 @@ pub struct FullyShard {
 #[derive(Clone, Debug)]
 struct Weight {
     name: String,
-    part: Arc<Part>,
+    /// Of the weight's shape.
+    hollow: Tensor,
+    /// (elements, 1, ...), of as many dimensions as the weight: what decays matrices alone knows it as one.
+    part: Var,
 }
 
 impl FullyShard {
@@ -98,7 +98,7 @@ impl FullyShard {
     pub fn parameters(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
         let parts = weights.iter();
-        let parts = parts.map(|weight| (weight.name.clone(), weight.part.var.clone()));
+        let parts = parts.map(|weight| (weight.name.clone(), weight.part.clone()));
         parts.collect()
     }
 
@@ -108,10 +108,25 @@ impl FullyShard {
     /// [`Error::Order`] for a weight that was not built; [`Error::Rank`].
     pub fn whole(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
-        match weight {
-            Some(Weight { part, .. }) => part.gathered(part.var.dtype()),
-            None => Err(self.refuse(format!("there is no weight {name}"))),
+        let Some(Weight { hollow, part, .. }) = weight else {
+            return Err(self.refuse(format!("there is no weight {name}")));
+        };
+        let (shard, elements) = (self.shard(), hollow.elem_count());
+        let whole = ops::zeros(hollow.shape(), part.dtype(), self.communicator.device())?;
+        let (flat, own) = (whole.flatten_all()?, shard.part(elements));
+        if !own.is_empty() {
+            flat.slice_set(&part.flatten_all()?, 0, own.start)?;
         }
+        let collectives = Collective::gathering(shard.world_size, elements);
+        let collectives = collectives.into_iter().map(|(collective, some)| {
+            let some = flat.narrow(0, some.start, some.len())?;
+            Ok((collective, some))
+        });
+        let collectives = collectives.collect::<Result<Vec<_>>>()?;
+        for pending in self.communicator.start_all(&collectives)? {
+            pending.wait()?;
+        }
+        Ok(whole)
     }
 
     /// The ranks.
@@ -155,7 +170,7 @@ impl FullyShard {
     pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
         let weights = self.weights();
         let weight = weights.iter().find(|weight| weight.name == name)?;
-        Some(weight.part.hollow.dims().to_vec())
+        Some(weight.hollow.dims().to_vec())
     }
 
     /// The part of each of these weights, which are all that were built; all ranks have the same.
@@ -167,11 +182,9 @@ impl FullyShard {
             .agree(OP, &[("weights", described(weights.iter()))])?;
         let mut own = self.weights().clone();
         let parts = weights.iter().map(|(name, weight)| {
-            let place = own
-                .iter()
-                .position(|own| own.part.hollow.id() == weight.id());
+            let place = own.iter().position(|own| own.hollow.id() == weight.id());
             match place {
-                Some(place) => Ok((name.clone(), own.swap_remove(place).part.var.clone())),
+                Some(place) => Ok((name.clone(), own.swap_remove(place).part)),
                 None => Err(self.refuse(format!("weight {name} is not of its builder"))),
             }
         });
@@ -188,7 +201,7 @@ impl FullyShard {
     pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
         let hollow = weights.iter().filter_map(|weight| {
-            let var = Var::from_tensor(&weight.part.hollow); // the variable itself
+            let var = Var::from_tensor(&weight.hollow); // the variable itself
             Some((weight.name.clone(), var.ok()?))
         });
         hollow.collect()
@@ -226,7 +239,7 @@ impl SimpleBackend for Sharding<'_> {
     ) -> candle_core::Result<Tensor> {
         let known = self.sharded.weights();
         if let Some(known) = known.iter().find(|weight| weight.name == name) {
-            let hollow = &known.part.hollow;
+            let hollow = &known.hollow;
             return match hollow.shape() == &shape {
                 true => Ok(hollow.clone()),
                 false => candle_core::bail!("{name} is {:?}, not {shape:?}", hollow.dims()),
@@ -237,14 +250,10 @@ impl SimpleBackend for Sharding<'_> {
         let part = self.sharded.own_part(&whole)?.detach();
         let part = ops::variable_of(&part.to_device(self.sharded.communicator.device())?)?;
         let hollow = graph::hollow_weight(name, shape, part.dtype())?;
-        let part = Part {
-            var: part,
-            hollow: hollow.clone(),
-            communicator: self.sharded.communicator.clone(),
-        };
         self.sharded.weights().push(Weight {
             name: name.into(),
-            part: part.shared(),
+            hollow: hollow.clone(),
+            part,
         });
         Ok(hollow)
     }

@@ -95,7 +95,6 @@ mod mpi;
 mod nccl;
 #[cfg(feature = "report")]
 mod paper;
-mod part;
 mod pending;
 mod ranks;
 mod replicated;
@@ -104,7 +103,6 @@ mod shard;
 mod store;
 mod threads;
 
-pub use crate::ops::gathered;
 pub use collective::Reduce;
 pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;

@@ -104,6 +104,14 @@ pub struct Node {
     pub backward: Vec<MemoryStep>,
 }
 
+impl Node {
+    /// Whether it takes a value as an input, or reads it beside.
+    pub(crate) fn reads_value(&self, id: ValueId) -> bool {
+        let mut read = self.inputs.iter().chain(&self.reads);
+        read.any(|operand| operand.value == id)
+    }
+}
+
 /// What an op keeps for backward.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kept {

@@ -130,7 +130,9 @@ pub(crate) fn refuse_hollow(
         true => Error::Order {
             op,
             problem: "a hollow tensor has no elements to compute with".into(),
-            hint: "run it inside of graph::trace, or build the model with weights".into(),
+            hint: "run it inside of graph::trace, or build the model with weights; what dist::FullyShard gave runs in \
+                   compile::Step"
+                .into(),
         }
         .into(),
     }

@@ -32,6 +32,7 @@
 //! recorded as a weight, any other tensor as a constant, and neither is read.
 
 mod data;
+mod difference;
 mod dot;
 mod hollow;
 mod record;

@@ -337,8 +337,7 @@ impl TransformerLM {
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
         if let Some(positions) = &self.position_embeddings {
-            let positions = ops::gathered(positions.weight())?;
-            let first = positions.narrow(0, 0, tokens.dim(1)?)?; // (T, D)
+            let first = positions.weight().narrow(0, 0, tokens.dim(1)?)?; // (T, D)
             x = in_module("position_embeddings", || ops::add(&x, &first))?;
         }
         let mut x = context.dropped(x, self.config.dropout.embedding)?;

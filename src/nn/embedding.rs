@@ -1,7 +1,6 @@
 //! Token ids to vectors.
 
 use super::{Layer, check_weight, join, variable};
-use crate::ops::gathered;
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -76,10 +75,9 @@ impl Embedding {
     /// # Errors
     /// As [`ops::embedding()`] and, with a padding id, [`ops::embedding_with_padding()`].
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        let table = gathered(&self.weight)?;
         match self.padding_id {
-            Some(id) => ops::embedding_with_padding(tokens, &table, id),
-            None => ops::embedding(tokens, &table),
+            Some(id) => ops::embedding_with_padding(tokens, &self.weight, id),
+            None => ops::embedding(tokens, &self.weight),
         }
     }
 }

@@ -1,7 +1,6 @@
 //! y = x W^T, and y = x W^T + b.
 
 use super::{Layer, check_weight, join, variable};
-use crate::ops::gathered;
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -90,7 +89,7 @@ impl Linear {
     /// As [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match &self.bias {
-            Some(bias) => ops::linear_bias(x, &self.weight, &gathered(bias)?),
+            Some(bias) => ops::linear_bias(x, &self.weight, bias),
             None => ops::linear(x, &self.weight),
         }
     }

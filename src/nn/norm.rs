@@ -1,7 +1,6 @@
 //! Normalisation layers.
 
 use super::{Layer, check_weight, join, variable};
-use crate::ops::gathered;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -59,7 +58,7 @@ impl RmsNorm {
     /// # Errors
     /// As [`ops::rms_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::rms_norm(x, &gathered(&self.weight)?, self.eps)
+        ops::rms_norm(x, &self.weight, self.eps)
     }
 }
 
@@ -153,7 +152,7 @@ impl LayerNorm {
     /// As [`ops::layer_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (Bias::Own(bias) | Bias::Zeros(bias)) = &self.bias;
-        ops::layer_norm(x, &gathered(&self.weight)?, &gathered(bias)?, self.eps)
+        ops::layer_norm(x, &self.weight, bias, self.eps)
     }
 }
 

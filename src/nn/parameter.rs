@@ -1,7 +1,6 @@
 //! A weight by itself.
 
 use super::{Layer, variable};
-use crate::ops::gathered;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -87,19 +86,9 @@ impl Parameter {
         })
     }
 
-    /// The weight itself, as [`ops::linear`](crate::ops::linear()) and this crate's other matmuls read it.
+    /// The weight, a variable.
     pub fn weight(&self) -> &Tensor {
         &self.weight
-    }
-
-    /// The weight's elements, for any other op. It differs from [`weight`](Self::weight) only under
-    /// [`FullyShard`](crate::dist::FullyShard): there the full weight is [gathered](crate::dist::gathered) from the
-    /// ranks.
-    ///
-    /// # Errors
-    /// As [`dist::gathered`](crate::dist::gathered).
-    pub fn value(&self) -> Result<Tensor> {
-        gathered(&self.weight)
     }
 }
 

@@ -113,5 +113,3 @@ pub use softmax::softmax;
 pub use swiglu::swiglu;
 pub use swiglu_linear::swiglu_linear;
 pub use tanh::tanh;
-pub use weight::gathered;
-pub(crate) use weight::{Divided, forget, stands_for};

@@ -1,5 +1,5 @@
-//! A weight as products read it: itself; in an autocast region its copy in half precision, which is no node of the
-//! graph; all of one that ranks have parts of.
+//! A weight as products read it: itself, or in an autocast region its copy in half precision, which is no node of the
+//! graph.
 //!
 //! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight
 //! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
@@ -10,73 +10,9 @@ use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
-use crate::grad::is_grad_enabled;
-use crate::{Error, Result, graph, precision, probe};
-use candle_core::{DType, Tensor, TensorId};
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
-
-/// A weight that ranks have parts of; its layer has a hollow tensor in its place.
-pub(crate) trait Divided: Send + Sync {
-    /// All of it in `dtype`.
-    fn gathered(&self, dtype: DType) -> Result<Tensor>;
-}
-
-/// Divided weights that are there, by their hollow tensors.
-static DIVIDED: LazyLock<Mutex<HashMap<TensorId, Weak<dyn Divided>>>> =
-    LazyLock::new(Mutex::default);
-
-fn all_divided() -> MutexGuard<'static, HashMap<TensorId, Weak<dyn Divided>>> {
-    DIVIDED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Says what a hollow tensor stands for, until [`forget`].
-pub(crate) fn stands_for(hollow: &Tensor, weight: Weak<dyn Divided>) {
-    all_divided().insert(hollow.id(), weight);
-}
-
-/// The weight of this hollow tensor goes.
-pub(crate) fn forget(hollow: &Tensor) {
-    all_divided().remove(&hollow.id());
-}
-
-/// What a hollow tensor stands for, if it stands for a weight that ops gather: a plan gathers by itself.
-///
-/// # Errors
-/// [`Error::Order`] where a graph is kept.
-fn divided(weight: &Tensor) -> Result<Option<Arc<dyn Divided>>> {
-    if !graph::is_hollow(weight) || graph::is_tracing() {
-        return Ok(None);
-    }
-    let divided = all_divided().get(&weight.id()).and_then(Weak::upgrade);
-    match divided {
-        Some(_) if is_grad_enabled() => Err(Error::Order {
-            op: "dist::FullyShard",
-            problem: "a weight that ranks have parts of is read by an op whose graph is kept"
-                .into(),
-            hint: "train by compile::Step::fully_sharded, or evaluate in tallow::no_grad".into(),
-        }),
-        divided => Ok(divided),
-    }
-}
-
-/// All of a weight whose [parts](crate::dist::FullyShard) the ranks of a job have, for what a layer of your own does
-/// with it in candle's ops or in views. Any other tensor itself, and in a [trace](crate::graph::trace()) of a plan that
-/// of the weight too.
-///
-/// This crate's products ([`linear`](crate::ops::linear()) and its kin) take the layer's weight as it is, and gather it
-/// for as long as they read it: give them that.
-///
-/// Every rank has to call it, and gets the same.
-///
-/// # Errors
-/// [`Error::Rank`]; [`Error::Order`] outside of [`no_grad`](crate::no_grad()).
-pub fn gathered(weight: &Tensor) -> Result<Tensor> {
-    match divided(weight)? {
-        Some(divided) => divided.gathered(weight.dtype()),
-        None => Ok(weight.clone()), // which ops outside of traces refuse, if it is hollow
-    }
-}
+use crate::{Result, precision, probe};
+use candle_core::{DType, Tensor};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What products read beside a weight, for the life of an op; nothing, where they read the weight as it is.
 pub(super) struct WeightCopy(Option<Box<Copied>>);
@@ -91,8 +27,7 @@ struct Copied {
 
 /// x and the weights as `op` takes them here, and the copies that its products read.
 ///
-/// Copies are for f32 variables that a kernel multiplies by in half precision; others are cast as `cast_for` casts, and
-/// those that ranks have parts of are gathered.
+/// Copies are for f32 variables that a kernel multiplies by in half precision; others are cast as `cast_for` casts.
 pub(super) fn with_copies<const N: usize>(
     op: &OpInfo,
     x: &Tensor,
@@ -115,13 +50,9 @@ pub(super) fn with_copies<const N: usize>(
     let mut copies = weights.map(|_| WeightCopy::none());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
         let is_copied = has_kernel && weight.is_variable() && weight.dtype() == DType::F32;
-        match (divided(weight)?, in_half) {
-            (Some(divided), _) => {
-                let castable = target.filter(|_| precision::is_castable(weight.dtype()));
-                *weight = divided.gathered(castable.unwrap_or(weight.dtype()))?;
-            }
-            (None, Some(dtype)) if is_copied => *copy = WeightCopy::cast(weight, dtype)?,
-            (None, _) => *weight = cast(weight)?,
+        match in_half {
+            Some(dtype) if is_copied => *copy = WeightCopy::cast(weight, dtype)?,
+            _ => *weight = cast(weight)?,
         }
     }
     Ok((x, inputs, copies))

@@ -78,7 +78,7 @@ impl Trainer {
     }
 
     /// The planned step, made now if there is none yet, and the optimizer that it steps.
-    fn planned(&mut self) -> Result<(&mut Step<'static>, &mut AdamW)> {
+    pub(super) fn planned(&mut self) -> Result<(&mut Step<'static>, &mut AdamW)> {
         let step = match self.planned.take() {
             Some(step) => step,
             None => {
@@ -152,7 +152,7 @@ impl Trainer {
     }
 
     /// Tokens and targets as a step is given them, without the targets that do not count.
-    fn batch_of(&self, tokens: &Tensor, targets: &Tensor) -> Result<Batch> {
+    pub(super) fn batch_of(&self, tokens: &Tensor, targets: &Tensor) -> Result<Batch> {
         let (separator, ignore_index) = (self.config.separator, self.config.ignore_index);
         Batch::masked(tokens, targets, separator, ignore_index)
     }

@@ -7,13 +7,12 @@ use super::{Data, DataFingerprint, History, TrainConfig};
 use crate::compile::Step;
 use crate::data::{Batch, Batches};
 use crate::files::PathLock;
-use crate::model::{MaskedTargets, TransformerLM};
-use crate::nn::ForwardContext;
+use crate::model::TransformerLM;
 use crate::ops::cross_entropy::nothing_counts;
 use crate::optim::guard::{finite_loss, value_of};
 use crate::optim::{AdamW, GradScaler, decay_matrices_only};
-use crate::{Result, no_grad, probe};
-use candle_core::{Tensor, Var};
+use crate::{Result, probe};
+use candle_core::Var;
 use std::sync::Mutex;
 
 /// What a step did.
@@ -78,7 +77,7 @@ pub struct Trainer {
     pub(super) config: TrainConfig,
     /// Where several ranks train together.
     pub(super) job: Option<Job>,
-    /// From the first step on, or the first call of [`plan`](Self::plan).
+    /// From the first step or evaluation on, or the first call of [`plan`](Self::plan).
     pub(super) planned: Option<Step<'static>>,
     pub(super) training: Box<dyn Batches>,
     validation: Box<dyn Batches>,
@@ -208,16 +207,17 @@ impl Trainer {
                 .validation
                 .batch(index.min(count - 1) as u64, self.model.device())?;
             all += batch.num_targets();
-            let masked = self.masked(&batch)?;
-            let counted = masked.as_ref().map_or(batch.num_targets(), |m| m.counted);
+            let given = self.batch_of(&batch.inputs, &batch.targets)?;
+            let (counted, is_mean) = match given.counted() {
+                Some(counted) => (counted, false),
+                None => (batch.num_targets(), true),
+            };
             if counted == 0 && !gathers {
                 continue;
             }
-            let is_sum = masked.is_some();
-            let loss = no_grad(|| self.loss(&batch, masked))?;
+            let loss = value_of(&self.planned()?.0.forward(given)?)?;
             if index < count {
-                let targets = if is_sum { 1 } else { counted };
-                sum += value_of(&loss)? * targets as f64;
+                sum += if is_mean { loss * counted as f64 } else { loss };
                 predicted += counted;
             }
         }
@@ -285,27 +285,5 @@ impl Trainer {
         let index = self.step * self.config.accumulation + i;
         let batch = self.training.batch(index as u64, self.model.device())?;
         check_shape(batch, &self.config)
-    }
-
-    /// A batch's targets where some may not count.
-    fn masked(&self, batch: &Batch) -> Result<Option<MaskedTargets>> {
-        let (separator, ignore_index) = (self.config.separator, self.config.ignore_index);
-        MaskedTargets::of(&batch.inputs, &batch.targets, separator, ignore_index)
-    }
-
-    /// The mean loss of a batch, or the sum over its targets that count.
-    fn loss(&self, batch: &Batch, masked: Option<MaskedTargets>) -> Result<Tensor> {
-        let model = &self.model;
-        let forward = || {
-            let mut context = ForwardContext::default();
-            match masked {
-                None => model.loss_with(&batch.inputs, &batch.targets, &context, None),
-                Some(masked) => {
-                    context.first_keys = masked.first_keys;
-                    model.sum_of_losses(&batch.inputs, &masked.targets, &context)
-                }
-            }
-        };
-        self.config.precision.run(forward)
     }
 }

@@ -4,7 +4,7 @@
 use super::{at_most, join, succeed};
 use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
-use tallow::dist::{self, Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::{Result, ops};
 
 #[rstest]
@@ -73,7 +73,7 @@ impl Network {
     pub(super) fn loss(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let mut x = x.clone();
         for (i, layer) in self.layers.iter().enumerate() {
-            x = ops::linear(&x, &dist::gathered(layer)?)?;
+            x = ops::linear(&x, layer)?;
             if i + 1 < self.layers.len() {
                 x = ops::relu(&x)?;
             }

@@ -12,7 +12,7 @@ use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::report::Fields;
 
-fn run(mode: Mode) -> EndToEnd {
+pub fn run(mode: Mode) -> EndToEnd {
     EndToEnd {
         config: TransformerConfig {
             vocab_size: 61,

@@ -1,6 +1,6 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
-mod attention;
+pub mod attention;
 #[cfg(feature = "cuda")]
 mod attention_gpu;
 mod attention_judged;
@@ -23,6 +23,7 @@ mod plans;
 mod property;
 mod pytorch;
 mod refusals;
+mod retrace;
 #[cfg(feature = "cuda")]
 mod tf32;
 mod tied;
@@ -31,6 +32,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
+use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Plan, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -79,6 +81,19 @@ pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW)
     };
     let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
     (model, optimizer)
+}
+
+/// A step of the model's logits.
+pub fn logits_of(model: &TransformerLM, precision: Precision) -> Step<'_> {
+    let config = StepConfig {
+        precision,
+        ..Default::default()
+    };
+    let parameters = model.parameters();
+    let step = Step::without_optimizer(model.device(), parameters, &config, |inputs| {
+        model.forward(&inputs.get("tokens")?)
+    });
+    step.unwrap()
 }
 
 /// The plan of a model's step on the CPU, on tokens (B, T) in a micro-batch, and the blocks that it recomputes.
@@ -166,7 +181,11 @@ pub fn agree_of(
     let (planned, mut planned_optimizer) = make();
     let model_config = planned.config();
     let what = format!("{model_config:?} {plan:?} {batch_size} {length}");
-    let mut step = Step::of(&planned, &planned_optimizer, plan).unwrap();
+    let retraced = StepConfig {
+        retrace_every: NonZeroUsize::new(1),
+        ..plan.clone()
+    };
+    let mut step = Step::of(&planned, &planned_optimizer, &retraced).unwrap();
     // Where gradients are gone after a run, those of a step that keeps them: weights must be the same to the bit.
     let keeping = StepConfig {
         optimizer_in_backward: false,

@@ -26,7 +26,7 @@ unsafe impl Sync for Arena {}
 
 impl Arena {
     /// Room for `bytes`, zeros at first.
-    pub fn new(bytes: u64) -> Result<Self> {
+    fn new(bytes: u64) -> Result<Self> {
         let available_bytes = hardware::available_bytes().unwrap_or(u64::MAX);
         let refuse = || Error::OutOfMemory {
             what: "the arena of a planned step".into(),
@@ -41,8 +41,7 @@ impl Arena {
             true => ALIGNMENT_BYTES as usize,
             false => HUGE_PAGE_BYTES,
         };
-        // A plan without a buffer has a cache line all the same: an empty layout cannot be allocated.
-        let size = usize::try_from(bytes.max(ALIGNMENT_BYTES)).map_err(|_| refuse())?;
+        let size = usize::try_from(bytes).map_err(|_| refuse())?;
         let layout = Layout::from_size_align(size, align).map_err(|_| refuse())?;
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc(layout) }).ok_or_else(refuse)?;
@@ -52,11 +51,6 @@ impl Arena {
         Ok(Self { start, layout })
     }
 
-    /// The arena, with one without room left in its place.
-    pub fn take(&mut self) -> Result<Self> {
-        Ok(std::mem::replace(self, Self::new(0)?))
-    }
-
     /// The arena itself, or a larger one where it has fewer bytes. Never are both there.
     pub fn of_at_least(self, bytes: u64) -> Result<Self> {
         if self.layout.size() as u64 >= bytes {
@@ -64,6 +58,16 @@ impl Arena {
         }
         drop(self);
         Self::new(bytes)
+    }
+}
+
+/// One without room.
+impl Default for Arena {
+    fn default() -> Self {
+        Self {
+            start: NonNull::dangling(),
+            layout: Layout::new::<()>(),
+        }
     }
 }
 
@@ -87,8 +91,10 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+        if self.layout.size() > 0 {
+            // SAFETY: allocated with this layout.
+            unsafe { dealloc(self.start.as_ptr(), self.layout) };
+        }
     }
 }
 

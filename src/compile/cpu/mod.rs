@@ -19,43 +19,28 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 /// A plan's memory.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Executor {
     arena: Arena,
     clock: Option<PhaseClock<Instant>>,
 }
 
 impl Executor {
-    /// Allocates the arena, and what threads pack products into.
+    /// Allocates what threads pack products into.
     pub fn new(plan: &Plan) -> Result<Self> {
-        Self::in_arena(plan, None)
-    }
-
-    /// An executor of another plan in this one's arena, which this one loses.
-    pub fn in_place_of(&mut self, plan: &Plan) -> Result<Self> {
-        Self::in_arena(plan, Some(self.arena.take()?))
-    }
-
-    /// Takes the arena of another plan's executor, which loses it.
-    pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
-        self.arena = from.arena.take()?.of_at_least(plan.peak_bytes())?;
-        Ok(())
-    }
-
-    fn in_arena(plan: &Plan, arena: Option<Arena>) -> Result<Self> {
         let calls = plan.calls().iter();
         let mut products = calls.filter(|call| call.op.is_product());
         if products.clone().next().is_some() {
             let rounds = |call: &Call| plan.dtype_of(call) != DType::F32;
             ops::reserve_scratch(products.any(rounds))?;
         }
-        Ok(Self {
-            arena: match arena {
-                Some(arena) => arena.of_at_least(plan.peak_bytes())?,
-                None => Arena::new(plan.peak_bytes())?,
-            },
-            clock: None,
-        })
+        Ok(Self::default())
+    }
+
+    /// Takes the arena of another plan's executor, or a larger one in its place.
+    pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
+        self.arena = std::mem::take(&mut from.arena).of_at_least(plan.peak_bytes())?;
+        Ok(())
     }
 
     /// Runs the calls of every micro-batch, and those before: all but the update.
@@ -106,7 +91,7 @@ impl Executor {
     }
 
     /// Runs the calls that follow those of the micro-batches; what it returns is [`run`](Self::run)'s.
-    pub fn run_after_micro_batches(
+    fn run_after_micro_batches(
         &mut self,
         plan: &Plan,
         lent: &ExternalBuffers<'_>,

@@ -30,7 +30,7 @@ impl DevicePointers {
         let parameters = tensors.parameters.iter();
         let parameters = parameters.map(|(_, var)| Ok(elements(var)?.pointer));
         Ok(Self {
-            arena: start_of(&executor.arena),
+            arena: executor.arena.as_ref().map_or(0, start_of),
             tables: executor.tables.iter().map(start_of).collect(),
             output: executor.output.as_ref().map_or(0, start_of),
             parameters: parameters.collect::<Result<_>>()?,

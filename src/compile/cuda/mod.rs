@@ -54,7 +54,8 @@ pub(in crate::compile) struct Executor {
     /// The GPU as the model has it, and its stream.
     model_gpu: CudaDevice,
     stream: Arc<CudaStream>,
-    arena: CudaSlice<u8>,
+    /// `None` where the executor of another plan has it.
+    arena: Option<CudaSlice<u8>>,
     tables: Vec<CudaSlice<f32>>,
     inputs: Inputs,
     /// What a forward alone gives out, until it is copied.
@@ -79,8 +80,6 @@ pub(in crate::compile) struct Executor {
 enum RunScope {
     /// All but what follows the micro-batches.
     MicroBatches,
-    /// What follows them, in a plan without an update.
-    AfterMicroBatches,
     /// Everything, whether gradients are finite or not.
     Unchecked,
     /// Everything; the update is left out where a gradient is not finite.
@@ -88,25 +87,17 @@ enum RunScope {
 }
 
 impl RunScope {
-    const COUNT: usize = 4;
+    const COUNT: usize = 3;
 }
 
 impl Executor {
-    /// Allocates the arena, and copies the plan's tables to the GPU. Products of f32 are from now on what the switch
-    /// says now.
+    /// Allocates all but the arena, and copies the plan's tables to the GPU. Products of f32 are from now on what the
+    /// switch says now.
     pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         let on = Device::Cuda(gpu.clone());
         let tf32 = hardware::tf32(&on);
         call::check(plan, gpu, tf32)?;
-        let bytes = plan.peak_bytes() + plan.workspace_bytes();
-        let available_bytes = hardware::available_bytes_on(&on).unwrap_or(u64::MAX);
-        if bytes > available_bytes {
-            return Err(Error::OutOfMemory {
-                what: "the arena of a planned step".into(),
-                wanted_bytes: bytes,
-                available_bytes,
-            });
-        }
+        check_room(gpu, plan.workspace_bytes())?;
         let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
         let (gpu, products) = {
             let _undisturbed = hardware::cuda::undisturbed();
@@ -123,7 +114,7 @@ impl Executor {
             gpu: gpu.clone(),
             model_gpu,
             stream,
-            arena: gpu.alloc_zeros(plan.peak_bytes().max(1) as usize)?,
+            arena: None,
             tables: tables.collect::<candle_core::Result<_>>()?,
             inputs: Inputs::new(plan, gpu)?,
             output: match output {
@@ -142,6 +133,30 @@ impl Executor {
         })
     }
 
+    /// Takes the arena of another plan's executor, or allocates one, where that has not the room in its place. What was
+    /// recorded stays for as long as the arena is where it was.
+    pub fn take_arena(&mut self, plan: &Plan, from: Option<&mut Self>) -> Result<()> {
+        let bytes = plan.peak_bytes().max(1) as usize;
+        self.copies_are_current = false;
+        if let Some(from) = from
+            && let Some(arena) = from.arena.take()
+        {
+            let stream = from.gpu.cuda_stream();
+            stream.synchronize().w()?;
+            if arena.len() >= bytes {
+                let (len, own) = (arena.len(), self.gpu.cuda_stream());
+                // SAFETY: the other stream has done all that it was given, and the memory is this one's now.
+                self.arena = Some(unsafe { own.upgrade_device_ptr(arena.leak(), len) });
+                return Ok(());
+            }
+            drop(arena);
+            stream.synchronize().w()?;
+        }
+        check_room(&self.gpu, plan.peak_bytes())?;
+        self.arena = Some(self.gpu.alloc_zeros(bytes)?);
+        Ok(())
+    }
+
     /// Runs the calls of every micro-batch.
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         let controls = Controls {
@@ -157,13 +172,6 @@ impl Executor {
             unsafe { memcpy_dtod_async(to, from, buffer.len(), stream.cu_stream()) }.w()?;
             self.stream.join(&stream).w()?;
         }
-        Ok(())
-    }
-
-    /// Runs the calls that follow those of the micro-batches, in a plan without an update.
-    pub fn run_after_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
-        let controls = Controls::default();
-        let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::AfterMicroBatches)?;
         Ok(())
     }
 
@@ -210,7 +218,7 @@ impl Executor {
         }
         self.stream.join(&stream).w()?;
         let stepped = match extent {
-            RunScope::MicroBatches | RunScope::AfterMicroBatches => true,
+            RunScope::MicroBatches => true,
             _ => self.stepped(plan, controls)?,
         };
         self.copies_are_current = true;
@@ -300,10 +308,24 @@ impl Executor {
     }
 }
 
+/// An error unless a GPU has so many bytes left.
+fn check_room(gpu: &CudaDevice, bytes: u64) -> Result<()> {
+    let on = Device::Cuda(gpu.clone());
+    let available_bytes = hardware::available_bytes_on(&on).unwrap_or(u64::MAX);
+    match bytes > available_bytes {
+        false => Ok(()),
+        true => Err(Error::OutOfMemory {
+            what: "the arena of a planned step".into(),
+            wanted_bytes: bytes,
+            available_bytes,
+        }),
+    }
+}
+
 impl fmt::Debug for Executor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("cuda::Executor")
-            .field("arena_bytes", &self.arena.len())
+            .field("arena_bytes", &self.arena.as_ref().map(CudaSlice::len))
             .finish_non_exhaustive()
     }
 }

@@ -46,6 +46,7 @@ impl Executor {
             panic!("{} is not in the arena", buffer.name);
         };
         let first = operand.elements.start * buffer.dtype.size_in_bytes();
-        start_of(&self.arena) + range.start + first as u64
+        let arena = self.arena.as_ref().map_or(0, start_of);
+        arena + range.start + first as u64
     }
 }

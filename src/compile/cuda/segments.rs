@@ -17,10 +17,10 @@ pub(super) type Segment = Vec<(Range<usize>, usize)>;
 impl Executor {
     /// The calls of a run: in one segment, or where phases are timed or profiled in one for each stretch of one phase.
     pub(super) fn segments(&self, plan: &Plan, extent: RunScope) -> Vec<Segment> {
-        let mut calls = Segment::new();
-        if extent != RunScope::AfterMicroBatches {
-            calls.extend((0..plan.micro_batches()).map(|number| (plan.per_micro_batch(), number)));
-        }
+        let micro_batches = 0..plan.micro_batches();
+        let mut calls: Segment = micro_batches
+            .map(|number| (plan.per_micro_batch(), number))
+            .collect();
         if extent != RunScope::MicroBatches {
             calls.push((plan.per_micro_batch().end..plan.calls().len(), 0));
         }

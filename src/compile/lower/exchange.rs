@@ -24,7 +24,8 @@ pub(super) struct Averaged<'a> {
     /// By parameter, the rank that needs its gradient; none where all do.
     pub owners: Option<&'a [usize]>,
     pub kept: &'a mut Vec<BufferId>,
-    pub loss: BufferId,
+    /// The mean loss, where there is one.
+    pub loss: Option<BufferId>,
 }
 
 /// Buffers that are exchanged as one.
@@ -40,14 +41,15 @@ struct Bucket {
 impl Averaged<'_> {
     /// Adds the call that averages the loss.
     pub fn add_loss(&mut self) {
-        let alone = self.alone(self.loss);
-        self.insert(&alone, &HashMap::new());
+        if let Some(loss) = self.loss {
+            self.insert(&self.alone(loss), &HashMap::new());
+        }
     }
 
     /// Adds the calls.
     pub fn add(&mut self, config: &ReplicatedConfig) {
         let mut buckets = self.buckets(config.exchange);
-        buckets.push(self.alone(self.loss));
+        buckets.extend(self.loss.map(|loss| self.alone(loss)));
         let moved = self.join(&buckets);
         self.rename(&moved);
         self.order_updates(&buckets, &moved);

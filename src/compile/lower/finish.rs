@@ -1,6 +1,7 @@
 //! The end of a lowering: calls whose results are not needed left out, and the rest as a [`Plan`].
 
 use super::super::buffer::{BufferId, Category, Location};
+use super::super::config::PlanKind;
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Plan, Runs};
 use super::exchange::Averaged;
@@ -12,19 +13,10 @@ use std::collections::HashSet;
 
 impl Lower<'_> {
     pub(super) fn finish(
-        self,
-        output: BufferRange,
-        per_micro_batch: std::ops::Range<usize>,
-    ) -> Result<Lowered> {
-        Ok(self.finish_numbered(output, per_micro_batch)?.0)
-    }
-
-    /// The plan, and its numbers of the buffers.
-    pub(super) fn finish_numbered(
         mut self,
         output: BufferRange,
         per_micro_batch: std::ops::Range<usize>,
-    ) -> Result<(Lowered, Vec<BufferId>)> {
+    ) -> Result<Lowered> {
         let (op, target) = (self.job.function.op, self.job.function.target);
         let mut gradients = self.weights.gradients.clone();
         if !self.job.config.optimizer_in_backward {
@@ -56,6 +48,7 @@ impl Lower<'_> {
         calls.extend(repeats);
         let mut per_micro_batch = before..calls.len();
         calls.extend(update);
+        let own_rank = shares.as_ref().map(|shares| shares.own.rank);
         let owners = shares.and_then(|shares| shares.owners);
         let mut averaged = Averaged {
             calls: &mut calls,
@@ -64,7 +57,7 @@ impl Lower<'_> {
             gradients: &mut gradients,
             owners: owners.as_deref(),
             kept: &mut self.plan.kept,
-            loss: output.buffer,
+            loss: (self.job.kind == PlanKind::TrainStep).then_some(output.buffer),
         };
         if let Some(replicated) = &self.job.config.ranks.replicated() {
             averaged.add(replicated);
@@ -79,6 +72,10 @@ impl Lower<'_> {
                 on_gpu: target == Target::Cuda,
             };
             fetched.add(&mut calls, &mut per_micro_batch);
+            // Averaged on their owners alone.
+            let others = gradients.iter_mut().zip(owners);
+            let others = others.filter(|(_, owner)| Some(**owner) != own_rank);
+            others.for_each(|(gradient, _)| *gradient = None);
         }
         if target == Target::Cuda
             && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
@@ -93,7 +90,7 @@ impl Lower<'_> {
             per_micro_batch,
             micro_batches: self.job.config.accumulation,
         };
-        let tables = self.tables.into_iter().map(|(_, table)| table).collect();
+        let (tables_of, tables) = self.tables.into_iter().unzip();
         let buffers = self.plan.buffers.into_vec();
         let (parts, kept) = (self.plan.parts, self.plan.kept);
         let (plan, numbers) = Plan::new(calls, parts, buffers, tables, runs, &kept);
@@ -109,17 +106,17 @@ impl Lower<'_> {
             ..operand
         };
         let gradients = gradients.into_iter().map(|x| x.map(renamed));
-        let lowered = Lowered {
+        Ok(Lowered {
             plan,
             arguments: self.arguments,
+            tables: tables_of,
             checks: self.checks,
             output: renamed(output),
             gradients: gradients.collect(),
             norm: norm.map(renamed),
             recompute: self.recompute,
             unreached: self.unreached,
-        };
-        Ok((lowered, numbers))
+        })
     }
 }
 

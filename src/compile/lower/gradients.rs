@@ -60,10 +60,16 @@ impl Gradients {
 }
 
 impl Lower<'_> {
+    /// Whether a gradient is the plan's own, and nothing else reads it.
+    pub(super) fn may_be_overwritten(&self, gradient: &BufferRange) -> bool {
+        let is_own = self.plan.buffers[gradient.buffer].is_in_arena();
+        is_own && !self.gradients.reads(gradient.buffer)
+    }
+
     /// The gradient of a value, in a buffer that may be overwritten.
     pub(super) fn take_own(&mut self, value: ValueId) -> Option<BufferRange> {
         let gradient = self.gradients.take(value)?;
-        if !self.gradients.reads(gradient.buffer) {
+        if self.may_be_overwritten(&gradient) {
             return Some(gradient);
         }
         let dtype = self.plan.buffers[gradient.buffer].dtype;

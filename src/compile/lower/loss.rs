@@ -1,27 +1,40 @@
 //! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
 
 use super::super::buffer::{Category, Location};
+use super::super::config::PlanKind;
 use super::super::plan::{BufferRange, Phase};
 use super::super::traced::Parameter;
 use super::Lower;
 use crate::ops::arithmetic::lowering::zeros;
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
-use crate::ops::lowering::{Accumulate, Named};
+use crate::ops::lowering::{Accumulate, Named, converted};
 use crate::optim::MissingGradients;
 use crate::{Error, Result};
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// Of the first output: one float that an op has made.
-    pub(super) fn check_loss(&self) -> Result<()> {
+    /// Of the first output: a float, and where there is a backward one that an op has made with a graph; for a step the
+    /// one number of a loss.
+    pub(super) fn check_output(&self) -> Result<()> {
         let op = self.job.function.op;
+        let is_loss = self.job.kind == PlanKind::TrainStep;
         let refuse = |got: String| {
+            let (expected, hint) = match is_loss {
+                true => (
+                    "a loss: one f32, on the CPU or f64, that an op has made",
+                    "return ops::mean or a cross-entropy of what the model gives; ops::cast makes it f32",
+                ),
+                false => (
+                    "an output in a float dtype, that an op has made where its gradient is given",
+                    "return what an op of tallow::ops gives",
+                ),
+            };
             Err(Error::Shape {
                 op,
-                expected: "a loss: one f32, on the CPU or f64, that an op has made".into(),
+                expected: expected.into(),
                 got,
-                hint: "return ops::mean or a cross-entropy of what the model gives; ops::cast makes it f32".into(),
+                hint: hint.into(),
             })
         };
         let Some(output) = self.program.outputs.first() else {
@@ -29,9 +42,18 @@ impl Lower<'_> {
         };
         let shape = self.program.graph.shape_of(output);
         let value = self.program.graph.value(output.value);
-        let takes = value.dtype == DType::F32 || (value.dtype == DType::F64 && !self.is_on_gpu());
-        if shape.iter().product::<usize>() != 1 || !takes {
+        let takes = match value.dtype {
+            DType::F32 => true,
+            DType::F64 => !self.is_on_gpu(),
+            DType::BF16 | DType::F16 => !is_loss,
+            _ => false,
+        };
+        let is_one = shape.iter().product::<usize>() == 1;
+        if (is_loss && !is_one) || !takes {
             return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
+        }
+        if !self.job.has_backward() {
+            return Ok(());
         }
         if !output.tracked {
             return refuse("one without a graph, that no gradient leaves".into());
@@ -40,6 +62,20 @@ impl Lower<'_> {
             Some(_) => Ok(()),
             None => refuse("a tensor that no op has made".into()),
         }
+    }
+
+    /// Begins backward with the gradient of the output that a run is given: the output, which the run leaves.
+    pub(super) fn begin_with_given_gradient(&mut self) -> BufferRange {
+        let program = self.program.clone();
+        let (output, gradient) = (&program.outputs[0], &program.outputs[1]);
+        let [out, d_out] = [output, gradient].map(|x| self.read(x));
+        if self.plan.buffers[out.buffer].is_in_arena() {
+            let category = Category::Output;
+            self.plan.buffers.set_category(out.buffer, category);
+            self.plan.kept.push(out.buffer);
+        }
+        self.contribute(output, d_out);
+        out
     }
 
     /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
@@ -101,7 +137,25 @@ impl Lower<'_> {
                 MissingGradients::Zero => self.zero_gradient(number),
             }
         }
+        self.round_gradients();
         Ok(())
+    }
+
+    /// Rounds the gradients of parameters in half precision, which products sum in f32, to the parameters' dtype.
+    fn round_gradients(&mut self) {
+        for (number, parameter) in self.job.function.parameters.iter().enumerate() {
+            let Some(gradient) = self.weights.gradients[number].clone() else {
+                continue;
+            };
+            let is_half = matches!(parameter.dtype, DType::BF16 | DType::F16);
+            if is_half && self.plan.buffers[gradient.buffer].dtype != parameter.dtype {
+                let name = format!("gradient of {}", parameter.name);
+                let rounded = self.temporary(&name, &[parameter.elements], parameter.dtype);
+                let writes = [("y", rounded.clone())];
+                self.plan.call(converted(), [("x", gradient)], writes);
+                self.weights.gradients[number] = Some(rounded);
+            }
+        }
     }
 
     /// Writes a gradient of zeros, of a parameter or of this rank's part of it.

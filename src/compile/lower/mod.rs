@@ -42,8 +42,7 @@ mod weights;
 
 pub(super) use recompute::Recompute;
 
-use super::buffer::{Category, Location};
-use super::config::StepConfig;
+use super::config::{PlanKind, StepConfig};
 use super::parts::PartCost;
 use super::plan::{BufferRange, Phase, Plan};
 use super::traced::{Target, TracedFunction};
@@ -53,6 +52,7 @@ use crate::ops::cost::Cost;
 use crate::ops::lowering::Check;
 use crate::optim::MissingGradients;
 use crate::{Error, Result};
+use candle_core::DType;
 use form::{Form, Placed};
 use gradients::Gradients;
 use program::Program;
@@ -64,14 +64,18 @@ use weights::Weights;
 /// What is planned.
 #[derive(Clone, Copy)]
 pub(super) struct Job<'a> {
-    /// Its first output is the loss; of a forward alone, what it gives out.
+    /// Its first output is the loss, or what a [`PlanKind::Forward`] gives out; of a [`PlanKind::Gradients`] the second
+    /// is the gradient of the first, an input.
     pub function: &'a TracedFunction,
-    /// Whether the parameters are updated. In a forward alone none is.
-    pub trains: bool,
-    /// Values from outside that are no parameters, and whose gradients are left.
-    pub differentiated: &'a [ValueId],
+    pub kind: PlanKind,
     pub config: &'a StepConfig,
     pub recompute: Recompute,
+}
+
+impl Job<'_> {
+    fn has_backward(&self) -> bool {
+        self.kind != PlanKind::Forward
+    }
 }
 
 /// A graph as a plan, and what its homes stand for.
@@ -80,11 +84,13 @@ pub(super) struct Lowered {
     /// What is lent as [`Location::Input`] and [`Location::Argument`], by number: all of a value, or the elements of a
     /// view, in order.
     pub arguments: Vec<(ValueId, Option<graph::View>)>,
+    /// What each of the plan's tables was made from.
+    pub tables: Vec<TableOf>,
     /// What is checked before a run.
     pub checks: Vec<(ValueId, Check)>,
-    /// The loss (1), f64; what a forward alone gives out.
+    /// The mean loss (1), f64; in a plan of another kind the function's output.
     pub output: BufferRange,
-    /// Of each parameter, where the optimizer does not run in backward.
+    /// Of each parameter, where the optimizer does not run in backward, and another rank does not have it.
     pub gradients: Vec<Option<BufferRange>>,
     /// The norm of all gradients, and what they were multiplied by.
     pub norm: Option<BufferRange>,
@@ -94,98 +100,41 @@ pub(super) struct Lowered {
     pub unreached: Vec<(usize, MissingGradients)>,
 }
 
-/// Plans a step: the graph's first output is the loss.
+/// Plans a traced function.
 ///
 /// # Errors
-/// An op that has no planned form; a loss that is not one float.
-pub(super) fn step(job: &Job<'_>) -> Result<Lowered> {
+/// An op that has no planned form; an output that a plan of this kind does not take.
+pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
     let mut lower = Lower::new(job);
-    lower.check_loss()?;
+    lower.check_output()?;
     if job.config.accumulation > 1 || lower.is_on_gpu() {
         lower.copy_weights();
     }
     let first = lower.plan.calls.len();
-    lower.forward()?;
-    let loss = lower.mean_loss()?;
-    lower.free_weights();
-    lower.backward()?;
-    lower.scatter_all_gradients();
-    lower.complete_gradients()?;
-    let per_micro_batch = first..lower.plan.calls.len();
-    lower.update();
-    lower.finish(loss, per_micro_batch)
-}
-
-/// Plans a forward alone: the graph's first output is given out.
-///
-/// # Errors
-/// An op that has no planned form.
-pub(super) fn forward(job: &Job<'_>) -> Result<Lowered> {
-    let mut lower = Lower::new(job);
-    if lower.is_on_gpu() {
-        lower.copy_weights();
+    if job.kind == PlanKind::Forward {
+        lower.place_output();
     }
-    let first = lower.plan.calls.len();
-    let output = lower.place_output();
     lower.forward()?;
+    let output = match job.kind {
+        PlanKind::TrainStep => lower.mean_loss()?,
+        PlanKind::Forward => lower.placed_output(),
+        PlanKind::Gradients => lower.begin_with_given_gradient(),
+    };
+    if job.kind != PlanKind::Forward {
+        lower.free_weights();
+        lower.backward()?;
+        lower.scatter_all_gradients();
+        lower.complete_gradients()?;
+    }
     let per_micro_batch = first..lower.plan.calls.len();
+    if job.kind == PlanKind::TrainStep {
+        lower.update();
+    }
     lower.finish(output, per_micro_batch)
 }
 
-/// Plans a forward, and after the plan's micro-batches the gradients of what is [differentiated](Job::differentiated),
-/// from that of the first output, which is lent as the argument after those that the graph reads. With the gradients,
-/// and the graph's other outputs.
-///
-/// # Errors
-/// An op that has no planned form.
-pub(super) fn with_gradients(job: &Job<'_>) -> Result<(Lowered, [Vec<BufferRange>; 2])> {
-    let mut lower = Lower::new(job);
-    lower.forward()?;
-    let per_micro_batch = 0..lower.plan.calls.len();
-    let output = lower.program.outputs[0].clone();
-    let out = lower.read(&output);
-    let others = lower.program.clone();
-    let others = others.outputs[1..].iter();
-    let others: Vec<BufferRange> = others.map(|output| lower.read(output)).collect();
-    let location = Location::Argument(lower.arguments.len());
-    let value = lower.program.graph.value(output.value).clone();
-    let buffers = &mut lower.plan.buffers;
-    let d_out = buffers.add(
-        "d_out",
-        &value.shape,
-        value.dtype,
-        Category::Input,
-        location,
-    );
-    let d_out = lower.plan.whole(d_out);
-    lower.contribute(&output, d_out);
-    lower.backward()?;
-    let gradients = job.differentiated.iter();
-    let gradients = gradients.map(|value| match lower.gradients.take(*value) {
-        Some(gradient) => Ok(gradient),
-        None => Err(no_planned_form(
-            job.function.op,
-            "a gradient",
-            "",
-            " of what is not reached",
-        )),
-    });
-    let gradients = gradients.collect::<Result<Vec<_>>>()?;
-    let buffers = &mut lower.plan.buffers;
-    buffers.set_category(out.buffer, Category::Output);
-    for gradient in &gradients {
-        buffers.set_category(gradient.buffer, Category::Gradient);
-    }
-    let kept = [&out].into_iter().chain(&gradients).chain(&others);
-    lower.plan.kept = kept.map(|operand| operand.buffer).collect();
-    let (lowered, numbers) = lower.finish_numbered(out, per_micro_batch)?;
-    let renamed = |operand: BufferRange| BufferRange {
-        buffer: numbers[operand.buffer.index()],
-        ..operand
-    };
-    let renamed = [gradients, others].map(|x| x.into_iter().map(renamed).collect());
-    Ok((lowered, renamed))
-}
+/// A constant that a plan has as a table, and the dtype that it was rounded to.
+pub(super) type TableOf = (graph::ValueRef, DType);
 
 /// A plan in the making.
 struct Lower<'a> {
@@ -200,7 +149,8 @@ struct Lower<'a> {
     places: Vec<Option<BufferRange>>,
     /// Views whose elements were put in order.
     dense: HashMap<(usize, graph::View), BufferRange>,
-    tables: Vec<(graph::ValueRef, Vec<f32>)>,
+    /// By number, what each was made from.
+    tables: Vec<(TableOf, Vec<f32>)>,
     arguments: Vec<(ValueId, Option<graph::View>)>,
     checks: Vec<(ValueId, Check)>,
     gradients: Gradients,
@@ -216,10 +166,10 @@ impl<'a> Lower<'a> {
     fn new(job: &'a Job<'a>) -> Self {
         let function = job.function;
         let followed = |value| {
-            if job.differentiated.contains(&value) {
-                return Some(function.graph.value(value).elements());
-            }
-            let number = function.numbers.get(&value).filter(|_| job.trains)?;
+            let number = function
+                .numbers
+                .get(&value)
+                .filter(|_| job.has_backward())?;
             Some(function.parameters[*number].elements)
         };
         let program = Rc::new(Program::new(&function.graph, followed));

@@ -48,16 +48,6 @@ impl Choice {
     }
 }
 
-impl Recompute {
-    /// Both.
-    pub fn plus(self, other: Self) -> Self {
-        Self {
-            sums: self.sums + other.sums,
-            gates: self.gates + other.gates,
-        }
-    }
-}
-
 fn takes(left: &Cell<usize>) -> bool {
     let count = left.get();
     left.set(count.saturating_sub(1));

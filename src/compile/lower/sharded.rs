@@ -33,7 +33,8 @@ impl Lower<'_> {
     pub(super) fn part_of(&self, weight: ValueId) -> Option<Shard> {
         let config = self.job.config;
         config.ranks.fully_sharded()?;
-        self.trained(weight).and(config.ranks.shard())
+        let number = self.job.function.numbers.get(&weight);
+        number.and(config.ranks.shard())
     }
 
     /// All of weights that ranks have parts of, one under the other.

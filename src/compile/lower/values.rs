@@ -6,6 +6,7 @@ use super::super::traced::Parameter;
 use super::{Lower, part};
 use crate::Result;
 use crate::graph::{self, Source, ValueId};
+use crate::ops::lowering::converted;
 use crate::ops::strided;
 use candle_core::DType;
 
@@ -40,17 +41,38 @@ impl Lower<'_> {
         place
     }
 
-    /// Has the first output made where the plan gives it out.
-    pub(super) fn place_output(&mut self) -> BufferRange {
+    /// Has the output made where the plan gives it out, if it is all of what an op makes.
+    pub(super) fn place_output(&mut self) {
         let program = self.program.clone();
         let output = &program.outputs[0];
-        let value = program.graph.value(output.value);
-        let (category, location) = (Category::Output, Location::Output);
-        let buffers = &mut self.plan.buffers;
-        let id = buffers.add("output", &value.shape, value.dtype, category, location);
-        let place = self.plan.whole(id);
-        self.places[output.value.0] = Some(place.clone());
+        if output.view.is_none() && program.maker(output.value).is_some() {
+            self.places[output.value.0] = Some(self.output_buffer());
+        }
+    }
+
+    /// The output where the plan gives it out: made there, or copied.
+    pub(super) fn placed_output(&mut self) -> BufferRange {
+        let output = self.program.outputs[0].clone();
+        let made = self.read(&output);
+        if self.plan.buffers[made.buffer].location == Location::Output {
+            return made;
+        }
+        let place = self.output_buffer();
+        let writes = [("y", place.clone())];
+        self.plan.call(converted(), [("x", made)], writes);
         place
+    }
+
+    fn output_buffer(&mut self) -> BufferRange {
+        let (program, buffers) = (self.program.clone(), &mut self.plan.buffers);
+        let output = &program.outputs[0];
+        let (shape, dtype) = (
+            program.graph.shape_of(output),
+            program.graph.value(output.value).dtype,
+        );
+        let (category, location) = (Category::Output, Location::Output);
+        let id = buffers.add("output", shape, dtype, category, location);
+        self.plan.whole(id)
     }
 
     /// Where all of a value lies.
@@ -181,7 +203,8 @@ impl Lower<'_> {
         operand: &graph::ValueRef,
         dtype: DType,
     ) -> Result<BufferRange> {
-        let known = self.tables.iter().position(|(other, _)| other == operand);
+        let mut known = self.tables.iter();
+        let known = known.position(|((other, _), _)| other == operand);
         if let Some(number) = known {
             let mut buffers = self.plan.buffers.iter();
             let found = buffers.find(|(_, buffer)| buffer.location == Location::Table(number));
@@ -192,7 +215,7 @@ impl Lower<'_> {
         let number = self.tables.len();
         let elements = self.job.function.table(operand, dtype)?;
         let shape = self.program.graph.shape_of(operand).to_vec();
-        self.tables.push((operand.clone(), elements));
+        self.tables.push(((operand.clone(), dtype), elements));
         let (category, location) = (Category::Input, Location::Table(number));
         let buffers = &mut self.plan.buffers;
         let id = buffers.add(name, &shape, DType::F32, category, location);

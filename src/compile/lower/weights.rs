@@ -62,7 +62,7 @@ impl Lower<'_> {
     /// The number of a parameter that is trained.
     pub(super) fn trained(&self, value: ValueId) -> Option<usize> {
         let number = self.job.function.numbers.get(&value).copied();
-        number.filter(|_| self.job.trains)
+        number.filter(|_| self.job.has_backward())
     }
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
@@ -161,7 +161,7 @@ impl Lower<'_> {
         let config = self.job.config;
         let stays = config.accumulation == 1 || config.ranks.fully_sharded().is_some();
         let is_first = self.weights.gradients[number].is_none();
-        if is_first && stays && !self.gradients.reads(gradient.buffer) {
+        if is_first && stays && self.may_be_overwritten(&gradient) {
             self.weights.gradients[number] = Some(gradient);
         } else {
             let dtype = self.program.graph.value(value).dtype;

@@ -3,13 +3,14 @@
 use super::layer::traced;
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
 use crate::attention::Algorithm;
-use crate::compile::{Attention, AttentionPlanConfig, Category, Step, StepConfig};
+use crate::compile::{Batch, Category, PlanKind, Step, StepConfig, Target};
 use crate::graph::{self, MemoryStep};
 use crate::nn::CausalSelfAttention;
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
-/// What [`compile::Attention`](crate::compile::Attention) holds where `kernels` compute it, with its inputs.
+/// What a [`Step`] of attention alone, whose parameters are q, k and v, holds for forward and
+/// [backward](Step::forward_backward_from) where `kernels` compute it.
 ///
 /// It is what the plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its
 /// kernels take for themselves, if all threads of the pool that asks find work.
@@ -18,23 +19,21 @@ use candle_core::Device;
 /// scratch.
 ///
 /// # Errors
-/// As [`Attention::plan_for`].
+/// As [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
 pub fn planned_attention_breakdown(
     workload: &AttentionWorkload,
     kernels: Kernels,
 ) -> Result<MemoryBreakdown> {
     let w = workload;
-    let shape = (w.batch_size, w.heads, w.sequence_length, w.head_dim);
-    let config = AttentionPlanConfig {
-        algorithm: w.algorithm,
-        attention: w.hollow_config()?,
-        ..AttentionPlanConfig::new(shape, w.dtype)
+    let target = match kernels {
+        Kernels::Cpu => Target::from(&Device::Cpu),
+        Kernels::Cuda => Target::Cuda,
     };
-    let plan = match kernels {
-        Kernels::Cpu => Attention::plan_for(&Device::Cpu, &config)?,
-        Kernels::Cuda => Attention::plan_for_gpu(&config)?,
-    };
-    let inputs = plan.category_bytes(Category::Input);
+    check_addressable(w.dtype.size_in_bytes() as f64 * w.largest(), None)?;
+    let (kind, config) = (PlanKind::Gradients, StepConfig::default());
+    let plan = Step::plan_for(target, kind, &config, Batch::new([]), |_| w.forward())?;
+    let [leaves, d_out] = [Category::Parameter, Category::Input];
+    let inputs = plan.category_bytes(leaves) + plan.category_bytes(d_out);
     let kept = plan.category_bytes(Category::Activation);
     let out = plan
         .alive_bytes(plan.backward_begins())
@@ -133,11 +132,11 @@ pub fn planned_attention_breakdown(
     })
 }
 
-/// The memory of forward and backward of a [`Step`] of the layer on `device`, where the loss is the sum of its
-/// output.
+/// The memory of forward and [backward](Step::forward_backward_from) of a [`Step`] of the layer on `device`, from its
+/// output's gradient.
 ///
-/// It is what the plan says, with the weights, which are in f32, and the input; on a GPU also the 32 MiB that cuBLASLt
-/// works in. There is no optimizer: nothing is updated. What products pack on the CPU is not included.
+/// It is what the plan says, with the weights, which are in f32, the input and that gradient; on a GPU also the 32 MiB
+/// that cuBLASLt works in. There is no optimizer: nothing is updated. What products pack on the CPU is not included.
 ///
 /// # Errors
 /// As [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
@@ -150,25 +149,27 @@ pub fn planned_self_attention_breakdown(
     let shape = (b, t, d);
     let weights = 4.0 * d as f64 * d as f64;
     let x = b as f64 * t as f64 * d as f64;
-    let largest_bytes = 4.0 * weights.max(x).max(w.attention().largest());
-    if largest_bytes >= isize::MAX as f64 {
-        return Err(Error::OutOfMemory {
-            what: "the plan of a self-attention layer".into(),
-            wanted_bytes: largest_bytes as u64, // saturates
-            available_bytes: hardware::available_bytes_on(device).unwrap_or(u64::MAX),
-        });
-    }
+    let largest = weights.max(x).max(w.attention().largest());
+    check_addressable(4.0 * largest, Some(device))?;
     let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
     let input = graph::input("x", shape, w.dtype)?;
-    let plan = Step::plan_for(device, &StepConfig::default(), [("x", &input)], |inputs| {
-        w.planned_loss(&layer, &inputs.get("x")?)
+    let layer = layer.with_attention(w.algorithm);
+    let config = StepConfig {
+        precision: w.precision,
+        ..Default::default()
+    };
+    let kind = PlanKind::Gradients;
+    let plan = Step::plan_for(device, kind, &config, [("x", &input)], |inputs| {
+        layer.forward(&inputs.get("x")?)
     })?;
+    let width = w.compute_dtype().size_in_bytes();
     let kept = plan.alive_bytes(plan.backward_begins());
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let sizes = format!("B {b}, T {t}, D {d}, H {h}");
     Ok(MemoryBreakdown::new(sizes)
         .with(MemoryKind::Weights, "weights", "4D^2", weights, 4)
         .with(MemoryKind::Inputs, "x", "BTD", x, 4)
+        .with(MemoryKind::Inputs, "out's gradient", "BTD", x, width)
         .with(
             MemoryKind::Activations,
             "what backward reads",
@@ -183,4 +184,17 @@ pub fn planned_self_attention_breakdown(
             rest as f64,
             1,
         ))
+}
+
+/// An error for a tensor of so many bytes that no address reaches its end.
+fn check_addressable(largest_bytes: f64, device: Option<&Device>) -> Result<()> {
+    if largest_bytes < isize::MAX as f64 {
+        return Ok(());
+    }
+    let device = device.unwrap_or(&Device::Cpu);
+    Err(Error::OutOfMemory {
+        what: "a planned layer".into(),
+        wanted_bytes: largest_bytes as u64, // saturates
+        available_bytes: hardware::available_bytes_on(device).unwrap_or(u64::MAX),
+    })
 }

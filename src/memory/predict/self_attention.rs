@@ -6,8 +6,8 @@ use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, Mask};
 use crate::nn::CausalSelfAttention;
 use crate::precision::Precision;
-use crate::{Result, graph, ops};
-use candle_core::{DType, Tensor};
+use crate::{Result, graph};
+use candle_core::DType;
 
 /// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,17 +53,6 @@ impl SelfAttentionWorkload {
         }
     }
 
-    /// What a plan of the layer is made from: the sum of its output, whose gradient is ones.
-    pub(crate) fn planned_loss(&self, layer: &CausalSelfAttention, x: &Tensor) -> Result<Tensor> {
-        let layer = layer.clone().with_attention(self.algorithm);
-        let out = self.precision.run(|| layer.forward(x))?;
-        let out = match out.dtype() {
-            DType::F64 => out,
-            _ => ops::cast(&out, DType::F32)?,
-        };
-        ops::sum(&out)
-    }
-
     /// The attention inside it.
     pub fn attention(&self) -> AttentionWorkload {
         AttentionWorkload {
@@ -80,7 +69,7 @@ impl SelfAttentionWorkload {
     }
 
     /// What projections and attention are computed in: a region leaves f64 alone.
-    fn compute_dtype(&self) -> DType {
+    pub(crate) fn compute_dtype(&self) -> DType {
         match self.precision.policy() {
             Some(_) if self.dtype != DType::F64 => self.precision.dtype(),
             _ => self.dtype,

@@ -8,7 +8,8 @@ use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
 use tallow::compile::arena::ALIGNMENT_BYTES;
-use tallow::compile::{Attention, AttentionPlanConfig, Category, Plan};
+use tallow::compile::{Batch, Category, Plan, PlanKind, Step, StepConfig, Target};
+use tallow::graph;
 use tallow::memory::tracker;
 
 fn config(mask: Mask) -> AttentionConfig {
@@ -18,33 +19,55 @@ fn config(mask: Mask) -> AttentionConfig {
     }
 }
 
-/// Self-attention by an algorithm, to be planned.
-pub fn planning(
+/// Attention alone, planned: q, k and v are its parameters.
+pub fn planned(
+    algorithm: Algorithm,
+    [q, k, v]: [&Var; 3],
+    attention: &AttentionConfig,
+) -> Step<'static> {
+    let parameters = [("q", q), ("k", k), ("v", v)];
+    let parameters = parameters.map(|(name, x)| (name.to_string(), x.clone()));
+    let ([q, k, v], attention) = ([q, k, v].map(Var::clone), attention.clone());
+    let (device, config) = (q.device().clone(), StepConfig::default());
+    let step = Step::without_optimizer(&device, parameters.into(), &config, move |_| {
+        algorithm.attend(&q, &k, &v, &attention)
+    });
+    step.unwrap()
+}
+
+/// Output and gradients of a run.
+pub fn run(planned: &mut Step, d_out: &Tensor) -> [Tensor; 4] {
+    planned
+        .forward_backward_from(Batch::new([]), d_out)
+        .unwrap();
+    let gradients = planned.gradients().unwrap().into_iter();
+    let gradients = gradients.map(|(_, gradient)| gradient);
+    let all: Vec<Tensor> = [planned.output().unwrap()]
+        .into_iter()
+        .chain(gradients)
+        .collect();
+    all.try_into().unwrap()
+}
+
+/// The plan alone, of self-attention.
+pub fn plan_alone(
+    target: impl Into<Target>,
     algorithm: Algorithm,
     shape: impl Into<Shape>,
     dtype: DType,
     attention: &AttentionConfig,
-) -> AttentionPlanConfig {
-    AttentionPlanConfig {
-        algorithm,
-        attention: attention.clone(),
-        ..AttentionPlanConfig::new(shape, dtype)
-    }
+) -> tallow::Result<Plan> {
+    let (shape, weights) = (shape.into(), graph::weights(dtype));
+    let [q, k, v] = ["q", "k", "v"].map(|name| weights.get(shape.clone(), name).unwrap());
+    let (kind, config) = (PlanKind::Gradients, StepConfig::default());
+    Step::plan_for(target, kind, &config, Batch::new([]), |_| {
+        algorithm.attend(&q, &k, &v, attention)
+    })
 }
 
-/// Naive self-attention on the CPU.
-pub fn naive(
-    shape: impl Into<Shape>,
-    dtype: DType,
-    attention: &AttentionConfig,
-) -> tallow::Result<Attention> {
-    Attention::new(&CPU, &planning(Algorithm::Naive, shape, dtype, attention))
-}
-
-/// As [`naive`], the plan alone.
+/// As [`plan_alone`], of naive attention on the CPU.
 pub fn naive_plan(shape: impl Into<Shape>, dtype: DType, attention: &AttentionConfig) -> Plan {
-    let config = planning(Algorithm::Naive, shape, dtype, attention);
-    Attention::plan_for(&CPU, &config).unwrap()
+    plan_alone(&CPU, Algorithm::Naive, shape, dtype, attention).unwrap()
 }
 
 /// q, k, v and d_out of that shape; the same seed gives the same.
@@ -65,13 +88,14 @@ fn agree(shape: &[usize], config: &AttentionConfig) {
     let out = attention::naive(&q, &k, &v, config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
-    let mut planned = naive(shape, DType::F32, config).unwrap();
-    for run in 0..2 {
-        planned.forward(&q, &k, &v).unwrap();
-        let error = distance(&planned.output().unwrap(), &out);
-        assert!(error <= 1e-6, "{shape:?} {config:?} run {run}: {error:.1e}");
-        planned.backward(&d_out).unwrap();
-        let gradients = planned.gradients().unwrap();
+    let mut planned = planned(Algorithm::Naive, [&q, &k, &v], config);
+    for turn in 0..2 {
+        let [planned_out, gradients @ ..] = run(&mut planned, &d_out);
+        let error = distance(&planned_out, &out);
+        assert!(
+            error <= 1e-6,
+            "{shape:?} {config:?} run {turn}: {error:.1e}"
+        );
         for ((got, var), name) in gradients.iter().zip([&q, &k, &v]).zip(["dq", "dk", "dv"]) {
             let wanted = store.get(var).unwrap();
             // One key has one probability, 1, and no gradient; what either computes is rounding.
@@ -127,20 +151,16 @@ pub fn flash_as_eager(shape: &[usize], dtype: DType, config: &AttentionConfig, d
     let out = attention::flash(&q, &k, &v, config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
-    let mut planned =
-        Attention::new(device, &planning(Algorithm::Flash, shape, dtype, config)).unwrap();
-    for run in 0..3 {
-        planned.forward(&q, &k, &v).unwrap();
-        planned.backward(&d_out).unwrap();
-        let [dq, dk, dv] = planned.gradients().unwrap();
-        let found = [planned.output().unwrap(), dq, dk, dv];
+    let mut planned = planned(Algorithm::Flash, [&q, &k, &v], config);
+    for turn in 0..3 {
+        let found = run(&mut planned, &d_out);
         let wanted = [&q, &k, &v].map(|x| store.get(x).unwrap());
         let wanted = [&out].into_iter().chain(wanted);
         for ((found, wanted), name) in found.iter().zip(wanted).zip(["out", "dq", "dk", "dv"]) {
             let [found, wanted] = [found, wanted].map(|x| numbers(&x.to_device(&CPU).unwrap()));
             assert!(
                 found == wanted,
-                "{shape:?} {dtype:?} {config:?} {name}, run {run}"
+                "{shape:?} {dtype:?} {config:?} {name}, run {turn}"
             );
         }
     }
@@ -159,9 +179,7 @@ pub fn with_others(device: &Device) {
         (Algorithm::Flash, 2),
     ] {
         let attention = config(Mask::CausalEnd);
-        let mut config = planning(algorithm, (2, 6, 50, 16), DType::F32, &attention);
         let (queries, keys) = ([2, 6, 50, 16], [2, kv_heads, 70, 16]);
-        (config.k, config.v) = (Shape::from(&keys), Shape::from(&keys));
         let there = |x: &Tensor| x.to_device(device).unwrap();
         let [q, _, _, d_out] = inputs(&queries).map(|x| there(&x));
         let [_, k, v, _] = inputs(&keys).map(|x| there(&x));
@@ -170,33 +188,29 @@ pub fn with_others(device: &Device) {
         let loss = (&out * &d_out).unwrap().sum_all().unwrap();
         let store = loss.backward().unwrap();
 
-        let mut planned = Attention::new(device, &config).unwrap();
+        let mut planned = planned(algorithm, [&q, &k, &v], &attention);
         for _ in 0..2 {
-            planned.forward(&q, &k, &v).unwrap();
-            planned.backward(&d_out).unwrap();
-            let error = distance(&planned.output().unwrap(), &out);
+            let [planned_out, gradients @ ..] = run(&mut planned, &d_out);
+            let error = distance(&planned_out, &out);
             assert!(error <= 1e-6, "{algorithm:?}: {error:.1e}");
-            let gradients = planned.gradients().unwrap();
             for (found, var) in gradients.iter().zip([&q, &k, &v]) {
                 assert_eq!(found.dims(), var.dims());
                 let error = distance(found, store.get(var).unwrap());
                 assert!(error <= 5e-6, "{algorithm:?}: {error:.1e}");
             }
         }
-        match algorithm {
-            Algorithm::Naive => {
-                let text = planned.lse().unwrap_err().to_string();
-                assert!(text.contains("Algorithm::Flash"), "{text}");
-            }
-            Algorithm::Flash => {
-                let (_, lse) = attention::flash_with_lse(&q, &k, &v, &attention).unwrap();
-                let found = planned.lse().unwrap();
-                assert_eq!(found.dims(), [2, 6, 50]);
-                assert_eq!(numbers(&on_cpu(&found)), numbers(&on_cpu(&lse)));
-            }
+        if algorithm == Algorithm::Flash {
+            let (_, lse) = attention::flash_with_lse(&q, &k, &v, &attention).unwrap();
+            let parameters = [("q", &q), ("k", &k), ("v", &v)];
+            let parameters = parameters.map(|(name, x)| (name.to_string(), x.clone()));
+            let (parameters, config) = (parameters.into(), StepConfig::default());
+            let mut step = Step::without_optimizer(device, parameters, &config, |_| {
+                Ok(attention::flash_with_lse(&q, &k, &v, &attention)?.1)
+            });
+            let found = step.as_mut().unwrap().forward(Batch::new([])).unwrap();
+            assert_eq!(found.dims(), [2, 6, 50]);
+            assert_eq!(numbers(&on_cpu(&found)), numbers(&on_cpu(&lse)));
         }
-        let text = planned.forward(&q, &q, &v).unwrap_err().to_string();
-        assert!(text.contains("k [2"), "{text}");
     }
 }
 
@@ -208,10 +222,7 @@ fn on_cpu(x: &Tensor) -> Tensor {
 fn flash_keeps_nothing_of_all_pairs() {
     let shape = (4, 2, 500, 64);
     let config = config(Mask::Causal);
-    let plan = |dtype| {
-        let plan = Attention::plan_for(&CPU, &planning(Algorithm::Flash, shape, dtype, &config));
-        plan.unwrap()
-    };
+    let plan = |dtype| plan_alone(&CPU, Algorithm::Flash, shape, dtype, &config).unwrap();
     let (n, rows) = (8 * 500 * 64, 8 * 500);
     let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT_BYTES);
     let single = plan(DType::F32);
@@ -221,16 +232,9 @@ fn flash_keeps_nothing_of_all_pairs() {
     assert!(single.explain().contains("flash_attention_backward"));
     let half = plan(DType::BF16);
     assert_eq!(half.peak_bytes(), aligned(4 * rows) + 2 * 5 * n);
-    let error = Attention::plan_for(
-        &CPU,
-        &planning(Algorithm::Flash, (2, 10, 257), DType::F32, &config),
-    );
+    let error = plan_alone(&CPU, Algorithm::Flash, (2, 10, 257), DType::F32, &config);
     let text = error.map(|_| ()).unwrap_err().to_string();
-    let many = (1usize << 50, 1, 1); // whose workspace on a GPU is larger than they are
-    let beyond = Attention::plan_for(&CPU, &planning(Algorithm::Flash, many, DType::F32, &config));
-    let beyond = beyond.map(|_| ()).unwrap_err().to_string();
-    assert!(beyond.contains("planned attention"), "{beyond}");
-    for word in ["at most 256", "[2, 10, 257]", "plan naive"] {
+    for word in ["256", "257"] {
         assert!(text.contains(word), "no {word:?} in {text:?}");
     }
 }
@@ -240,16 +244,15 @@ fn any_scale() {
     for scale in [-0.7, 0.0, 2.5] {
         let scale = Some(scale);
         let mask = Mask::Causal;
-        let [q, k, v, _] = inputs(&[2, 50, 12]);
+        let [q, k, v, _] = inputs(&[2, 50, 12]).map(|x| Var::from_tensor(&x).unwrap());
         let config = AttentionConfig {
             mask,
             scale,
             ..Default::default()
         };
         let wanted = attention::naive(&q, &k, &v, &config).unwrap();
-        let mut planned = naive((2, 50, 12), DType::F32, &config).unwrap();
-        planned.forward(&q, &k, &v).unwrap();
-        let error = distance(&planned.output().unwrap(), &wanted);
+        let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &config);
+        let error = distance(&planned.forward(Batch::new([])).unwrap(), &wanted);
         assert!(error <= 1e-6, "{scale:?}: {error:.1e}");
     }
 }
@@ -260,101 +263,74 @@ fn same_bits_on_any_number_of_threads(
     #[values(&[1, 1, 1100, 24], &[5, 3, 130, 32])] shape: &[usize],
 ) {
     let [q, k, v, d_out] = inputs(shape);
-    let run = |planning: usize, running: usize| -> Vec<Vec<u32>> {
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+    let bits_of = |planning: usize, running: usize| -> Vec<Vec<u32>> {
         let pool = |threads| {
             ThreadPoolBuilder::new()
                 .num_threads(threads)
                 .build()
                 .unwrap()
         };
-        let mut planned = pool(planning)
-            .install(|| naive(shape, DType::F32, &config(mask)))
-            .unwrap();
+        let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &config(mask));
+        pool(planning).install(|| run(&mut planned, &d_out)); // its plan is made there
         pool(running).install(|| {
-            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            planned.forward(&q, &k, &v).unwrap();
-            planned.backward(&d_out).unwrap();
-            let mut all = vec![bits(planned.output_values().unwrap())];
-            all.extend(planned.gradient_values().unwrap().map(bits));
-            all
+            let all = run(&mut planned, &d_out).map(|x| {
+                let x: Vec<f32> = x.flatten_all().unwrap().to_vec1().unwrap();
+                x.into_iter().map(f32::to_bits).collect()
+            });
+            all.into()
         })
     };
-    let alone = run(1, 1);
+    let alone = bits_of(1, 1);
     for (planning, running) in [(2, 2), (3, 3), (8, 8), (2, 5), (4, 1)] {
-        assert!(run(planning, running) == alone, "{planning} and {running}");
+        assert!(
+            bits_of(planning, running) == alone,
+            "{planning} and {running}"
+        );
     }
 }
 
 #[test]
-fn what_is_not_planned_for() {
-    let config = config(Mask::Full);
+fn what_is_refused() {
     let refused = |result: tallow::Result<()>, words: &[&str]| {
         let text = result.unwrap_err().to_string();
         for word in words {
             assert!(text.contains(word), "no {word:?} in {text:?}");
         }
     };
-    for (shape, got) in [
-        (vec![], "[]"),
-        (vec![5], "[5]"),
-        (vec![2, 0, 4], "[2, 0, 4]"),
-    ] {
-        refused(
-            naive(shape, DType::F32, &config).map(|_| ()),
-            &["(..., T, Dh)", got],
-        );
-    }
-    for huge in [&[1 << 20, 1 << 30, 64][..], &[1 << 40, 1 << 40, 1, 1]] {
-        refused(
-            naive(huge, DType::F32, &config).map(|_| ()),
-            &["planned attention"],
-        );
-    }
-    let large = naive((64, 1 << 19, 64), DType::F32, &config);
-    refused(large.map(|_| ()), &["arena"]);
-
-    let mut planned = naive((2, 10, 8), DType::F32, &config).unwrap();
     let [q, k, v, d_out] = inputs(&[2, 10, 8]);
-    refused(planned.backward(&d_out), &["backward without a forward"]);
-    refused(planned.output().map(|_| ()), &["call forward first"]);
-    refused(
-        planned.output_values::<f32>().map(|_| ()),
-        &["call forward first"],
-    );
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+    let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &config(Mask::Full));
+    let none = || Batch::new([]);
+    refused(planned.output().map(drop), &["call run first"]);
     let [longer, ..] = inputs(&[2, 11, 8]);
-    let words = ["[2, 10, 8], as planned", "[2, 11, 8]", "plan another"];
-    refused(planned.forward(&q, &longer, &v), &words);
-    let double = v.to_dtype(DType::F64).unwrap();
-    refused(
-        planned.forward(&q, &k, &double),
-        &["v in f32, as planned", "f64"],
-    );
-    refused(
-        naive((2, 10, 8), DType::F64, &config).map(|_| ()),
-        &["f32, bf16 or f16", "f64"],
-    );
-    let [turned, ..] = inputs(&[2, 8, 10]);
-    let turned = turned.transpose(1, 2).unwrap();
-    refused(
-        planned.forward(&turned, &k, &v),
-        &["q contiguous", "contiguous()?"],
-    );
-    planned.forward(&q, &k, &v).unwrap();
-    refused(
-        planned.output_values::<half::f16>().map(|_| ()),
-        &["in f32, as planned", "f16"],
-    );
-    refused(planned.gradients().map(|_| ()), &["call backward first"]);
-    refused(
-        planned.gradient_values::<f32>().map(|_| ()),
-        &["call backward first"],
-    );
-    refused(planned.backward(&longer), &["d_out [2, 10, 8]"]);
-    planned.backward(&d_out).unwrap();
-    planned.gradients().unwrap();
-    // Gradients are of the last forward, or of none.
-    planned.forward(&q, &k, &v).unwrap();
-    refused(planned.gradients().map(|_| ()), &["call backward first"]);
+    let words = ["d_output [2, 10, 8] in f32", "[2, 11, 8]"];
+    refused(planned.forward_backward_from(none(), &longer), &words);
+    let double = d_out.to_dtype(DType::F64).unwrap();
+    let words = ["d_output [2, 10, 8] in f32", "f64"];
+    refused(planned.forward_backward_from(none(), &double), &words);
+    let words = ["a loss: one f32", "[2, 10, 8] in f32"];
+    refused(planned.forward_backward(none()).map(drop), &words);
+    planned.forward_backward_from(none(), &d_out).unwrap();
+    assert_eq!(planned.gradients().unwrap().len(), 3);
+    // Output and gradients are of the last run, or of none.
+    planned.forward(none()).unwrap();
+    refused(planned.output().map(drop), &["no output"]);
+    refused(planned.gradients().map(drop), &["no step has been run"]);
+    // As it lies, and not from its beginning.
+    let [wide, ..] = inputs(&[2, 11, 8]);
+    let part = wide.narrow(1, 1, 10).unwrap();
+    let found = run(&mut planned, &part);
+    let wanted = run(&mut planned, &part.force_contiguous().unwrap());
+    for (found, wanted) in found.iter().zip(&wanted) {
+        assert_eq!(numbers(found), numbers(wanted));
+    }
+    // A parameter is copied.
+    let found = run(&mut planned, &q);
+    let wanted = run(&mut planned, &q.copy().unwrap());
+    for (found, wanted) in found.iter().zip(&wanted) {
+        assert_eq!(numbers(found), numbers(wanted));
+    }
 }
 
 #[test]
@@ -364,7 +340,8 @@ fn the_plan_says_what_it_is() {
     let n = 4 * 8 * 500 * 64;
     assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
     assert_eq!(plan.category_bytes(Category::Gradient), 3 * n);
-    assert_eq!(plan.category_bytes(Category::Input), 4 * n);
+    assert_eq!(plan.category_bytes(Category::Input), n); // d_out
+    assert_eq!(plan.category_bytes(Category::Parameter), 3 * n);
     // 500 keys are 512 and a cache line; a number for each row, up to where the next buffer may begin.
     let inv_row_sum = (4u64 * 8 * 500).next_multiple_of(ALIGNMENT_BYTES);
     assert_eq!(
@@ -393,18 +370,21 @@ fn the_arena_is_all_there_is() {
         return;
     }
     let [q, k, v, d_out] = inputs(&[8, 1, 700, 64]);
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
     let alive = || tracker::current_bytes().expect("the suite's allocator counts");
     rayon::broadcast(|_| ()); // the pool is the process's
     tracker::reset_peak();
     let before = alive();
-    let mut planned = naive((8, 1, 700, 64), DType::F32, &config(Mask::Full)).unwrap();
-    let beside = alive() - before - planned.plan().peak_bytes();
-    assert!(beside < 16 << 10, "{beside} bytes beside the arena");
-    let mut step = || {
-        planned.forward(&q, &k, &v).unwrap();
-        planned.backward(&d_out).unwrap();
+    let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &config(Mask::Full));
+    let run = |planned: &mut Step| {
+        planned
+            .forward_backward_from(Batch::new([]), &d_out)
+            .unwrap()
     };
-    step();
+    run(&mut planned);
+    let beside = alive() - before - planned.plan().unwrap().peak_bytes();
+    assert!(beside < 32 << 10, "{beside} bytes beside the arena");
+    let mut step = || run(&mut planned);
     let settled = alive();
     tracker::reset_peak();
     (0..3).for_each(|_| step());

@@ -1,6 +1,6 @@
 //! Attention planned on a GPU: against exact results, against naive attention in three ops there, and against itself.
 
-use super::attention::{flash_as_eager, naive, planning, with_others};
+use super::attention::{self as alone, flash_as_eager, plan_alone, with_others};
 use super::gpu::{agree, plan};
 use super::{CPU, config, distance};
 use crate::child;
@@ -10,7 +10,7 @@ use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers, on};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Attention, Category};
+use tallow::compile::{Batch, Category, Step};
 use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -24,14 +24,11 @@ const EAGER: Attend = |q, k, v, config| {
     on(&tallow::device("cuda:0")?, eager, [q, k, v], config)
 };
 
-/// Forward and backward on q, k, v and d_out.
-fn run(attention: &mut Attention, [q, k, v, d_out]: [&Tensor; 4]) -> Results {
-    attention.forward(q, k, v).unwrap();
-    attention.backward(d_out).unwrap();
-    let [dq, dk, dv] = attention.gradients().unwrap();
-    let results = [attention.output().unwrap(), dq, dk, dv].map(|x| {
-        assert_eq!((x.dtype(), x.dims()), (q.dtype(), q.dims()));
-        assert!(x.device().same_device(q.device()));
+/// Forward and backward.
+fn run(attention: &mut Step, d_out: &Tensor) -> Results {
+    let results = alone::run(attention, d_out).map(|x| {
+        assert_eq!((x.dtype(), x.dims()), (d_out.dtype(), d_out.dims()));
+        assert!(x.device().same_device(d_out.device()));
         numbers(&x.to_device(&CPU).unwrap())
     });
     let [out, dq, dk, dv] = results;
@@ -48,21 +45,20 @@ fn run(attention: &mut Attention, [q, k, v, d_out]: [&Tensor; 4]) -> Results {
 /// What the first run gives, and all others, whatever was in the arena and however they are launched.
 fn planned(problem: &Problem, dtype: DType, gpu: &Device) -> Results {
     let there = |x: &Tensor| x.to_device(gpu).unwrap();
-    let [q, k, v] = problem.operands(dtype).map(|x| there(&x));
+    let [q, k, v] = problem.operands(dtype);
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&there(&x)).unwrap());
     let d_out = there(&problem.d_out(dtype));
-    let mut attention = Attention::new(
-        gpu,
-        &planning(Algorithm::Naive, q.shape(), dtype, &problem.config),
-    )
-    .unwrap();
-    let first = run(&mut attention, [&q, &k, &v, &d_out]);
+    let mut attention = alone::planned(Algorithm::Naive, [&q, &k, &v], &problem.config);
+    let first = run(&mut attention, &d_out);
+    let good = q.as_tensor().copy().unwrap();
     let poison = Tensor::full(f32::NAN, q.shape(), gpu).unwrap();
-    let poison = poison.to_dtype(dtype).unwrap();
-    let poisoned = run(&mut attention, [&poison; 4]);
+    q.set(&poison.to_dtype(dtype).unwrap()).unwrap();
+    let poisoned = run(&mut attention, &d_out);
     assert!(poisoned.out.iter().all(|x| x.is_nan()));
+    q.set(&good).unwrap();
     // Call by call, recorded, and what was recorded once more.
     for turn in 0..3 {
-        let again = run(&mut attention, [&q, &k, &v, &d_out]);
+        let again = run(&mut attention, &d_out);
         assert!(again.bits() == first.bits(), "{:?}, {turn}", problem.sizes);
     }
     first
@@ -118,20 +114,15 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     );
     let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&gpu));
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
-    let mut planned = Attention::new(
-        &gpu,
-        &planning(Algorithm::Naive, shape, DType::F32, &config),
-    )
-    .unwrap();
-    let mut buffers = planned.plan().buffers().iter();
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+    let mut planned = alone::planned(Algorithm::Naive, [&q, &k, &v], &config);
+    let [planned_out, gradients @ ..] = alone::run(&mut planned, &d_out);
+    let mut buffers = planned.plan().unwrap().buffers().iter();
     // In f32 nothing else is worked in.
     let d_scores = buffers
         .find(|buffer| buffer.category == Category::Scratch)
         .unwrap();
     assert_eq!(d_scores.shape, [4, 8100, 8100]);
-    planned.forward(&q, &k, &v).unwrap();
-    planned.backward(&d_out).unwrap();
-    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
     let out = attention::reference::naive(&q, &k, &v, &config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
@@ -144,8 +135,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
             assert!(error <= 5e-5, "{what}, head {head}: {error:.1e}");
         }
     };
-    agree("out", &planned.output().unwrap(), &out);
-    let gradients = planned.gradients().unwrap();
+    agree("out", &planned_out, &out);
     for ((got, var), name) in gradients.iter().zip([&q, &k, &v]).zip(["dq", "dk", "dv"]) {
         agree(name, got, store.get(var).unwrap());
     }
@@ -193,63 +183,44 @@ fn what_a_gpu_is_not_planned_for() {
             assert!(text.contains(word), "no {word:?} in {text:?}");
         }
     };
-    let new =
-        |shape, dtype| Attention::new(&gpu, &planning(Algorithm::Naive, shape, dtype, &config));
+    let of = |dims: (usize, usize, usize), dtype, algorithm, config: &AttentionConfig| {
+        let x = || Var::from_tensor(&Tensor::ones(dims, dtype, &gpu).unwrap()).unwrap();
+        let mut step = alone::planned(algorithm, [&x(), &x(), &x()], config);
+        let d_out = Tensor::ones(dims, dtype, &gpu).unwrap();
+        step.forward_backward_from(Batch::new([]), &d_out)
+    };
     refused(
-        new((2, 10, 8), DType::F64).map(|_| ()),
-        &["f32, bf16 or f16", "f64"],
-    );
-    refused(new((2, 0, 8), DType::F32).map(|_| ()), &["(..., T, Dh)"]);
-    refused(new((64, 1 << 19, 64), DType::BF16).map(|_| ()), &["arena"]);
-    let narrow = (2, 10, 12);
-    let flash = Attention::new(
-        &gpu,
-        &planning(Algorithm::Flash, narrow, DType::BF16, &config),
-    );
-    refused(
-        flash.map(|_| ()),
+        of((2, 10, 12), DType::BF16, Algorithm::Flash, &config),
         &["a multiple of 8", "heads of 12 in bf16"],
     );
     let below = AttentionConfig {
         scale: Some(-0.7),
         ..config.clone()
     };
-    let flash = |config| {
-        let config = planning(Algorithm::Flash, (2, 10, 8), DType::F32, config);
-        Attention::new(&gpu, &config)
-    };
-    let words = ["a scale above 0", "scale -0.7"];
-    refused(flash(&below).map(|_| ()), &words);
-    let shifted = Tensor::ones(161, DType::F32, &gpu).unwrap();
+    refused(
+        of((2, 10, 8), DType::F32, Algorithm::Flash, &below),
+        &["a scale above 0", "scale -0.7"],
+    );
+    let double = of((2, 10, 8), DType::F64, Algorithm::Naive, &config);
+    refused(double, &["f64"]);
+
+    // A gradient that does not begin at 16 bytes is copied, and so is one on the CPU.
+    let [q, k, v] = [(); 3].map(|()| {
+        let x = Tensor::randn(0f32, 1.0, (2, 10, 8), &gpu).unwrap();
+        Var::from_tensor(&x).unwrap()
+    });
+    let mut flash = alone::planned(Algorithm::Flash, [&q, &k, &v], &config);
+    let shifted = Tensor::randn(0f32, 1.0, 161, &gpu).unwrap();
     let shifted = shifted.narrow(0, 1, 160).unwrap();
     let shifted = shifted.reshape((2, 10, 8)).unwrap();
-    let well = Tensor::ones((2, 10, 8), DType::F32, &gpu).unwrap();
-    let words = [
-        "k from a multiple of 16 bytes",
-        "byte 4",
-        "force_contiguous",
-    ];
-    let mut flash = flash(&config).unwrap();
-    refused(flash.forward(&well, &shifted, &well), &words);
-
-    let mut on_gpu = new((2, 10, 8), DType::F32).unwrap();
-    let here = Tensor::ones((2, 10, 8), DType::F32, &CPU).unwrap();
-    let there = here.to_device(&gpu).unwrap();
-    refused(on_gpu.backward(&there), &["backward without a forward"]);
-    let words = ["k on Cuda", "as planned", "Cpu", "Attention::new"];
-    refused(on_gpu.forward(&there, &here, &there), &words);
-    let turned = Tensor::ones((2, 8, 10), DType::F32, &gpu).unwrap();
-    let turned = turned.transpose(1, 2).unwrap();
-    refused(on_gpu.forward(&turned, &there, &there), &["q contiguous"]);
-    on_gpu.forward(&there, &there, &there).unwrap();
-    refused(on_gpu.backward(&here), &["d_out on Cuda", "Cpu"]);
-    refused(on_gpu.gradients().map(|_| ()), &["call backward first"]);
-    on_gpu.backward(&there).unwrap();
-    let words = ["a plan on the CPU", "Cuda", "output and gradients"];
-    refused(on_gpu.output_values::<f32>().map(|_| ()), &words);
-    refused(on_gpu.gradient_values::<f32>().map(|_| ()), &words);
-    let mut on_cpu = naive((2, 10, 8), DType::F32, &config).unwrap();
-    refused(on_cpu.forward(&here, &here, &there), &["v on Cpu", "Cuda"]);
+    let here = shifted.to_device(&CPU).unwrap();
+    let wanted = alone::run(&mut flash, &shifted.force_contiguous().unwrap());
+    for d_out in [&shifted, &here] {
+        for (found, wanted) in alone::run(&mut flash, d_out).iter().zip(&wanted) {
+            let [found, wanted] = [found, wanted].map(|x| numbers(&x.to_device(&CPU).unwrap()));
+            assert!(found == wanted);
+        }
+    }
 }
 
 #[test]
@@ -266,11 +237,7 @@ fn the_plan_says_what_it_is() {
     // In half precision the probabilities' gradients are f32, and their scores' beside them.
     for (dtype, width, beside) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         let config = AttentionConfig::default();
-        let plan = Attention::plan_for(
-            &gpu,
-            &planning(Algorithm::Naive, (4, 2, 512, 64), dtype, &config),
-        )
-        .unwrap();
+        let plan = plan_alone(&gpu, Algorithm::Naive, (4, 2, 512, 64), dtype, &config).unwrap();
         let (heads, scores) = (width * 8 * 512 * 64, width * 8 * 512 * 512);
         assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
         assert_eq!(plan.category_bytes(Category::Activation), scores);
@@ -292,25 +259,26 @@ fn the_arena_is_all_there_is() {
     let gpu = tallow::device("cuda:0").unwrap();
     let meter = Meter::new(&gpu);
     let shape = (8, 1, 700, 64);
-    let q = Tensor::ones(shape, DType::F32, &gpu).unwrap();
+    let d_out = Tensor::ones(shape, DType::F32, &gpu).unwrap();
+    let [q, k, v] = [(); 3].map(|()| Var::from_tensor(&d_out).unwrap());
     let taken = || meter.current_bytes().unwrap();
     let before = taken();
     let config = AttentionConfig::default();
-    let mut planned = Attention::new(
-        &gpu,
-        &planning(Algorithm::Naive, shape, DType::F32, &config),
-    )
-    .unwrap();
-    let plan = planned.plan();
-    let beside = taken() - before - plan.peak_bytes() - plan.workspace_bytes();
-    // What a run of a model is told.
-    assert!(beside < 4096, "{beside} bytes beside arena and workspace");
+    let mut planned = alone::planned(Algorithm::Naive, [&q, &k, &v], &config);
+    let mut run = || {
+        planned
+            .forward_backward_from(Batch::new([]), &d_out)
+            .unwrap()
+    };
+    run();
+    gpu.synchronize().unwrap();
     let settled = taken();
     meter.reset_peak();
-    for _ in 0..4 {
-        planned.forward(&q, &q, &q).unwrap();
-        planned.backward(&q).unwrap();
-    }
+    (0..4).for_each(|_| run());
     gpu.synchronize().unwrap();
     assert_eq!((taken(), meter.peak_bytes().unwrap()), (settled, settled));
+    let plan = planned.plan().unwrap();
+    let beside = settled - before - plan.peak_bytes() - plan.workspace_bytes();
+    // What a run of a model is told.
+    assert!(beside < 4096, "{beside} bytes beside arena and workspace");
 }

@@ -5,11 +5,11 @@ use candle_core::{Device, Tensor};
 use rstest::rstest;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use tallow::attention::{Algorithm, AttentionConfig};
-use tallow::compile::{Attention, AttentionPlanConfig, Batch, Step, StepConfig};
+use tallow::attention::Algorithm;
+use tallow::compile::{Batch, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Architecture, Checkpointing, DropoutRates, ForwardContext};
-use tallow::ops::{Dropout, DropoutKey};
+use tallow::ops::DropoutKey;
 use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 use tallow::precision::Precision;
 
@@ -152,23 +152,4 @@ fn nothing_is_dropped_unless_it_is_asked_for() {
     assert_eq!(plan(&none, Some(1)), bare);
     let calls = plan(&rates, Some(1));
     assert!(calls.contains("dropout_backward"), "{calls}");
-}
-
-/// Its runs have no key.
-#[test]
-fn a_plan_of_attention_alone_refuses() {
-    let alone = AttentionPlanConfig {
-        attention: AttentionConfig {
-            dropout: Some(Dropout {
-                probability: 0.1,
-                key: DropoutKey::new(1, 1).unwrap(),
-            }),
-            ..Default::default()
-        },
-        ..AttentionPlanConfig::new((2, 8, 16), candle_core::DType::F32)
-    };
-    let error = Attention::new(&Device::Cpu, &alone)
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("dropout"), "{error}");
 }

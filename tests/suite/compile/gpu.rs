@@ -1,10 +1,10 @@
 //! Steps planned on a GPU against candle's backward there, losses of some steps planned on the CPU, and themselves.
 
-use super::{CPU, batch, bits, config, distance};
+use super::{CPU, batch, bits, config, distance, logits_of};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Batch, Call, Forward, Step, StepConfig};
+use tallow::compile::{Batch, Call, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::ops::RotaryPairs;
@@ -432,7 +432,7 @@ fn weights_changed_elsewhere() {
     let model_config = config(1, 2, 32, 72, Algorithm::Flash);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
     let mut step = Step::of(&model, &optimizer, &plan(Precision::BF16)).unwrap();
-    let mut forward = Forward::new(&model, SIZES, Precision::BF16).unwrap();
+    let mut forward = logits_of(&model, Precision::BF16);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
         tokens.to_device(&gpu).unwrap(),
@@ -453,7 +453,7 @@ fn weights_changed_elsewhere() {
         };
         let planned = planned.unwrap();
         assert!((planned - eager).abs() <= 2e-3 * eager, "{planned} {eager}");
-        let logits = forward.run(&tokens).unwrap();
+        let logits = forward.forward([("tokens", &tokens)]).unwrap();
         let wanted = Precision::BF16.run(|| model.forward(&tokens)).unwrap();
         let on_cpu = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_device(&CPU).unwrap();
         let error = distance(&on_cpu(&logits), &on_cpu(&wanted));

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::compile::{Inputs, Step, StepConfig};
+use tallow::compile::{Inputs, PlanKind, Step, StepConfig};
 use tallow::nn::{self, Layer, Linear, RmsNorm};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
@@ -269,6 +269,7 @@ fn a_budget() {
         };
         Step::plan_for(
             DEVICE,
+            PlanKind::TrainStep,
             &config,
             [("x", &x), ("classes", &classes)],
             |inputs| {

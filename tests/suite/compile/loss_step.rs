@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Category, Forward, Inputs, Step, StepConfig};
+use tallow::compile::{Category, Inputs, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
 use tallow::ops::{Gelu, KernelPolicy, RotaryPairs, with_kernel_policy};
@@ -688,8 +688,8 @@ fn a_model_in_f64() {
     let model = model.unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens = random_ids((2, 10), 97);
-    let mut forward = Forward::new(&model, [2, 10], Precision::F32).unwrap();
-    let logits = forward.run(&tokens).unwrap();
+    let mut forward = super::logits_of(&model, Precision::F32);
+    let logits = forward.forward([("tokens", &tokens)]).unwrap();
     assert_eq!(logits.dtype(), DType::F64);
     assert!(difference(&logits, &model.forward(&tokens).unwrap()) < 1e-14);
     let eager = model.loss(&tokens, &tokens).unwrap();

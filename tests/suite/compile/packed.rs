@@ -1,11 +1,12 @@
 //! Documents packed into sequences, and windows, in planned steps: as eager ones, whatever documents a run is given.
 
+use super::attention::{planned, run};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
-use tallow::compile::{Attention, AttentionPlanConfig, Inputs, Step, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Checkpointing, ForwardContext};
 use tallow::ops::RotaryPairs;
@@ -260,23 +261,14 @@ fn alone_is_as_eager(device: &Device) {
                 first_keys,
                 ..Default::default()
             };
-            let config = AttentionPlanConfig {
-                k: k.shape().clone(),
-                v: v.shape().clone(),
-                algorithm,
-                attention,
-                ..AttentionPlanConfig::new(q.shape(), DType::F32)
-            };
-            let mut planned = Attention::new(device, &config).unwrap();
-            planned.forward(&q, &k, &v).unwrap();
-            planned.backward(&d_out).unwrap();
-            let out = algorithm.attend(&q, &k, &v, &config.attention).unwrap();
+            let mut planned = planned(algorithm, [&q, &k, &v], &attention);
+            let [planned_out, found @ ..] = run(&mut planned, &d_out);
+            let out = algorithm.attend(&q, &k, &v, &attention).unwrap();
             let loss = (&out * &d_out).unwrap().sum_all().unwrap();
             let gradients = tallow::backward(loss).unwrap();
-            let found = planned.gradients().unwrap();
             let pairs = [&q, &k, &v].into_iter().zip(found);
             let pairs = pairs.map(|(x, found)| (found, gradients.get(x).unwrap().clone()));
-            for (found, wanted) in pairs.chain([(planned.output().unwrap(), out.detach())]) {
+            for (found, wanted) in pairs.chain([(planned_out, out.detach())]) {
                 let error = (found - wanted).unwrap().abs().unwrap().max_all().unwrap();
                 let error = error.to_scalar::<f32>().unwrap();
                 assert!(error <= 2e-5, "{algorithm} {mask}: {error:.1e}");

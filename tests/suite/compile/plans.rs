@@ -3,8 +3,11 @@
 use super::{CPU, batch, config, model_and_optimizer, plan_of};
 use candle_core::DType;
 use rstest::rstest;
+use tallow::Error;
 use tallow::attention::Algorithm;
-use tallow::compile::{BufferRange, Call, Forward, Named, Op, Step, StepConfig};
+use tallow::bench::EndToEnd;
+use tallow::compile::{BufferRange, Call, Named, Op, Step, StepConfig};
+use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
@@ -230,9 +233,23 @@ fn no_plan_takes_less_than_the_lower_bound(
                 if let Ok((plan, _)) = plan_of(&model, &config, sizes) {
                     assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
                 }
-                let least = Forward::least_bytes(&model, sizes, precision).unwrap();
-                let plan = Forward::plan_of(&CPU, &model, sizes, precision).unwrap();
-                assert!(least <= plan.total_bytes(), "{least} {model:?} {sizes:?}");
+                let forward = EndToEnd {
+                    config: model.clone(),
+                    batch_size: sizes[0],
+                    sequence_length: sizes[1],
+                    precision,
+                    ..crate::bench::run(Mode::Forward)
+                };
+                let plan = forward.plan(&CPU).unwrap();
+                let none = EndToEnd {
+                    available_bytes: Some(0),
+                    ..forward
+                };
+                let Err(Error::OutOfMemory { wanted_bytes, .. }) = none.plan(&CPU) else {
+                    panic!("planned in no memory");
+                };
+                let total = plan.total_bytes();
+                assert!(wanted_bytes <= total, "{wanted_bytes} {model:?} {sizes:?}");
             }
         }
     }

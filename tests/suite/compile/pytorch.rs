@@ -1,10 +1,11 @@
 //! Planned steps against PyTorch, by the golden files of `fixtures/`.
 
+use super::logits_of;
 use crate::golden::{Golden, bounds, close, elements};
 use candle_core::{DType, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, Step, StepConfig};
+use tallow::compile::{Step, StepConfig};
 use tallow::optim::{AdamW, decay_matrices_only};
 use tallow::precision::Precision;
 
@@ -17,9 +18,8 @@ fn logits_loss_and_every_gradient(
     let model = golden.model(DType::F32);
     let (tokens, targets) = (golden.get("tokens"), golden.get("targets"));
     let [logits_bound, loss_bound, gradient_bound] = bounds(DType::F32);
-    let (batch_size, length) = tokens.dims2().unwrap();
-    let mut forward = Forward::new(&model, [batch_size, length], Precision::F32).unwrap();
-    let logits = forward.run(tokens).unwrap();
+    let mut forward = logits_of(&model, Precision::F32);
+    let logits = forward.forward([("tokens", tokens)]).unwrap();
     close("logits", &logits, golden.get("logits"), logits_bound);
 
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();

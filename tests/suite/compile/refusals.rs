@@ -1,11 +1,11 @@
 //! What cannot be planned or run is an error that says what to do, and changes nothing.
 
-use super::{CPU, batch, bits, config, model_and_optimizer, plan_of};
+use super::{CPU, batch, bits, config, logits_of, model_and_optimizer, plan_of};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
-use tallow::compile::{Batch, Forward, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::nn;
 use tallow::optim::{AdamW, AdamWConfig, GradScaler};
@@ -75,14 +75,11 @@ fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&
 fn batches() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
     let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
-    let mut forward = Forward::new(&model, [2, 10], Precision::F32).unwrap();
+    let mut forward = logits_of(&model, Precision::F32);
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
-    // Of another shape a forward is refused. A step plans for it.
     for (i, other) in [(2, 9), (1, 10), (3, 10)].into_iter().enumerate() {
         let (tokens, targets) = batch(97, other.0, other.1, 0);
-        let words = ["tokens [2, 10] in u32, as planned", "plan another"];
-        refused(forward.run(&tokens), &words);
         let loss = step.forward_backward((&tokens, &targets)).unwrap();
         let eager = model.loss(&tokens, &targets).unwrap();
         let eager: f32 = eager.to_scalar().unwrap();
@@ -104,9 +101,9 @@ fn batches() {
         step.run(&mut optimizer, (&below, &targets)),
         &["id -", "97"],
     );
-    let logits = |forward: &mut Forward, tokens: &Tensor| {
-        let logits = forward.run(tokens).unwrap().flatten_all().unwrap();
-        logits.to_vec1::<f32>().unwrap()
+    let logits = |forward: &mut Step, tokens: &Tensor| {
+        let logits = forward.forward([("tokens", tokens)]).unwrap();
+        logits.flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
     assert_eq!(logits(&mut forward, &wide), logits(&mut forward, &tokens));
     let mut ids: Vec<u32> = tokens.flatten_all().unwrap().to_vec1().unwrap();
@@ -115,7 +112,7 @@ fn batches() {
     let words = ["id 97", "position 13", "97"];
     refused(step.run(&mut optimizer, (&outside, &targets)), &words);
     refused(step.run(&mut optimizer, (&tokens, &outside)), &words);
-    refused(forward.run(&outside), &words);
+    refused(forward.forward([("tokens", &outside)]), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
     step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // and goes on
 }
@@ -156,10 +153,9 @@ fn models() {
     let model_config = config(1, 2, 8, 24, Algorithm::Naive);
     let half = nn::seeded(0, DType::BF16, &CPU);
     let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
-    refused(
-        Forward::new(&half, [2, 10], Precision::F32),
-        &["f32", "bf16"],
-    );
+    let optimizer = AdamW::new(half.parameters(), AdamWConfig::default()).unwrap();
+    let config = StepConfig::default();
+    refused(Step::of(&half, &optimizer, &config), &["f32", "bf16"]);
 }
 
 /// With clipping, gradients that are not finite are found before anything is updated.

@@ -1,12 +1,12 @@
 //! Models whose head is their embedding.
 
-use super::{CPU, agree_of, batch, config, model_and_optimizer};
+use super::{CPU, agree_of, batch, config, logits_of, model_and_optimizer};
 use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, Step, StepConfig};
+use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::no_grad;
@@ -66,8 +66,8 @@ fn once_each() {
     let calls = step.prepare((&tokens, &targets)).unwrap().calls();
     let count = |name: &str| calls.iter().filter(|call| call.op.name() == name).count();
     assert_eq!(count("adamw"), model.parameters().len());
-    let mut forward = Forward::new(&model, [2, 9], Precision::F32).unwrap();
+    let mut forward = logits_of(&model, Precision::F32);
     let wanted = no_grad(|| model.forward(&tokens)).unwrap();
-    let got = forward.run(&tokens).unwrap();
+    let got = forward.forward([("tokens", &tokens)]).unwrap();
     assert!(super::distance(&got, &wanted) < 2e-6);
 }

@@ -139,7 +139,7 @@ fn steps_with_sums_over_parts(
     }
 }
 
-/// Without a graph each op gathers its weights: an evaluation is that of the whole model. With one that is refused.
+/// A forward gathers its weights: an evaluation is that of the whole model. Outside of a step that is refused.
 #[rstest]
 fn evaluations(
     #[values(2, 3, 40)] world_size: usize,
@@ -150,13 +150,23 @@ fn evaluations(
     let found = on_ranks(world_size, |ranks| {
         let [tokens, targets] = batch(ranks.rank());
         let whole = TransformerLM::new(&config, 1, &Device::Cpu)?;
-        let (model, _, _sharded) = sharded_model(&ranks, &config)?;
-        let loss = |model: &TransformerLM| precision.run(|| model.loss(&tokens, &targets));
-        let losses = [&whole, &model].map(|model| no_grad(|| loss(model)));
-        let [wanted, found] = losses.map(|loss| Ok::<_, Error>(bits(&loss?)));
+        let (model, divided, sharded) = sharded_model(&ranks, &config)?;
+        let optimizer = AdamW::new(whole.parameters(), adamw())?;
+        let step_config = StepConfig {
+            precision,
+            ..plan_config(1, None)
+        };
+        let mut of_whole = Step::of(&whole, &optimizer, &step_config)?;
+        let mut of_parts = Step::of_fully_sharded(&model, &divided, &step_config, &sharded)?;
+        let wanted = of_whole.forward((&tokens, &targets))?;
+        let found = of_parts.forward((&tokens, &targets))?;
+        let loss =
+            |model: &TransformerLM| no_grad(|| precision.run(|| model.loss(&tokens, &targets)));
+        let off = (loss(&whole)? - &wanted)?.abs()?.to_scalar::<f32>()?;
+        assert!(off <= 1e-5 * wanted.to_scalar::<f32>()?, "{off}");
         let error = loss(&model).unwrap_err().to_string();
-        assert!(error.contains("Step::fully_sharded"), "{error}");
-        Ok(wanted? == found?)
+        assert!(error.contains("compile::Step"), "{error}");
+        Ok(bits(&wanted) == bits(&found))
     });
     assert!(found.into_iter().all(|is_same| is_same));
 }

@@ -1,8 +1,8 @@
 //! The architecture of GPT-2: its parameters, what it refuses, and that all that runs a model runs it.
 
 use super::*;
+use crate::compile::logits_of;
 use rstest::rstest;
-use tallow::compile::Forward;
 use tallow::nn::{Architecture, RopeScaling};
 use tallow::ops::RotaryPairs;
 use tallow::precision::{Autocast, Precision};
@@ -207,8 +207,8 @@ fn checkpointing_changes_no_bit(#[values("block", "every-2", "sqrt")] strategy: 
 fn a_planned_forward(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = TransformerLM::new(&attending(attention, gpt2()), 1, &CPU).unwrap();
     let tokens = ids(29, 2, 11);
-    let mut forward = Forward::new(&model, [2, 11], Precision::F32).unwrap();
-    let planned = forward.run(&tokens).unwrap();
+    let mut step = logits_of(&model, Precision::F32);
+    let planned = step.forward([("tokens", &tokens)]).unwrap();
     let eager = no_grad(|| model.forward(&tokens)).unwrap();
     close("logits", &planned, &eager, 1e-6);
 }

@@ -29,8 +29,8 @@ impl Model {
     }
 
     fn loss(&self, x: &Tensor) -> tallow::Result<Tensor> {
-        let x = ops::concat(&[&self.class_token.value()?, x], 0)?;
-        let y = ops::mul(&self.map.forward(&x)?, &self.scale.value()?)?;
+        let x = ops::concat(&[self.class_token.weight(), x], 0)?;
+        let y = ops::mul(&self.map.forward(&x)?, self.scale.weight())?;
         ops::mean(&ops::mul(&y, &y)?)
     }
 }

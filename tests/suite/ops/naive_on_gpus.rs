@@ -4,11 +4,11 @@
 use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, numbers};
 use super::cases::{self, MASKS};
 use super::compare::{assert_no_worse, error, magnitude};
+use crate::compile::attention::planned;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig, Mask, reference};
-use tallow::compile::{Attention, AttentionPlanConfig};
+use tallow::attention::{self, Algorithm, AttentionConfig, Mask, reference};
 use tallow::memory::{AttentionWorkload, Kernels, MemoryKind, attention_breakdown};
 use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -197,18 +197,10 @@ fn wide_scores(
     let on_gpu = inputs.each_ref().map(|x| x.to_device(&gpu).unwrap());
     let eager = run(attention::naive, &on_gpu, &config);
 
-    let [q, k, v, d_out] = &on_gpu;
-    let shape = q.shape();
-    let planned = AttentionPlanConfig {
-        attention: config,
-        ..AttentionPlanConfig::new(shape, dtype)
-    };
-    let mut planned = Attention::new(&gpu, &planned).unwrap();
-    planned.forward(q, k, v).unwrap();
-    planned.backward(d_out).unwrap();
-    let [dq, dk, dv] = planned.gradients().unwrap();
-    let planned =
-        [planned.output().unwrap(), dq, dk, dv].map(|x| x.to_device(&Device::Cpu).unwrap());
+    let [q, k, v] = [0, 1, 2].map(|i| Var::from_tensor(&on_gpu[i]).unwrap());
+    let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &config);
+    let planned = crate::compile::attention::run(&mut planned, &on_gpu[3]);
+    let planned = planned.map(|x| x.to_device(&Device::Cpu).unwrap());
     for found in [&eager[..], &planned] {
         for ((found, exact), what) in found.iter().zip(&exact).zip(["out", "dq", "dk", "dv"]) {
             let (error, size) = (error(found, exact).norm, magnitude(exact).norm);

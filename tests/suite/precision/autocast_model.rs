@@ -10,10 +10,11 @@
 //! follows its f32 input on the CPU, and f32 + bf16 is f32.
 
 use super::*;
+use crate::compile::logits_of;
 use crate::golden::Golden;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Forward, Step, StepConfig};
+use tallow::compile::{Step, StepConfig};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::AdamW;
 use tallow::precision::{Precision, Regime};
@@ -81,10 +82,9 @@ impl Judge {
     fn planned_values(&self) -> Values {
         let model = self.exact.model(DType::F32);
         let (tokens, targets) = (self.exact.get("tokens"), self.exact.get("targets"));
-        let (batch_size, sequence_length) = tokens.dims2().unwrap();
         let precision = Precision::BF16.with_regime(Regime::CpuAutocast);
-        let mut forward = Forward::new(&model, [batch_size, sequence_length], precision).unwrap();
-        let logits = forward.run(tokens).unwrap();
+        let mut step = logits_of(&model, precision);
+        let logits = step.forward([("tokens", tokens)]).unwrap();
         let losses = losses(&logits, targets).unwrap();
         let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
         let config = StepConfig {

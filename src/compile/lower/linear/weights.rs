@@ -79,7 +79,7 @@ pub(in crate::compile::lower) fn is_own(
     let weight = &node.inputs[input];
     let [x, dtype] = [0, input].map(|input| graph.value(node.inputs[input].value).dtype);
     let is_input = matches!(graph.value(weight.value).source, graph::Source::Input(_));
-    let is_parameter = job.trains && job.function.numbers.contains_key(&weight.value);
+    let is_parameter = job.has_backward() && job.function.numbers.contains_key(&weight.value);
     program.is_leaf(weight)
         && (x == dtype || !is_input)
         && (is_parameter || !program.is_wanted(weight.value))

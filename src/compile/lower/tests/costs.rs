@@ -110,7 +110,9 @@ fn of_any_loss(
         optimizer_in_backward: true,
         ..Default::default()
     };
-    let function = TracedFunction::of_hollow_weights("test", target, || precision.run(forward));
-    let planned = Rc::new(function.unwrap()).step(&config, Recompute::default());
+    let traced = || Ok(vec![precision.run(forward)?]);
+    let function = Rc::new(TracedFunction::of_hollow_weights("test", target, traced).unwrap());
+    let kind = PlanKind::TrainStep;
+    let planned = function.plan(kind, &config, Recompute::default());
     check(&planned.unwrap(), false);
 }

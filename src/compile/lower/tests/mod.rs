@@ -9,7 +9,7 @@ use super::super::op::Op;
 use super::super::plan::{Call, Plan};
 use super::super::planned::Planned;
 use super::super::step::Step;
-use super::super::{Forward, loss, model};
+use super::super::{loss, model};
 use super::*;
 use crate::attention::{Algorithm, in_model::InModel};
 use crate::model::TransformerConfig;
@@ -27,6 +27,7 @@ fn planned(
     let hollow = model::hollow(model, length).unwrap();
     let job = loss::Job {
         op: "test",
+        kind: PlanKind::TrainStep,
         target,
         weights: Some(&hollow.parameters()),
         loss: &loss::Loss::Model(Box::new(hollow)),
@@ -35,7 +36,9 @@ fn planned(
     let batch = Batch::hollow(batch_size * config.accumulation, length).unwrap();
     let inputs = Inputs::of("test", &batch, config.accumulation, false).unwrap();
     let function = job.trace(&inputs, model.checkpointing).unwrap();
-    Rc::new(function).step(config, recompute).unwrap()
+    let function = Rc::new(function);
+    let kind = PlanKind::TrainStep;
+    function.plan(kind, config, recompute).unwrap()
 }
 
 /// A step's plan for B sequences of 1,024 tokens, in which sums and gates of so many blocks are recomputed.
@@ -155,7 +158,13 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let plan = Forward::plan_of(Target::Cuda, &model, [2, 1024], Precision::BF16).unwrap();
+    let hollow = crate::compile::model::hollow(&model, 1024).unwrap();
+    let tokens = graph::input("tokens", (2, 1024), DType::U32).unwrap();
+    let (kind, batch) = (PlanKind::Forward, [("tokens", &tokens)]);
+    let plan = Step::plan_for(Target::Cuda, kind, &in_bf16(), batch, |inputs| {
+        hollow.forward(&inputs.get("tokens")?)
+    });
+    let plan = plan.unwrap();
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
 }
 
@@ -312,14 +321,15 @@ fn thirds_of_a_projection(
         let x = block(&weights.pp("1"), &x, 2, attention)?;
         crate::ops::linear_cross_entropy(&x, &table, &targets)
     };
-    let traced = || precision.run(forward);
+    let traced = || Ok(vec![precision.run(forward)?]);
     let function = TracedFunction::of_hollow_weights("test", Target::Cuda, traced).unwrap();
     let config = StepConfig {
         clip_norm: Some(1.0),
         ..Default::default()
     };
     let parameters = function.parameters.len();
-    let planned = Rc::new(function).step(&config, Recompute::default());
+    let kind = PlanKind::TrainStep;
+    let planned = Rc::new(function).plan(kind, &config, Recompute::default());
     let plan = planned.unwrap().lowered.plan;
     let count = |name: &str| {
         plan.calls()

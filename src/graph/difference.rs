@@ -1,0 +1,71 @@
+//! Where two traces of one function differ.
+
+use super::data::{Graph, Node, TraceEvent};
+
+impl Graph {
+    /// What a later trace of the same function does otherwise than this one, in words: of the first node that is
+    /// another. `None` for two that are equal, but for when tensors are dropped.
+    pub(crate) fn difference(&self, later: &Self) -> Option<String> {
+        let same_values = (&self.values, &self.outputs) == (&later.values, &later.outputs);
+        if same_values && runs(self).eq(runs(later)) {
+            return None;
+        }
+        let (mut before, mut now) = (self.nodes(), later.nodes());
+        loop {
+            match (before.next(), now.next()) {
+                (Some(before), Some(now)) if before == now => {}
+                (Some(before), Some(now)) => return Some(of_nodes(before, now)),
+                (Some(before), None) => return Some(format!("{} is missing", before.path)),
+                (None, Some(now)) => return Some(format!("{} is new", now.path)),
+                (None, None) => break,
+            }
+        }
+        let mut values = self.values.iter().zip(&later.values);
+        let other = values.find(|(before, now)| before != now);
+        Some(match other {
+            Some((before, now)) => format!(
+                "a tensor {:?} in {} is {:?} in {}",
+                before.shape,
+                before.dtype.as_str(),
+                now.shape,
+                now.dtype.as_str()
+            ),
+            None => {
+                let events = runs(self).zip(runs(later));
+                let alike = events.take_while(|(before, now)| before == now);
+                match alike.filter_map(|(_, now)| node(now)).last() {
+                    Some(node) => {
+                        format!("a checkpoint or the output after {} is another", node.path)
+                    }
+                    None => "the output is another".into(),
+                }
+            }
+        })
+    }
+}
+
+fn runs(graph: &Graph) -> impl Iterator<Item = &TraceEvent> {
+    let events = graph.events.iter();
+    events.filter(|event| !matches!(event, TraceEvent::Drop(_)))
+}
+
+fn node(event: &TraceEvent) -> Option<&Node> {
+    match event {
+        TraceEvent::Node(node) => Some(node),
+        _ => None,
+    }
+}
+
+fn of_nodes(before: &Node, now: &Node) -> String {
+    if before.path != now.path {
+        return format!("{} is where {} was", now.path, before.path);
+    }
+    let attributes = before.attributes.iter().zip(&now.attributes);
+    let other = attributes.into_iter().find(|(before, now)| before != now);
+    match other {
+        Some(((name, before), (_, after))) => {
+            format!("{name} of {} is {after}, and was {before}", now.path)
+        }
+        None => format!("{} reads other tensors, or in another shape", now.path),
+    }
+}

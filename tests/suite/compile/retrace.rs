@@ -1,0 +1,159 @@
+//! What a step's function captures is fixed when it is traced: `retrace_every` finds what has changed since.
+
+use super::{CPU, batch, bits, config, model_and_optimizer};
+use candle_core::{DType, Tensor, Var};
+use std::num::NonZeroUsize;
+use std::sync::Mutex;
+use tallow::attention::{Algorithm, Mask};
+use tallow::compile::{Step, StepConfig};
+use tallow::graph::Source;
+use tallow::optim::{AdamW, AdamWConfig};
+use tallow::{Result, ops};
+
+fn retracing(every: usize) -> StepConfig {
+    StepConfig {
+        retrace_every: NonZeroUsize::new(every),
+        ..Default::default()
+    }
+}
+
+/// What a function captures that may change.
+struct Captured {
+    factor: f64,
+    takes_relu: bool,
+    mask: Tensor,
+}
+
+impl Captured {
+    fn new() -> Self {
+        Self {
+            factor: 0.5,
+            takes_relu: false,
+            mask: Tensor::ones((3, 4), DType::F32, &CPU).unwrap(),
+        }
+    }
+}
+
+fn loss(captured: &Captured, frozen: &Tensor, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let mut y = ops::linear(x, w)?;
+    if captured.takes_relu {
+        y = ops::relu(&y)?;
+    }
+    let y = ops::mul(
+        &ops::softmax(&y, captured.factor, Mask::Full)?,
+        &captured.mask,
+    )?;
+    let row = frozen.narrow(1, 1, 4)?; // in part: the plan has a copy
+    ops::mean(&ops::mul(&y, &row)?)
+}
+
+/// An error in the run after `change`, with these words; without `retrace_every` none.
+fn after(change: impl Fn(&mut Captured, &Var), words: &[&str]) {
+    for every in [None, Some(1), Some(3)] {
+        let captured = Mutex::new(Captured::new());
+        let frozen = Var::ones((3, 6), DType::F32, &CPU).unwrap();
+        let w = Var::ones((4, 4), DType::F32, &CPU).unwrap();
+        let mut optimizer = AdamW::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
+        let config = every.map_or_else(StepConfig::default, retracing);
+        let mut step = Step::new(&optimizer, &config, |inputs| {
+            loss(&captured.lock().unwrap(), &frozen, &w, &inputs.get("x")?)
+        })
+        .unwrap();
+        let x = Tensor::ones((3, 4), DType::F32, &CPU).unwrap();
+        let mut run = || step.run(&mut optimizer, [("x", &x)]);
+        run().unwrap();
+        change(&mut captured.lock().unwrap(), &frozen);
+        for number in 2..=3 {
+            let result = run();
+            if every.is_none_or(|every| number % every != 0) {
+                result.unwrap();
+                continue;
+            }
+            let text = result.unwrap_err().to_string();
+            for words in words.iter().chain(&["has changed since", "as an input"]) {
+                assert!(text.contains(words), "no {words:?} in {text:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_has_changed() {
+    after(
+        |captured, _| captured.factor = 0.25,
+        &["scale of softmax is 0.25, and was 0.5"],
+    );
+    after(
+        |captured, _| captured.takes_relu = true,
+        &["relu is where softmax was"],
+    );
+    let other = Tensor::full(2f32, (3, 4), &CPU).unwrap();
+    let words = ["the constant [3, 4] in f32 that mul reads"];
+    after(|captured, _| captured.mask = other.clone(), &words);
+    let wide = Tensor::ones((1, 4), DType::F32, &CPU).unwrap();
+    after(|captured, _| captured.mask = wide.clone(), &["mul"]);
+    let zeros = Tensor::zeros((3, 6), DType::F32, &CPU).unwrap();
+    let words = ["the constant [3, 4] in f32 that contiguous reads"];
+    after(|_, frozen| frozen.set(&zeros).unwrap(), &words);
+}
+
+/// Another tensor of the same elements is no change, and a step that is traced again takes the same steps.
+#[test]
+fn what_has_not() {
+    let of = |config: &StepConfig| {
+        let w = Var::ones((4, 4), DType::F32, &CPU).unwrap();
+        let mut optimizer = AdamW::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
+        let mut step = Step::new(&optimizer, config, |inputs| {
+            let scale = Tensor::full(0.5f32, (3, 4), &CPU)?; // made in each trace
+            ops::mean(&ops::mul(&ops::linear(&inputs.get("x")?, &w)?, &scale)?)
+        })
+        .unwrap();
+        let x = Tensor::ones((3, 4), DType::F32, &CPU).unwrap();
+        for _ in 0..4 {
+            step.run(&mut optimizer, [("x", &x)]).unwrap();
+        }
+        let constants = step.constants();
+        assert_eq!(constants.len(), 1);
+        let (place, value) = constants[0];
+        assert_eq!(
+            (place, &value.shape[..], &value.source),
+            ("mul", &[3, 4][..], &Source::Constant)
+        );
+        w.as_tensor().to_vec2::<f32>().unwrap()
+    };
+    assert_eq!(of(&retracing(1)), of(&StepConfig::default()));
+
+    let of = |step_config: StepConfig| {
+        let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+        let mut step = Step::of(&model, &optimizer, &step_config).unwrap();
+        for length in [7, 9, 7] {
+            let (tokens, targets) = batch(97, 2, length, 0);
+            step.run(&mut optimizer, (&tokens, &targets)).unwrap();
+            step.forward((&tokens, &targets)).unwrap();
+        }
+        bits(&model)
+    };
+    assert!(of(retracing(1)) == of(StepConfig::default()));
+}
+
+/// The plan that was used longest ago goes, and the step says that one went.
+#[test]
+fn evictions() {
+    let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    for (length, evicted) in [
+        (3, 0),
+        (4, 0),
+        (5, 0),
+        (6, 0),
+        (3, 0),
+        (7, 1),
+        (4, 2),
+        (3, 2),
+    ] {
+        let (tokens, targets) = batch(97, 2, length, 0);
+        step.run(&mut optimizer, (&tokens, &targets)).unwrap();
+        assert_eq!(step.evicted(), evicted, "{length}");
+    }
+    assert_eq!(step.plans().count(), Step::MAX_PLANS);
+}
