@@ -48,7 +48,7 @@ use std::process::ExitCode;
 use steps::Ways;
 use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::dist::Communicator;
+use tallow::distributed::Communicator;
 use tallow::report::{Fields, Report};
 
 /// Times collectives, and training steps whose gradients several ranks average

@@ -48,7 +48,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
-use tallow::dist::{Communicator, FullyShard};
+use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};

@@ -13,7 +13,7 @@
 //! - [`backward`](backward()): the gradients of a loss, which frees the graph as it goes;
 //! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
-//! - [`dist`]: several processes that train together, each with its GPU;
+//! - [`distributed`]: several processes that train together, each with its GPU;
 //! - [`compile`]: a training step planned beforehand: one list of kernel calls in one piece of memory, faster than the
 //!   graph and with a memory account that is exact;
 //! - [`graph`]: a forward traced as data, without computing anything: what a model does, op by op;
@@ -64,14 +64,14 @@
 //! # Features
 //!
 //! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and
-//! [`dist`] are always there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and little
-//! else. The rest is by feature, and on by default:
+//! [`distributed`] are always there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and
+//! little else. The rest is by feature, and on by default:
 //!
 //! - `train`: [`data`] and [`train`]. Includes `hf`.
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
 //!   ([`Plan::explain`](compile::Plan::explain)).
-//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence: `src/report/DejaVu-LICENSE.txt`).
-//!   Includes `report`.
+//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence:
+//!   `src/report/DejaVu-LICENSE.txt`). Includes `report`.
 //! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
 //!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
 //!   and `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights. [`hf`] is
@@ -81,8 +81,8 @@
 //!
 //! Off by default: `cuda`, `cudnn`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two speed up
 //! candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx` hands
-//! ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it. `mpi` has ranks on CPUs ([`dist`]; needs an
-//! MPI and libclang to build).
+//! ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it. `mpi` has ranks on CPUs ([`distributed`];
+//! needs an MPI and libclang to build).
 //!
 //! # Speed of a program that uses it
 //!
@@ -113,7 +113,7 @@ pub mod bench;
 pub mod compile;
 #[cfg(feature = "train")]
 pub mod data;
-pub mod dist;
+pub mod distributed;
 mod error;
 #[cfg(feature = "files")]
 mod files;

@@ -6,7 +6,7 @@ use clap::{Args, Parser, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
-use tallow::dist::{
+use tallow::distributed::{
     self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig, Shard,
 };
 use tallow::{Error, Result};
@@ -120,7 +120,7 @@ impl RankFlags {
             timeout: Duration::from_secs(self.timeout),
             nccl_max_ctas: self.nccl_max_ctas,
         };
-        let communicator = dist::init(&config)?;
+        let communicator = distributed::init(&config)?;
         tallow::hardware::set_tf32(communicator.device(), common.tf32)?;
         if communicator.rank() > 0 {
             stdout::silence();
@@ -131,7 +131,7 @@ impl RankFlags {
 
 #[cfg(unix)]
 fn launch(count: usize) -> Result<ExitCode> {
-    Ok(match dist::launch(count)? {
+    Ok(match distributed::launch(count)? {
         None => ExitCode::SUCCESS,
         Some(failed) => {
             super::say_aside(failed);

@@ -4,7 +4,7 @@ use super::{Flags, common};
 use candle_core::{DType, Tensor};
 use tallow::Result;
 use tallow::bench::Stopwatch;
-use tallow::dist::{Communicator, Reduce};
+use tallow::distributed::{Communicator, Reduce};
 use tallow::report::{Column, Fields, Report};
 
 /// What is timed, and how many times its bytes cross a rank's link, over (ranks - 1) / ranks: so that rates of all can

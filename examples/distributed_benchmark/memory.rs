@@ -4,7 +4,7 @@ use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
 use super::steps::{Job, Way};
 use super::{Flags, common};
-use tallow::dist::Communicator;
+use tallow::distributed::Communicator;
 use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::optim::{AdamW, AdamWConfig};

@@ -5,8 +5,9 @@ use super::common::ranks::Strategy;
 use super::steps::Way;
 use super::{Flags, common, values};
 use clap::Args;
+use tallow::bench::{plan_columns, plan_report};
 use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
-use tallow::dist::{Shard, plan_columns, plan_report};
+use tallow::distributed::Shard;
 use tallow::report::{Column, Report};
 use tallow::{Error, Result};
 

@@ -9,7 +9,7 @@ use clap::Args;
 use std::path::PathBuf;
 use tallow::bench::Stopwatch;
 use tallow::compile::{Step, StepConfig};
-use tallow::dist::{
+use tallow::distributed::{
     Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
 };
 use tallow::model::{TransformerConfig, TransformerLM};

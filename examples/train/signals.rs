@@ -8,7 +8,7 @@ use signal_hook::flag;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use tallow::dist::{Communicator, Reduce};
+use tallow::distributed::{Communicator, Reduce};
 use tallow::{Error, Result};
 
 /// A signal that asks a program to end.

@@ -2,8 +2,8 @@
 //!
 //! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's,
 //! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
-//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. What the samples mean, and how
-//! they are printed, is in [`report`](crate::report).
+//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. [`plan_report`] forecasts steps
+//! of many GPUs. What the samples mean, and how they are printed, is in [`report`](crate::report).
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -28,6 +28,7 @@ mod first_step;
 mod laps;
 mod limit;
 mod memory_profile;
+mod paper;
 mod passes;
 mod planned_run;
 mod self_attention;
@@ -42,6 +43,7 @@ pub use execution::Execution;
 pub use laps::{Lap, LapTimings, Laps};
 pub use limit::Limit;
 pub use memory_profile::MemoryProfile;
+pub use paper::{plan_columns, plan_report};
 pub use passes::Sampling;
 pub use self_attention::SelfAttentionRun;
 pub use stopwatch::{Step, Stopwatch, Timing, time_once};

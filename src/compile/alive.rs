@@ -1,7 +1,6 @@
 //! How much of a plan's arena is needed at a moment of a run.
 
 use super::arena;
-use super::op::Op;
 use super::plan::{Phase, Plan};
 
 impl Plan {
@@ -19,20 +18,22 @@ impl Plan {
     /// The first call of backward; the number of calls if there is none. Where head and loss are computed some rows at
     /// a time, the head's gradients come before it.
     pub fn backward_begins(&self) -> usize {
-        let is_backward = |op: &Op, phase| phase == Phase::Backward || op.name() == "loss_gradient";
-        self.first(|op, phase| is_backward(op, phase) || phase > Phase::Backward)
+        let begins = self.first(Phase::Backward);
+        let before = self.calls()[..begins].iter().rev();
+        begins
+            - before
+                .take_while(|call| call.phase == Phase::LossGradient)
+                .count()
     }
 
     /// The first call after backward; the number of calls if there is none.
     pub fn backward_ends(&self) -> usize {
-        self.first(|_, phase| phase > Phase::Backward)
+        self.first(Phase::Clip)
     }
 
-    fn first(&self, is: impl Fn(&Op, Phase) -> bool) -> usize {
-        let found = self
-            .calls()
-            .iter()
-            .position(|call| is(&call.op, call.phase));
+    /// The first call of this phase or a later one.
+    fn first(&self, phase: Phase) -> usize {
+        let found = self.calls().iter().position(|call| call.phase >= phase);
         found.unwrap_or(self.calls().len())
     }
 }

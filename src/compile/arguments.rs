@@ -130,7 +130,11 @@ impl Arguments {
     ) -> Result<()> {
         for argument in &self.all {
             if let Argument::Held(held) = argument {
-                let now = narrowed(&held.read(function, device)?)?;
+                let now = held.read(function, device)?;
+                let now = match held.tensor.dtype() {
+                    DType::U32 => narrowed(&now)?,
+                    _ => now,
+                };
                 if !are_equal(&now, &held.tensor)? {
                     return Err(changed(function, held.value));
                 }
@@ -201,7 +205,10 @@ impl Arguments {
                     op: self.op,
                     expected: format!("{name} {}", shape_of(planned.0, planned.1)),
                     got: shape_of(tensor.dims(), tensor.dtype()),
-                    hint: "pass a gradient of the output's shape and dtype".into(),
+                    hint: match name {
+                        D_OUTPUT => "pass a gradient of the output's shape and dtype".into(),
+                        _ => "pass what the function reads of it, or plan for another shape".into(),
+                    },
                 });
             }
         }
@@ -300,12 +307,11 @@ fn are_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
     if storage_address(a) == storage_address(b) || a.elem_count() == 0 {
         return Ok(a.dims() == b.dims());
     }
-    let differ = a.flatten_all()?.ne(&b.flatten_all()?)?;
-    Ok(differ
-        .max_all()?
-        .to_device(&Device::Cpu)?
-        .to_scalar::<u8>()?
-        == 0)
+    let (a, b) = (a.flatten_all()?, b.flatten_all()?);
+    let are_nan = a.ne(&a)?.mul(&b.ne(&b)?)?;
+    let are_equal = a.eq(&b)?.maximum(&are_nan)?;
+    let least = are_equal.min_all()?.to_device(&Device::Cpu)?;
+    Ok(least.to_scalar::<u8>()? == 1)
 }
 
 fn changed(function: &TracedFunction, id: ValueId) -> Error {

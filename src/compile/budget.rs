@@ -6,9 +6,9 @@ use super::planned::Planned;
 use crate::nn::Checkpointing;
 use crate::{Error, Result};
 
-/// The plan of a step as `configured`, or what fits its budget: first sums are recomputed, of as few norms as will do;
-/// then gates and up beside those of all, of as few; then the blocks that each of `others` says. And which of these it
-/// was. No plan takes less than `least_bytes`.
+/// The plan of a step as `configured`, or one that fits its budget, and the blocks that it recomputes. First the sums of
+/// as few norms as will do are recomputed; then the sums of all norms, with gate and up of as few blocks as will do;
+/// then the blocks that each of `others` says. No plan takes less than `least_bytes`.
 ///
 /// # Errors
 /// Those of `plan`; a budget that no plan keeps to.
@@ -59,8 +59,8 @@ pub(super) fn plan(
     Err(refused(config, what, budget_bytes))
 }
 
-/// The plan that recomputes the fewest and fits, where none does not, and `most` do, by `found`: with each one more a
-/// plan is no larger.
+/// A plan that recomputes `n` and fits, where one of `n - 1` does not: by bisection, from 0, which does not fit, to
+/// `most`, which does by `found`.
 fn fewest(
     mut most: usize,
     mut found: Planned,

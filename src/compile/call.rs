@@ -3,6 +3,7 @@
 use super::buffer::{BufferId, Buffers};
 use super::op::Op;
 use crate::ops::lowering::Named;
+use crate::probe::Path;
 use std::fmt;
 use std::ops::Range;
 
@@ -11,8 +12,10 @@ use std::ops::Range;
 pub enum Phase {
     /// From tokens to what the head reads; without a loss, to logits.
     Forward,
-    /// Head and loss, and their gradients, which are computed in one go.
+    /// Head and loss.
     Loss,
+    /// The loss's gradient, and those of head and loss where they are computed with it, some rows at a time.
+    LossGradient,
     /// The gradients of the rest.
     Backward,
     /// The gradients' norm.
@@ -26,7 +29,7 @@ impl Phase {
     pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
-            Self::Loss => "loss",
+            Self::Loss | Self::LossGradient => "loss",
             Self::Backward => "backward",
             Self::Clip => "clip",
             Self::Optimizer => "optimizer",
@@ -66,6 +69,8 @@ pub struct Call {
     pub op: Op,
     /// Where in the model, for example `layers.3.attn`.
     pub path: String,
+    /// The outermost module that this is in; the root, if it is in none.
+    pub module: Path,
     /// The part of the step.
     pub phase: Phase,
     /// Which of [`Plan::costs`](super::Plan::costs) it belongs to. `None` for the mean loss and its gradient, copies of

@@ -32,13 +32,14 @@ pub(super) fn run(
 
 /// The phase that the probe was told of last, which lasts until the next.
 #[derive(Default)]
-pub(super) struct ProbedPhase(Option<(Phase, probe::RangeGuard)>);
+pub(super) struct ProbedPhase(Option<(&'static str, probe::RangeGuard)>);
 
 impl ProbedPhase {
     fn enter(&mut self, phase: Phase) {
-        if self.0.as_ref().is_none_or(|(last, _)| *last != phase) {
+        let name = phase.name();
+        if self.0.as_ref().is_none_or(|(last, _)| *last != name) {
             self.0 = None; // ended before the next begins
-            self.0 = Some((phase, probe::phase(probed_phase(phase))));
+            self.0 = Some((name, probe::phase(probed_phase(phase))));
         }
     }
 }
@@ -77,7 +78,7 @@ pub(super) fn replay(
 pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
     let mut start = calls.start;
     let exchanges = |a: &Call, b: &Call| a.op.is_exchange() && b.op.is_exchange();
-    let same = |a: &Call, b: &Call| a.phase == b.phase || exchanges(a, b);
+    let same = |a: &Call, b: &Call| a.phase.name() == b.phase.name() || exchanges(a, b);
     let stretches = plan.calls()[calls].chunk_by(same);
     let stretches = stretches.map(|stretch| {
         start += stretch.len();
@@ -131,7 +132,7 @@ fn shape(plan: &Plan, operand: &BufferRange) -> (Vec<usize>, DType) {
 /// The phases that profiles know: loss belongs to forward, as in an eager step, though here its gradient comes with it.
 fn probed_phase(phase: Phase) -> &'static str {
     match phase {
-        Phase::Forward | Phase::Loss => "forward",
+        Phase::Forward | Phase::Loss | Phase::LossGradient => "forward",
         Phase::Backward => "backward",
         Phase::Clip | Phase::Optimizer => "optimizer",
     }

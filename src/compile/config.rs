@@ -1,12 +1,13 @@
 //! What to plan for.
 
-use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
+use crate::distributed::{FullyShardConfig, ReplicatedConfig, Shard};
 use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
 use candle_core::DType;
 use std::num::NonZeroUsize;
 
-/// The ranks of a [job](crate::dist) that take a step together, and what is divided among them besides the batch.
+/// The ranks of a [job](crate::distributed) that take a step together, and what is divided among them besides the
+/// batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum StepRanks {
     /// One process.
@@ -18,7 +19,7 @@ pub enum StepRanks {
     /// those ([`AdamW::shard`](crate::optim::AdamW::shard); ZeRO, stage 1).
     ShardedOptimizer(ReplicatedConfig, Shard),
     /// This rank, of so many, has a part of every weight, gradient and state
-    /// ([`FullyShard`](crate::dist::FullyShard); ZeRO, stage 3).
+    /// ([`FullyShard`](crate::distributed::FullyShard); ZeRO, stage 3).
     FullySharded(FullyShardConfig, Shard),
 }
 
@@ -108,7 +109,8 @@ pub struct StepConfig {
     /// mean of their losses with equal weights, or, of a [batch that counts its targets](super::Batch::counting), the
     /// mean over all targets that count.
     pub accumulation: usize,
-    /// The most bytes that the arena may have. If a plan needs more, as little is recomputed in backward as will do: in
+    /// The most bytes that the arena may have in training ([`Step::forward`](super::Step::forward) recomputes nothing,
+    /// and has what it takes). If a plan needs more, as little is recomputed in backward as will do: in
     /// half precision on a GPU the sums that the first blocks' second norms read, an addition; gate and up of SwiGLU in
     /// the first blocks, half of what a block leaves; then, of a model, whole blocks.
     pub memory_budget_bytes: Option<u64>,

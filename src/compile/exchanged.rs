@@ -52,7 +52,7 @@ mod tests {
     use super::super::phase_times::PhaseClock;
     use super::super::{Batch, Step, StepConfig, StepRanks, Target};
     use super::*;
-    use crate::dist::{FullyShardConfig, ReplicatedConfig, Shard};
+    use crate::distributed::{FullyShardConfig, ReplicatedConfig, Shard};
     use crate::model::TransformerConfig;
     use crate::precision::Precision;
 

@@ -7,7 +7,7 @@ use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
-use crate::inplace::{Element, with_mut_slice, with_mut_slices};
+use crate::inplace::{Element, storage_address, with_mut_slice, with_mut_slices};
 use crate::kernels::Update;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
@@ -145,10 +145,21 @@ fn on_cpu<R>(
     tensors: &Tensors<'_>,
     run: impl FnOnce(&cpu::ExternalBuffers<'_>) -> Result<R>,
 ) -> Result<R> {
-    let guards = tensors.arguments.iter().map(|x| x.storage_and_layout());
-    let guards: Vec<_> = guards.collect();
-    let arguments = guards.iter().map(|(storage, layout)| {
-        let (start, end) = layout.contiguous_offsets().unwrap_or((0, 0)); // checked
+    // Each storage once: a second lock of one thread would wait for a writer that waits for the first.
+    let addresses: Vec<usize> = tensors.arguments.iter().map(storage_address).collect();
+    let firsts = addresses
+        .iter()
+        .map(|address| addresses.iter().position(|x| x == address));
+    let firsts: Vec<usize> = firsts.flatten().collect();
+    let mut guards = Vec::with_capacity(addresses.len());
+    for (i, (x, first)) in tensors.arguments.iter().zip(&firsts).enumerate() {
+        guards.push((*first == i).then(|| x.storage_and_layout().0));
+    }
+    let arguments = tensors.arguments.iter().zip(&firsts).map(|(x, first)| {
+        let (start, end) = x.layout().contiguous_offsets().unwrap_or((0, 0)); // checked
+        let Some(storage) = &guards[*first] else {
+            unreachable!("the first of a storage is locked");
+        };
         match &**storage {
             Storage::Cpu(CpuStorage::F32(x)) => Ok(bytes_read(&x[start..end])),
             Storage::Cpu(CpuStorage::BF16(x)) => Ok(bytes_read(&x[start..end])),

@@ -5,6 +5,7 @@ use super::config::{StepConfig, StepRanks};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
+use candle_core::DType;
 
 /// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a training step on tokens (B, T).
 pub(super) fn of_step(
@@ -85,7 +86,9 @@ fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> 
         Some(_) => 1,
     };
     let block = width * (rows * (2.0 * (q + kv) + gate_up) + probabilities);
+    let is_half = config.ranks.exchanged() == Some(DType::BF16);
     let gradients = match config.optimizer_in_backward {
+        false if is_half => 2.0 * parameters,
         false => 4.0 * parameters,
         true => 0.0,
     };

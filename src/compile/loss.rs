@@ -103,9 +103,7 @@ impl Job<'_> {
         batch: &Batch,
         prepare: impl Fn(&mut TracedFunction),
     ) -> Result<(Planned, Checkpointing)> {
-        let micro_batches = self.config.accumulation;
-        let drops = self.config.dropout_seed.is_some();
-        let inputs = Inputs::of(self.op, batch, micro_batches, drops)?;
+        let inputs = self.inputs(batch)?;
         // Plans that recompute more of the same blocks are of one trace.
         let last = RefCell::new(None::<(Checkpointing, Rc<TracedFunction>)>);
         let traced = |checkpointing| {
@@ -131,6 +129,15 @@ impl Job<'_> {
                 traced(checkpointing)?.plan(self.kind, self.config, recompute)
             },
         )
+    }
+
+    /// What the loss is traced with for a batch.
+    ///
+    /// # Errors
+    /// Inputs that cannot be cut into micro-batches.
+    pub fn inputs(&self, batch: &Batch) -> Result<Inputs> {
+        let drops = self.config.dropout_seed.is_some();
+        Inputs::of(self.op, batch, self.config.accumulation, drops)
     }
 
     /// A lower bound of its arena, of a loss that is known.

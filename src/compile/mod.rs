@@ -54,10 +54,27 @@
 //! leaves blocks out that the mask hides. Another plan of the step takes the arena over, and copies of weights are made
 //! again in its first run.
 //!
-//! [`Step::new`] plans any loss of [`ops`](crate::ops) there, in f32, f16 and bf16. What it does not plan are views of
-//! more than six dimensions that cannot be joined, and gradients of views that overlap themselves: the error says the
-//! op and its place. f64 is refused by the first run. A loss of targets that are all ignored is not a number there,
-//! where a CPU's run is an error.
+//! A loss of targets that are all ignored is not a number there, where a CPU's run is an error.
+//!
+//! # What a step refuses
+//!
+//! Each of these is an error that names the op or the field, its place and what to do. An eager loop runs them all:
+//! `loss`, [`backward`](crate::backward()), [`AdamW::step`](crate::optim::AdamW::step).
+//!
+//! | what | where |
+//! |---|---|
+//! | Apple's GPUs, NVIDIA's before compute capability 8.0 | everywhere |
+//! | f64, views of more than six dimensions that cannot be joined, gradients of views that overlap themselves | GPUs |
+//! | heads of flash attention of no multiple of 8 (in f32 of 4), or whose tiles do not fit; a scale that is not above 0 | GPUs |
+//! | heads of flash attention over 256 | everywhere |
+//! | parameters in half precision under an optimizer; precisions without f32 parameters, or that drop casts | everywhere |
+//! | parameters in several dtypes under an optimizer, or that share a storage | everywhere |
+//! | an op that has no kernel for its dtype, or runs its reference; candle's own ops on what depends on an input | everywhere |
+//! | token ids and first keys that an op makes; ids in i64 that an op takes as numbers too | everywhere |
+//! | an output that is no float, and for a training step one that is not one f32 (f64 on the CPU) | everywhere |
+//! | a parameter that the loss does not depend on, unless its group [takes that](crate::optim::MissingGradients) | everywhere |
+//! | the optimizer in backward with clipping, accumulation, loss scaling or several ranks | everywhere |
+//! | gradients exchanged in bf16 | CPU |
 //!
 //! # Half precision
 //!

@@ -1,6 +1,6 @@
 //! What a call does: a kernel, an exchange with other ranks, or a part of the update.
 
-use crate::dist::{Collective, Reduce};
+use crate::distributed::{Collective, Reduce};
 use crate::ops::lowering::Kernel;
 use std::ops::Range;
 
@@ -31,13 +31,13 @@ pub enum Op {
         /// The rank.
         root: usize,
     },
-    /// Writes `x`, in place, of which each rank has its [part](crate::dist::Shard::part): that of every rank.
+    /// Writes `x`, in place, of which each rank has its [part](crate::distributed::Shard::part): that of every rank.
     AllGather {
         /// Of x.
         elements: usize,
     },
-    /// Writes `x`, in place: in this rank's [part](crate::dist::Shard::part) its mean over the ranks of a job, in the
-    /// others nothing of use.
+    /// Writes `x`, in place: in this rank's [part](crate::distributed::Shard::part) its mean over the ranks of a job, in
+    /// the others nothing of use.
     ReduceScatter {
         /// Of x.
         elements: usize,

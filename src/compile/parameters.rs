@@ -28,7 +28,10 @@ pub(super) fn check(
         if !is_taken || !var.is_contiguous() {
             return Err(Error::DType {
                 op,
-                expected: format!("parameters in {}, contiguous", dtype.as_str()),
+                expected: match are_updated {
+                    true => format!("parameters in {}, contiguous", dtype.as_str()),
+                    false => format!("variables in {}, bf16 or f16, contiguous", dtype.as_str()),
+                },
                 got: format!(
                     "{name} in {}, strides {:?}",
                     var.dtype().as_str(),

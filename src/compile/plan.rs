@@ -62,11 +62,15 @@ impl Plan {
         let per_micro_batch = &runs.per_micro_batch;
         if runs.micro_batches > 1 {
             // What outlives a micro-batch must not lie where the next one works, nor what all of them read.
-            for buffer in buffers.iter_mut().filter(|buffer| !buffer.live.is_empty()) {
+            for (number, buffer) in buffers.iter_mut().enumerate() {
                 let live = &mut buffer.live;
+                if Range::is_empty(live) {
+                    continue;
+                }
+                let is_kept = kept.iter().any(|id| id.0 == number);
                 let (before, after) = (
                     live.start < per_micro_batch.start,
-                    live.end > per_micro_batch.end,
+                    live.end > per_micro_batch.end || is_kept,
                 );
                 if after && live.start < per_micro_batch.end {
                     live.start = live.start.min(per_micro_batch.start);
@@ -179,7 +183,7 @@ impl Plan {
     }
 
     /// What a GPU's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch
-    /// updates many parameters (8 bytes for each 8,192 elements), and of a forward alone the logits until they are
+    /// updates many parameters (8 bytes for each 8,192 elements), and of a forward alone its output until that is
     /// copied. On the CPU none.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes

@@ -8,7 +8,7 @@ use super::parameters;
 use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::Tensors;
-use crate::dist::Communicator;
+use crate::distributed::Communicator;
 use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
 use crate::{Error, Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -119,15 +119,15 @@ impl PlannedStep {
     /// # Errors
     /// A plan that has exchanges, and no ranks.
     fn ranks(&self) -> Result<Option<Communicator>> {
-        let config = &self.config;
-        if config.ranks != StepRanks::Alone && self.communicator.is_none() {
-            return Err(Error::Order {
+        match (self.config.ranks, &self.communicator) {
+            (StepRanks::Alone, _) => Ok(None),
+            (_, Some(ranks)) => Ok(Some(ranks.clone())),
+            (_, None) => Err(Error::Order {
                 op: self.op,
                 problem: "the plan averages gradients over ranks, and was given none".into(),
                 hint: "make the step with Step::replicated or Step::fully_sharded".into(),
-            });
+            }),
         }
-        Ok(self.communicator.clone())
     }
 
     /// Has the copies of weights that last from run to run renewed in the next.
@@ -344,13 +344,13 @@ impl PlannedStep {
         parameters::check_apart(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,
-            communicator: self.communicator.as_ref(),
+            communicator: ranks.as_ref(),
             ..*tensors
         };
         (self.has_run, self.last_norm) = (false, None); // until it is over
         self.executor.refresh(); // the update is somebody else's
         self.executor.run_micro_batches(&self.plan, &tensors)?;
-        match &self.communicator {
+        match &ranks {
             Some(ranks) => ranks.check(), // a rank that failed leaves no mean
             None => Ok(()),
         }
@@ -399,7 +399,7 @@ impl PlannedStep {
             })
         };
         if !self.has_run {
-            return refuse("no step has been run", "call run first");
+            return refuse("the last run has left no gradients", "call run first");
         }
         if self.config.optimizer_in_backward {
             let hint = "plan with optimizer_in_backward: false to read them";

@@ -3,7 +3,7 @@
 use super::buffer::Location;
 use super::plan::Plan;
 use crate::Error;
-use crate::dist::Communicator;
+use crate::distributed::Communicator;
 use crate::kernels::Update;
 use crate::optim::PlannedUpdate;
 use candle_core::{Tensor, Var};

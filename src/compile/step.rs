@@ -10,7 +10,7 @@ use super::planned_step::{PlannedStep, ScaledStep};
 use super::run::Tensors;
 use super::traced::Target;
 use super::{least, model, parameters};
-use crate::dist::{Communicator, FullyShard, Replicated};
+use crate::distributed::{Communicator, FullyShard, Replicated};
 use crate::graph::{Graph, Value, ValueId};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
@@ -33,14 +33,15 @@ const OP: &str = "compile::Step";
 ///
 /// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
 /// run with them or in [`prepare`](Self::prepare). What it captures, tensors and numbers, and the branches that it
-/// takes are fixed then; what changes from run to run is an input. The plans of the last [`MAX_PLANS`](Self::MAX_PLANS)
-/// sets, of [each kind](PlanKind) of run, are kept, and the one that was used longest ago goes. They share one arena.
+/// takes are fixed then; what changes from run to run is an input. The last [`MAX_PLANS`](Self::MAX_PLANS) plans are
+/// kept, of whatever shapes and [kind](PlanKind), and the one that was used longest ago goes. They share one arena.
 ///
 /// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A
 /// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is
-/// made when the step is planned. A run copies its inputs, from the CPU or from where the step is planned, and ops take
-/// a little memory of their own besides the arena. It holds the parameters' and the state's storages: another thread
-/// that reads them waits until it is over.
+/// made when the step is planned. On the CPU a run reads its inputs where they lie, if they are contiguous; on a GPU it
+/// copies them, from the CPU or from there. Ops take a little memory of their own besides the arena. A run holds the
+/// storages of parameters and state: another thread that reads them waits until it is over, and on the CPU one that
+/// writes an input does.
 ///
 /// On the CPU or [on a GPU](super#on-a-gpu); with parameters in f32, on the CPU also in f64.
 ///
@@ -159,7 +160,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new), but for half precision.
     pub fn without_optimizer(
         device: &Device,
         parameters: Vec<(String, Var)>,
@@ -236,8 +237,8 @@ impl<'l> Step<'l> {
     }
 
     /// The same step, with gradients and loss averaged over the ranks of `replicated`, as
-    /// [its configuration](crate::dist::ReplicatedConfig) says. Every rank runs the step at the same time, each on its
-    /// own part of the batch. All have the same weights after it.
+    /// [its configuration](crate::distributed::ReplicatedConfig) says. Every rank runs the step at the same time, each
+    /// on its own part of the batch. All have the same weights after it.
     ///
     /// On a GPU a bucket's all-reduce runs beside the rest of backward, on a stream of its own, and is recorded in the
     /// CUDA graph with it. On the CPU it is waited for where it begins.
@@ -600,8 +601,10 @@ impl<'l> Step<'l> {
 
     /// Forward, and backward from `d_output`, the gradient of the function's output, which need not be one number: what
     /// [`backward_from`](crate::backward_from) does eagerly. [`gradients`](Self::gradients) has the parameters',
-    /// [`output`](Self::output) the output, (accumulation * B, ...) as the gradient. Dropout is that of an optimizer's
-    /// first step. Ranks average gradients as in [`run`](Self::run).
+    /// [`output`](Self::output) the output. `d_output` is (accumulation * B, ...), of one micro-batch after another;
+    /// their gradients are added. Dropout is that of an optimizer's first step. Ranks average gradients as in
+    /// [`run`](Self::run). On a GPU pass the same tensor each time: it is read where it lies, and a run that finds it
+    /// elsewhere is recorded anew.
     ///
     /// ```
     /// use candle_core::{Tensor, Var};
@@ -632,13 +635,21 @@ impl<'l> Step<'l> {
         batch: impl Into<Batch>,
         d_output: &Tensor,
     ) -> Result<()> {
-        let batch = batch.into().with(D_OUTPUT, d_output.clone());
+        let batch = batch.into();
+        if batch.inputs().any(|(name, _)| name == D_OUTPUT) {
+            return Err(Error::Order {
+                op: OP,
+                problem: format!("an input is called {D_OUTPUT:?}, as the output's gradient is"),
+                hint: "call the input otherwise".into(),
+            });
+        }
+        let batch = batch.with(D_OUTPUT, d_output.clone());
         let batch = self.keyed(PlanKind::Gradients, batch, 0)?;
         let given = Given::of(PlanKind::Gradients, batch);
         self.with(&given, PlannedStep::forward_backward_from)
     }
 
-    /// A copy of the output of the last [`forward_backward_from`](Self::forward_backward_from), of its last
+    /// A copy of the output of the last [`forward_backward_from`](Self::forward_backward_from): (B, ...), of its last
     /// micro-batch.
     ///
     /// # Errors
@@ -741,10 +752,8 @@ impl<'l> Step<'l> {
             return Ok(());
         };
         let config = self.config.of(last.kind);
-        let drops = config.dropout_seed.is_some();
-        let inputs = Inputs::of(OP, batch, config.accumulation, drops)?;
         let job = self.job(last.kind, &config);
-        let function = job.trace(&inputs, last.checkpointing)?;
+        let function = job.trace(&job.inputs(batch)?, last.checkpointing)?;
         if let Some(difference) = last.graph.difference(&function.graph) {
             return Err(changed_since(OP, difference));
         }
@@ -793,7 +802,7 @@ impl<'l> Step<'l> {
         self.plans.last()
     }
 
-    /// The plan of the last [`run`](Self::run) or [`prepare`](Self::prepare); `None` before.
+    /// The plan of the last run, of whatever [kind](PlanKind), or of [`prepare`](Self::prepare); `None` before.
     pub fn plan(&self) -> Option<&Plan> {
         self.last().map(|last| &last.step.plan)
     }

@@ -7,7 +7,7 @@
 use super::buffer::BufferId;
 use super::op::Op;
 use super::plan::{Call, Plan};
-use crate::dist::Collective;
+use crate::distributed::Collective;
 use crate::{Error, Result};
 use std::ops::Range;
 
@@ -124,7 +124,7 @@ impl Plan {
     ///
     /// ```
     /// use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
-    /// use tallow::dist::ReplicatedConfig;
+    /// use tallow::distributed::ReplicatedConfig;
     /// use tallow::model::TransformerConfig;
     ///
     /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };

@@ -4,7 +4,7 @@ use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
 use super::plan::{BufferRange, Phase};
 use super::writer::Writer;
-use crate::dist::Shard;
+use crate::distributed::Shard;
 use crate::kernels::workspace;
 use crate::ops::lowering::Named;
 use candle_core::DType;

@@ -5,6 +5,7 @@ use super::op::Op;
 use super::parts::PartCost;
 use super::plan::{BufferRange, Call, Phase};
 use crate::ops::lowering::Named;
+use crate::probe::Path;
 use candle_core::DType;
 
 /// Calls and buffers so far.
@@ -17,6 +18,8 @@ pub(super) struct Writer {
     pub phase: Phase,
     /// Where in the model they are.
     pub path: String,
+    /// The outermost module there.
+    pub module: Path,
     /// Which of the parts they belong to.
     pub part: Option<usize>,
     /// So far.
@@ -31,6 +34,7 @@ impl Default for Writer {
             kept: Vec::new(),
             phase: Phase::Forward,
             path: String::new(),
+            module: Path::ROOT,
             part: None,
             parts: Vec::new(),
         }
@@ -68,6 +72,7 @@ impl Writer {
         self.calls.push(Call {
             op: op.into(),
             path: self.path.clone(),
+            module: self.module,
             phase: self.phase,
             part: self.part,
             reads: reads.into(),

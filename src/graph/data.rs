@@ -3,6 +3,7 @@
 use super::Target;
 use super::steps::MemoryStep;
 use crate::kernels::Mask;
+use crate::probe::Path;
 use candle_core::DType;
 use std::fmt;
 
@@ -84,6 +85,8 @@ pub enum TraceEvent {
 pub struct Node {
     /// Where in the model, the op's name last: `layers.0/attn/q_proj/linear`.
     pub path: String,
+    /// The outermost module that it is in, `layers.0` above; the root, if it is in none.
+    pub module: Path,
     /// The op's name.
     pub op: &'static str,
     /// What tells this call from another on the same operands.

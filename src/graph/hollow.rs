@@ -130,8 +130,8 @@ pub(crate) fn refuse_hollow(
         true => Error::Order {
             op,
             problem: "a hollow tensor has no elements to compute with".into(),
-            hint: "run it inside of graph::trace, or build the model with weights; what dist::FullyShard gave runs in \
-                   compile::Step"
+            hint: "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave \
+                   runs in compile::Step"
                 .into(),
         }
         .into(),

@@ -36,6 +36,7 @@ pub(crate) fn record(
     steps: impl FnOnce(&[bool]) -> [Vec<MemoryStep>; 2],
 ) -> Result<Tensor> {
     let path = probe::op_path(call.name).to_string();
+    let module = probe::current().outermost();
     with_session(|session| {
         session.told_drops(); // before the operands: what is read has not gone
         let inputs = call.inputs.iter().map(|x| session.operand(x));
@@ -53,6 +54,7 @@ pub(crate) fn record(
         });
         session.push(TraceEvent::Node(Node {
             path,
+            module,
             op: call.name,
             attributes: call.attributes,
             composed: call.composed,

@@ -61,6 +61,7 @@ fn leaf(x: &Tensor) -> Result<Tensor> {
         let output = ValueId(session.graph.values.len());
         session.push(TraceEvent::Node(Node {
             path: probe::op_path(CHECKPOINT).to_string(),
+            module: probe::current().outermost(),
             op: "copy",
             attributes: Vec::new(),
             composed: true,

@@ -63,6 +63,7 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     impl Listener for Quiet {}
 
     let _listening = probe::listen(Arc::new(Quiet)); // ops have paths only while there is a listener
+    let _root = probe::at_root(); // wherever this is called from
     let _open = session::open(target)?;
     let result = f().map_err(explained)?;
     with_session(|session| {

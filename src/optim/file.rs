@@ -3,7 +3,7 @@
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
 use super::state::{Misfit, SKIPPED, check_numbers, numbers_of};
-use crate::dist::FullyShard;
+use crate::distributed::FullyShard;
 use crate::files::{Entry, TensorFile, save_tensors};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};

@@ -3,7 +3,7 @@
 #[cfg(feature = "files")]
 use super::slot::Slot;
 use super::{AdamW, described};
-use crate::dist::{Collective, Communicator, Shard};
+use crate::distributed::{Collective, Communicator, Shard};
 use crate::{Error, Result};
 #[cfg(feature = "files")]
 use candle_core::{DType, Device, Tensor, Var};
@@ -24,21 +24,21 @@ impl AdamW {
     ///
     /// Parameters are owned as a whole, and each rank owns about as many elements. State and update take 1 / world_size
     /// of the memory and of the time that they take on one rank. All ranks have to call `step` with the same gradients,
-    /// as [`dist::Replicated`](crate::dist::Replicated) gives them, and have the same weights then as one rank alone.
+    /// as [`Replicated`](crate::distributed::Replicated) gives them, and have the same weights then as one rank alone.
     ///
     /// Each rank's [`state`](Self::state) is that of its own parameters; [`save`](Self::save) and the
     /// [trainer](crate::train::Trainer::save) write that of all. Load a state before this.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use tallow::dist;
+    /// use tallow::distributed;
     /// use tallow::optim::{AdamW, AdamWConfig};
     /// use tallow::ops;
     ///
-    /// // Two ranks, here threads of one process; processes call dist::init.
-    /// let ranks = dist::threads(2)?;
+    /// // Two ranks, here threads of one process; processes call distributed::init.
+    /// let ranks = distributed::threads(2)?;
     /// std::thread::scope(|scope| {
-    ///     let of = |communicator: dist::Communicator| -> tallow::Result<()> {
+    ///     let of = |communicator: distributed::Communicator| -> tallow::Result<()> {
     ///         let parameters = ["a", "b"].map(|name| Ok((name.to_string(), Var::new(&[1f32, 2.0], &Device::Cpu)?)));
     ///         let parameters = parameters.into_iter().collect::<tallow::Result<Vec<_>>>()?;
     ///         let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;

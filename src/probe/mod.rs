@@ -219,6 +219,20 @@ pub fn current() -> Path {
     CURRENT.get()
 }
 
+/// Has this thread be at the root, until what is returned goes.
+pub(crate) fn at_root() -> AtRoot {
+    AtRoot(CURRENT.replace(Path::ROOT))
+}
+
+/// The path that a thread was at before.
+pub(crate) struct AtRoot(Path);
+
+impl Drop for AtRoot {
+    fn drop(&mut self) {
+        CURRENT.set(self.0);
+    }
+}
+
 /// The phase that this thread is in; empty if in none.
 pub fn current_phase() -> &'static str {
     PHASE.get()

@@ -51,6 +51,18 @@ impl Path {
         (self != Self::ROOT).then(|| paths().nodes[self.0 as usize].0)
     }
 
+    /// The path of its first name alone; the root for the root.
+    pub fn outermost(self) -> Self {
+        let paths = paths();
+        let mut path = self;
+        loop {
+            match paths.nodes[path.0 as usize].0 {
+                Self::ROOT => return path,
+                parent => path = parent,
+            }
+        }
+    }
+
     /// Its last name; empty for the root.
     pub fn name(self) -> String {
         paths().nodes[self.0 as usize].1.clone()

@@ -1,7 +1,7 @@
 //! A run whose ranks have parts of everything, in files: each rank writes its own.
 
 use super::Trainer;
-use crate::dist::{Communicator, FullyShard};
+use crate::distributed::{Communicator, FullyShard};
 use crate::files::{self, Entry, Manifest, Part, PartFile, TensorFile};
 use crate::model::STATE_PREFIX;
 use crate::saved::Numbers;

@@ -1,7 +1,7 @@
 //! A run on several ranks, each of which takes a part of every step's batches.
 
 use super::{Data, TrainConfig, Trainer};
-use crate::dist::{Communicator, FullyShard, Replicated, ReplicatedConfig};
+use crate::distributed::{Communicator, FullyShard, Replicated, ReplicatedConfig};
 use crate::model::TransformerLM;
 use crate::{Error, Result, ops};
 use candle_core::Device;

@@ -1,7 +1,7 @@
 //! A run out of its file again.
 
 use super::{Checkpoint, Data, TrainConfig, Trainer};
-use crate::dist::FullyShard;
+use crate::distributed::FullyShard;
 use crate::files::{self, Difference, TensorFile, first_difference};
 use crate::model::{LoadOptions, STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::saved::Numbers;

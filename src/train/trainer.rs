@@ -190,6 +190,15 @@ impl Trainer {
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
         self.gather_weights()?;
+        let was_planned = self.planned.is_some();
+        let evaluated = self.evaluate_planned();
+        if !was_planned {
+            self.planned = None; // ranks may still join
+        }
+        evaluated
+    }
+
+    fn evaluate_planned(&mut self) -> Result<f64> {
         let (mut sum, mut predicted, mut all) = (0.0, 0, 0);
         let (rank, world_size) = match self.communicator() {
             Some(ranks) => (ranks.rank(), ranks.world_size()),

@@ -4,7 +4,7 @@ use super::{at_most, join, succeed};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::Result;
-use tallow::dist::Reduce;
+use tallow::distributed::Reduce;
 
 #[rstest]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]

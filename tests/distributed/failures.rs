@@ -3,7 +3,7 @@
 use super::{Ended, at_most, join, ranks};
 use candle_core::{DType, Tensor};
 use std::time::{Duration, Instant};
-use tallow::dist::Reduce;
+use tallow::distributed::Reduce;
 use tallow::{Error, Result};
 
 /// Long enough for a busy machine to start everything.

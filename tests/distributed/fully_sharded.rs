@@ -11,7 +11,9 @@ use std::collections::HashMap;
 use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
-use tallow::dist::{Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
+use tallow::distributed::{
+    Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
+};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::optim::AdamW;

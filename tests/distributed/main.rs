@@ -12,7 +12,7 @@ mod training;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use tallow::Result;
-use tallow::dist::{self, Communicator, DistConfig};
+use tallow::distributed::{self, Communicator, DistConfig};
 
 /// Which of [`CASES`] a rank runs.
 const CASE: &str = "TALLOW_TEST_CASE";
@@ -49,7 +49,7 @@ fn join(timeout: u64) -> Result<Communicator> {
     } else {
         "cpu"
     };
-    dist::init(&DistConfig {
+    distributed::init(&DistConfig {
         device: device.into(),
         timeout: Duration::from_secs(timeout),
         ..Default::default()
@@ -150,7 +150,7 @@ fn succeed(case: &str, count: usize) {
 
 /// The gradients of a rank's loss, averaged over the ranks.
 fn averaged(
-    replicated: &tallow::dist::Replicated,
+    replicated: &tallow::distributed::Replicated,
     loss: candle_core::Tensor,
 ) -> tallow::Result<candle_core::backprop::GradStore> {
     let mut gradients = tallow::backward(loss)?;

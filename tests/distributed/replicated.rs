@@ -4,7 +4,7 @@
 use super::{at_most, join, succeed};
 use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
-use tallow::dist::{Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::{Result, ops};
 
 #[rstest]

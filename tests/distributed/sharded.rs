@@ -5,7 +5,7 @@ use super::replicated::{BATCH, Network, numbers};
 use super::{at_most, join, succeed};
 use rstest::rstest;
 use tallow::compile::{Inputs, Step, StepConfig};
-use tallow::dist::{Communicator, Replicated, ReplicatedConfig};
+use tallow::distributed::{Communicator, Replicated, ReplicatedConfig};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::{Error, Result};
 

@@ -5,7 +5,7 @@ use candle_core::Device;
 use rstest::rstest;
 use std::path::Path;
 use tallow::data::Tokens;
-use tallow::dist::{Communicator, ReplicatedConfig};
+use tallow::distributed::{Communicator, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::train::{TrainConfig, Trainer};
 use tallow::{Error, Result};

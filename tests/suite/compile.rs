@@ -6,6 +6,7 @@ mod attention_gpu;
 mod attention_judged;
 mod dropout;
 mod eager;
+mod given_gradient;
 mod gpt2;
 #[cfg(feature = "cuda")]
 mod gpu;

@@ -9,7 +9,7 @@ mod child;
 mod compile;
 mod custom_model;
 mod data;
-mod dist;
+mod distributed;
 mod families;
 mod flash;
 mod fused;

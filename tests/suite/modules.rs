@@ -28,7 +28,7 @@ const ORDER: [&str; 29] = [
     "op_table",
     "data",
     "report",
-    "dist",
+    "distributed",
     "compile",
     "memory",
     "profile",
@@ -38,11 +38,10 @@ const ORDER: [&str; 29] = [
 ];
 
 /// Modules that still use a later one. A pair that is no longer used must go.
-const EXCEPTIONS: [(&str, &str); 5] = [
-    ("dist", "compile"), // paper.rs forecasts from plans
+const EXCEPTIONS: [(&str, &str); 4] = [
     ("files", "graph"),
     ("hardware", "kernels"),
-    ("optim", "dist"),
+    ("optim", "distributed"),
     ("precision", "graph"),
 ];
 

@@ -61,11 +61,13 @@ impl Arena {
     }
 }
 
-/// One without room.
+/// One without room, at a place that any buffer of no elements may have.
 impl Default for Arena {
     fn default() -> Self {
+        #[repr(align(64))]
+        struct Aligned;
         Self {
-            start: NonNull::dangling(),
+            start: NonNull::<Aligned>::dangling().cast(),
             layout: Layout::new::<()>(),
         }
     }

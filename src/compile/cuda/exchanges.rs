@@ -2,7 +2,7 @@
 
 use super::super::buffer::BufferId;
 use crate::Result;
-use crate::dist::{Collective, Communicator};
+use crate::distributed::{Collective, Communicator};
 use crate::kernels::cuda::View;
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};

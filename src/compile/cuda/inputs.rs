@@ -30,7 +30,7 @@ impl Inputs {
         })
     }
 
-    /// Writes what is new, and has it copied: nothing for attention alone, which has no parameters.
+    /// Writes what is new, and has it copied: nothing for a plan that reads no parameters.
     pub(super) fn fill(
         &mut self,
         gpu: &CudaDevice,

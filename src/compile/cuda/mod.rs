@@ -43,6 +43,7 @@ use device_pointers::DevicePointers;
 use exchanges::Exchanges;
 use graph::Recorded;
 use inputs::Inputs;
+use segments::Segment;
 use std::fmt;
 use std::sync::Arc;
 use update::{OptimizerLayout, Updates};
@@ -97,7 +98,11 @@ impl Executor {
         let on = Device::Cuda(gpu.clone());
         let tf32 = hardware::tf32(&on);
         call::check(plan, gpu, tf32)?;
-        check_room(gpu, plan.workspace_bytes())?;
+        check_room(
+            gpu,
+            "the workspace of a planned step",
+            plan.workspace_bytes(),
+        )?;
         let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
         let (gpu, products) = {
             let _undisturbed = hardware::cuda::undisturbed();
@@ -142,6 +147,7 @@ impl Executor {
             && let Some(arena) = from.arena.take()
         {
             let stream = from.gpu.cuda_stream();
+            stream.join(&from.stream).w()?; // which may copy gradients
             stream.synchronize().w()?;
             if arena.len() >= bytes {
                 let (len, own) = (arena.len(), self.gpu.cuda_stream());
@@ -152,7 +158,7 @@ impl Executor {
             drop(arena);
             stream.synchronize().w()?;
         }
-        check_room(&self.gpu, plan.peak_bytes())?;
+        check_room(&self.gpu, "the arena of a planned step", plan.peak_bytes())?;
         self.arena = Some(self.gpu.alloc_zeros(bytes)?);
         Ok(())
     }
@@ -207,22 +213,32 @@ impl Executor {
         let segments = self.segments(plan, extent);
         let recorded = self.recorded[extent as usize].is_of(&segments);
         let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
-        let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
-        if !copies_were_current {
-            let copies = vec![(plan.first_run_only(), 0)];
-            self.launch(plan, &copies, extent)?;
-        }
-        match probe::takes_replays() {
-            true => self.run_recorded(plan, extent, &segments)?,
-            false => self.launch_all(plan, extent, &segments)?,
-        }
-        self.stream.join(&stream).w()?;
+        let launched = self.launch_segments(plan, extent, &segments);
+        self.stream.join(&stream).w()?; // after an error too: what was launched reads the caller's tensors
+        launched?;
         let stepped = match extent {
             RunScope::MicroBatches => true,
             _ => self.stepped(plan, controls)?,
         };
         self.copies_are_current = true;
         Ok(stepped)
+    }
+
+    fn launch_segments(
+        &mut self,
+        plan: &Plan,
+        extent: RunScope,
+        segments: &[Segment],
+    ) -> Result<()> {
+        let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
+        if !copies_were_current {
+            let copies = vec![(plan.first_run_only(), 0)];
+            self.launch(plan, &copies, extent)?;
+        }
+        match probe::takes_replays() {
+            true => self.run_recorded(plan, extent, segments),
+            false => self.launch_all(plan, extent, segments),
+        }
     }
 
     /// Finds out where everything is; forgets what was recorded for other places.
@@ -309,13 +325,13 @@ impl Executor {
 }
 
 /// An error unless a GPU has so many bytes left.
-fn check_room(gpu: &CudaDevice, bytes: u64) -> Result<()> {
+fn check_room(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
     let on = Device::Cuda(gpu.clone());
     let available_bytes = hardware::available_bytes_on(&on).unwrap_or(u64::MAX);
     match bytes > available_bytes {
         false => Ok(()),
         true => Err(Error::OutOfMemory {
-            what: "the arena of a planned step".into(),
+            what: what.into(),
             wanted_bytes: bytes,
             available_bytes,
         }),

@@ -8,7 +8,8 @@ use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{BufferId, Buffers, Category};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Phase};
-use crate::dist::{Exchange, ReplicatedConfig};
+use crate::distributed::{Exchange, ReplicatedConfig};
+use crate::probe::Path;
 use candle_core::DType;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -171,6 +172,7 @@ impl Averaged<'_> {
         let phase = before.map_or(Phase::Backward, |before| self.calls[before].phase);
         let exchange = |op: Op, x: BufferRange| Call {
             path: op.name().into(),
+            module: Path::ROOT,
             op,
             phase,
             part: None,

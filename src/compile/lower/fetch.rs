@@ -6,6 +6,7 @@
 use super::super::buffer::{Buffers, Location};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Phase};
+use crate::probe::Path;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -74,6 +75,7 @@ fn broadcast(weight: BufferRange, root: usize) -> Call {
             root,
         },
         path: "broadcast".into(),
+        module: Path::ROOT,
         phase: Phase::Forward,
         part: None,
         reads: [].into(),

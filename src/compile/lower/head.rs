@@ -1,6 +1,7 @@
 //! Head and loss, some rows at a time, with their gradients at once: the logits of all rows are never there, and none
 //! is kept.
 
+use super::super::config::PlanKind;
 use super::super::plan::{BufferRange, Phase};
 use super::form::{Form, Forms};
 use super::linear;
@@ -140,6 +141,7 @@ impl Form for Head {
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
             let some = |x: &BufferRange, width: usize| part_of(x, start * width, rows * width);
+            lower.plan.phase = Phase::Loss;
             let logits = lower.temporary("logits", &[rows, row_stride], self.dtype);
             let some_x = some(&x, width);
             let of_x = Factor::new(rows, width);
@@ -164,6 +166,7 @@ impl Form for Head {
             let writes = [("logits", logits.clone()), ("losses", some(&losses, 1))];
             let kernel = in_place([rows, classes, row_stride], divisor, self.ignore);
             lower.plan.call(kernel, reads, writes);
+            lower.plan.phase = Phase::LossGradient;
             if let Some(dx) = &dx {
                 let mut accumulate = Accumulate::Never;
                 for part in &parts {
@@ -189,6 +192,7 @@ impl Form for Head {
                 }
             }
         }
+        lower.plan.phase = Phase::Loss;
         let ignored = self.ignore.map(|id| (targets, id));
         let ignored = ignored.filter(|_| self.reduction == Reduction::Mean);
         lower.mean_loss = Some(lower.mean_of(losses, divisor, ignored));
@@ -217,6 +221,9 @@ impl Form for Head {
 
 /// The loss, if it is made of a head.
 pub(super) fn find(program: &Program<'_>, job: &Job<'_>, forms: &mut Forms) {
+    if job.kind != PlanKind::TrainStep {
+        return; // its gradient is not known beforehand
+    }
     let Some(loss) = program.outputs.first().map(|output| output.value) else {
         return;
     };

@@ -10,6 +10,7 @@ use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
 use crate::ops::lowering::{Accumulate, Named, converted};
 use crate::optim::MissingGradients;
+use crate::probe::Path;
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -68,12 +69,17 @@ impl Lower<'_> {
     pub(super) fn begin_with_given_gradient(&mut self) -> BufferRange {
         let program = self.program.clone();
         let (output, gradient) = (&program.outputs[0], &program.outputs[1]);
-        let [out, d_out] = [output, gradient].map(|x| self.read(x));
-        if self.plan.buffers[out.buffer].is_in_arena() {
-            let category = Category::Output;
-            self.plan.buffers.set_category(out.buffer, category);
-            self.plan.kept.push(out.buffer);
+        let [mut out, d_out] = [output, gradient].map(|x| self.read(x));
+        if !self.plan.buffers[out.buffer].is_in_arena() {
+            let value = program.graph.value(output.value);
+            let copy = self.temporary("output", program.graph.shape_of(output), value.dtype);
+            let writes = [("y", copy.clone())];
+            self.plan.call(converted(), [("x", out)], writes);
+            out = copy;
         }
+        let category = Category::Output;
+        self.plan.buffers.set_category(out.buffer, category);
+        self.plan.kept.push(out.buffer);
         self.contribute(output, d_out);
         out
     }
@@ -84,7 +90,7 @@ impl Lower<'_> {
             return Ok(mean.clone());
         }
         self.plan.phase = Phase::Loss;
-        self.plan.path = "loss".into();
+        (self.plan.path, self.plan.module) = ("loss".into(), Path::ROOT);
         let output = self.program.outputs[0].clone();
         let loss = self.read(&output);
         let divisor = match self.job.function.reduction {
@@ -95,6 +101,7 @@ impl Lower<'_> {
         let dtype = self.program.graph.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
         let writes = [("dloss", gradient.clone())];
+        self.plan.phase = Phase::LossGradient;
         self.plan.call(gradient_of_mean(divisor), [], writes);
         self.contribute(&output, gradient);
         Ok(mean)
@@ -152,7 +159,11 @@ impl Lower<'_> {
                 let name = format!("gradient of {}", parameter.name);
                 let rounded = self.temporary(&name, &[parameter.elements], parameter.dtype);
                 let writes = [("y", rounded.clone())];
-                self.plan.call(converted(), [("x", gradient)], writes);
+                let reads = [("x", gradient.clone())];
+                self.plan.call(converted(), reads, writes);
+                if self.job.config.accumulation > 1 {
+                    self.plan.kept.push(gradient.buffer); // the next micro-batch adds to it
+                }
                 self.weights.gradients[number] = Some(rounded);
             }
         }

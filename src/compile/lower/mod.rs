@@ -51,6 +51,7 @@ use crate::graph::{self, ValueId};
 use crate::ops::cost::Cost;
 use crate::ops::lowering::Check;
 use crate::optim::MissingGradients;
+use crate::probe::Path;
 use crate::{Error, Result};
 use candle_core::DType;
 use form::{Form, Placed};
@@ -165,14 +166,12 @@ struct Lower<'a> {
 impl<'a> Lower<'a> {
     fn new(job: &'a Job<'a>) -> Self {
         let function = job.function;
-        let followed = |value| {
-            let number = function
-                .numbers
-                .get(&value)
-                .filter(|_| job.has_backward())?;
+        let elements = |value| {
+            let number = function.numbers.get(&value)?;
             Some(function.parameters[*number].elements)
         };
-        let program = Rc::new(Program::new(&function.graph, followed));
+        let is_trained = |value| job.has_backward() && function.numbers.contains_key(&value);
+        let program = Rc::new(Program::new(&function.graph, elements, is_trained));
         let choice = Choice::new(job.recompute);
         let forms = passes::all(&program, job, &choice);
         let outputs = forms.iter().enumerate().flat_map(|(i, placed)| {
@@ -222,6 +221,7 @@ impl<'a> Lower<'a> {
         write: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
         self.plan.path = placed.form.path().into();
+        self.plan.module = self.module_of(placed);
         self.plan.part = Some(self.plan.parts.len());
         write(self)?;
         self.plan.part = None;
@@ -233,6 +233,11 @@ impl<'a> Lower<'a> {
             computed: 0.0, // known when the plan is whole
         });
         Ok(())
+    }
+
+    /// The outermost module that a form is in.
+    fn module_of(&self, placed: &Placed) -> Path {
+        self.program.nodes[placed.at].module
     }
 
     /// Every form's backward, from the loss.
@@ -253,10 +258,8 @@ impl<'a> Lower<'a> {
                 }
                 self.run_part(placed, placed.costs[1], |lower| form.backward(lower))?;
             }
-            let after = i
-                .checked_sub(1)
-                .map(|next| module_of(forms[next].form.path()));
-            if after.is_some_and(|next| next != module_of(form.path())) {
+            let next = i.checked_sub(1);
+            if next.is_some_and(|next| self.module_of(&forms[next]) != self.module_of(placed)) {
                 self.update_matrices();
                 self.scatter_gradients();
             }
@@ -286,11 +289,6 @@ impl<'a> Lower<'a> {
         );
         self.updates().run(scales, clips);
     }
-}
-
-/// The outermost module of a path: `layers.3` of `layers.3/attn/q_proj`.
-fn module_of(path: &str) -> &str {
-    path.split('/').next().unwrap_or(path)
 }
 
 fn no_planned_form(op: &'static str, name: &str, path: &str, what: &str) -> Error {

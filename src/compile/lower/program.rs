@@ -20,8 +20,12 @@ pub(super) struct Program<'g> {
 }
 
 impl<'g> Program<'g> {
-    /// `elements` are those of a variable whose gradient is wanted.
-    pub fn new(graph: &'g Graph, elements: impl Fn(ValueId) -> Option<usize>) -> Self {
+    /// `elements` are those of a variable, and `is_trained` says whether its gradient is wanted.
+    pub fn new(
+        graph: &'g Graph,
+        elements: impl Fn(ValueId) -> Option<usize>,
+        is_trained: impl Fn(ValueId) -> bool,
+    ) -> Self {
         let mut names: Vec<ValueId> = (0..graph.values.len()).map(ValueId).collect();
         let (mut nodes, mut segments, mut open) = (Vec::new(), Vec::new(), Vec::new());
         for event in &graph.events {
@@ -67,7 +71,6 @@ impl<'g> Program<'g> {
                 }
             }
         }
-        let is_trained = |value| elements(value).is_some();
         let flow = Flow::of(graph, &nodes, &outputs, is_trained);
         Self {
             graph,

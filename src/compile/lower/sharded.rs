@@ -7,11 +7,12 @@
 use super::super::buffer::{BufferId, Buffers, Category, Location};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Phase};
-use super::{Lower, module_of, part};
-use crate::dist::Shard;
+use super::{Lower, part};
+use crate::distributed::Shard;
 use crate::graph::ValueId;
 use crate::ops::arithmetic::lowering::accumulated;
 use crate::ops::lowering::{Accumulate, converted};
+use crate::probe::Path;
 use candle_core::DType;
 use std::collections::{HashMap, HashSet};
 
@@ -200,7 +201,7 @@ pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers, bucket_bytes: u6
     let mut stretches = Vec::new();
     let mut stretch = Stretch::default();
     for call in calls {
-        let module = module_of(&call.path).to_string();
+        let module = Some(call.module);
         if stretch.bytes >= bucket_bytes && stretch.module != module {
             stretches.push(std::mem::take(&mut stretch));
         }
@@ -235,7 +236,7 @@ pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers, bucket_bytes: u6
 /// Calls of modules that follow each other.
 #[derive(Default)]
 struct Stretch {
-    module: String,
+    module: Option<Path>,
     /// Of the weights that they gather.
     bytes: u64,
     /// Put this rank's parts of weights in their places.

@@ -6,7 +6,7 @@ use super::super::update::{Shares, Update};
 use super::program::Program;
 use super::sharded::Sharded;
 use super::{Job, Lower};
-use crate::dist::Shard;
+use crate::distributed::Shard;
 use crate::graph::ValueId;
 use crate::ops::arithmetic::lowering::accumulated;
 use crate::ops::lowering::{Accumulate, converted};
@@ -161,11 +161,27 @@ impl Lower<'_> {
         let config = self.job.config;
         let stays = config.accumulation == 1 || config.ranks.fully_sharded().is_some();
         let is_first = self.weights.gradients[number].is_none();
-        if is_first && stays && self.may_be_overwritten(&gradient) {
+        let dtype = self.program.graph.value(value).dtype;
+        let wide = match dtype {
+            DType::BF16 | DType::F16 => DType::F32,
+            dtype => dtype,
+        };
+        // A sum is in f32, as products add to it.
+        let is_sum = self.weights.to_come[number] > 1 && dtype != wide;
+        if is_first && stays && !is_sum && self.may_be_overwritten(&gradient) {
             self.weights.gradients[number] = Some(gradient);
         } else {
-            let dtype = self.program.graph.value(value).dtype;
-            let (sum, accumulate) = self.gradient_of_weights(&[value], dtype);
+            let (sum, accumulate) = self.gradient_of_weights(&[value], wide);
+            let of_sum = self.plan.buffers[sum.buffer].dtype;
+            let gradient = match self.plan.buffers[gradient.buffer].dtype == of_sum {
+                true => gradient,
+                false => {
+                    let cast = self.temporary("gradient", &[gradient.elements.len()], of_sum);
+                    let writes = [("y", cast.clone())];
+                    self.plan.call(converted(), [("x", gradient)], writes);
+                    cast
+                }
+            };
             let kernel = accumulated(accumulate);
             self.plan.call(kernel, [("x", gradient)], [("y", sum)]);
         }

@@ -29,7 +29,7 @@ pub fn planned_attention_breakdown(
         Kernels::Cpu => Target::from(&Device::Cpu),
         Kernels::Cuda => Target::Cuda,
     };
-    check_addressable(w.dtype.size_in_bytes() as f64 * w.largest(), None)?;
+    check_addressable(w.dtype.size_in_bytes() as f64 * w.largest(), &Device::Cpu)?;
     let (kind, config) = (PlanKind::Gradients, StepConfig::default());
     let plan = Step::plan_for(target, kind, &config, Batch::new([]), |_| w.forward())?;
     let [leaves, d_out] = [Category::Parameter, Category::Input];
@@ -150,7 +150,7 @@ pub fn planned_self_attention_breakdown(
     let weights = 4.0 * d as f64 * d as f64;
     let x = b as f64 * t as f64 * d as f64;
     let largest = weights.max(x).max(w.attention().largest());
-    check_addressable(4.0 * largest, Some(device))?;
+    check_addressable(4.0 * largest, device)?;
     let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
     let input = graph::input("x", shape, w.dtype)?;
     let layer = layer.with_attention(w.algorithm);
@@ -187,11 +187,10 @@ pub fn planned_self_attention_breakdown(
 }
 
 /// An error for a tensor of so many bytes that no address reaches its end.
-fn check_addressable(largest_bytes: f64, device: Option<&Device>) -> Result<()> {
+fn check_addressable(largest_bytes: f64, device: &Device) -> Result<()> {
     if largest_bytes < isize::MAX as f64 {
         return Ok(());
     }
-    let device = device.unwrap_or(&Device::Cpu);
     Err(Error::OutOfMemory {
         what: "a planned layer".into(),
         wanted_bytes: largest_bytes as u64, // saturates

@@ -316,7 +316,7 @@ fn what_is_refused() {
     // Output and gradients are of the last run, or of none.
     planned.forward(none()).unwrap();
     refused(planned.output().map(drop), &["no output"]);
-    refused(planned.gradients().map(drop), &["no step has been run"]);
+    refused(planned.gradients().map(drop), &["left no gradients"]);
     // As it lies, and not from its beginning.
     let [wide, ..] = inputs(&[2, 11, 8]);
     let part = wide.narrow(1, 1, 10).unwrap();

@@ -1,0 +1,405 @@
+//! The ranks of a job, as one of them sees it, and what they do together.
+
+#[cfg(feature = "cuda")]
+use super::gpu_queue::GpuQueue;
+use super::host_queue::{Exchanged, HostQueue};
+use super::membership::{Membership, Watch, encoded};
+use super::pending::Pending;
+use super::{Collective, Reduce, is_exchanged};
+use crate::hardware::device_name;
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, WithDType};
+use std::fmt;
+use std::sync::Arc;
+
+const OP: &str = "distributed::Communicator";
+
+/// The ranks of a job, as one of them sees it: what [`init`](super::init) gives a process. A clone is the same one.
+///
+/// All ranks have to make the same calls in the same order, on tensors of the same shape and dtype. What changes a
+/// tensor changes every tensor that shares its storage, and autograd sees nothing of it.
+///
+/// On a GPU calls are handed to NCCL, on a stream of its own that waits for what the device's stream was given before,
+/// and that the device's stream waits for where a result is used: the host does not wait. On the CPU a thread runs them
+/// in order.
+///
+/// A rank that dies, stops or does something else ends the wait of the others with [`Error::Rank`], which names it. The
+/// weights are not defined then: go on from a checkpoint.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::distributed::{Communicator, Reduce};
+///
+/// let communicator = Communicator::alone(&Device::Cpu); // a job of one
+/// let x = Tensor::new(&[1f32, 2.0], &Device::Cpu)?;
+/// communicator.all_reduce(&x, Reduce::Mean)?;
+/// assert_eq!(x.to_vec1::<f32>()?, [1.0, 2.0]);
+/// assert_eq!((communicator.rank(), communicator.world_size()), (0, 1));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Communicator(Arc<Shared>);
+
+struct Shared {
+    rank: usize,
+    world_size: usize,
+    device: Device,
+    // Before the membership: its collectives end before this rank says goodbye.
+    backend: Backend,
+    membership: Arc<Membership>,
+}
+
+/// Who runs collectives.
+pub(super) enum Backend {
+    /// A job of one: there is nothing to do.
+    Alone,
+    Host(HostQueue),
+    #[cfg(feature = "cuda")]
+    Gpu(GpuQueue),
+}
+
+impl Communicator {
+    pub(super) fn new(
+        (rank, world_size): (usize, usize),
+        device: Device,
+        backend: Backend,
+        membership: Arc<Membership>,
+    ) -> Self {
+        Self(Arc::new(Shared {
+            rank,
+            world_size,
+            device,
+            backend,
+            membership,
+        }))
+    }
+
+    /// A job of one rank, for code that runs with several and without.
+    pub fn alone(device: &Device) -> Self {
+        let membership = Arc::new(Membership::alone());
+        Self::new((0, 1), device.clone(), Backend::Alone, membership)
+    }
+
+    /// This process's number, from 0.
+    pub fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.0.world_size
+    }
+
+    /// Where this rank's tensors are.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Reduces a contiguous tensor over all ranks, in place; all have the same bits then.
+    ///
+    /// # Errors
+    /// [`Error::DType`] for one that is not exchanged, [`Error::Placement`] for a tensor elsewhere, [`Error::Shape`]
+    /// for one that is not contiguous; [`Error::Rank`].
+    pub fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<()> {
+        self.start_all_reduce(tensor, reduce)?.wait()?;
+        Ok(())
+    }
+
+    /// Begins to [reduce](Self::all_reduce) a tensor: its elements are defined after [`Pending::wait`].
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn start_all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<Pending> {
+        self.start(Collective::AllReduce(reduce), tensor)
+    }
+
+    /// Reduces a contiguous tensor over all ranks, in place on `root`; what the others' holds is not defined then.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
+    pub fn reduce(&self, tensor: &Tensor, reduce: Reduce, root: usize) -> Result<()> {
+        self.check_rank("root", root)?;
+        self.start(Collective::Reduce { reduce, root }, tensor)?
+            .wait()?;
+        Ok(())
+    }
+
+    /// Gives every rank what `root` has in a contiguous tensor, in place.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
+    pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
+        self.check_rank("root", root)?;
+        self.start(Collective::Broadcast { root }, tensor)?.wait()?;
+        Ok(())
+    }
+
+    /// All ranks' tensors (d0, ...) one after another: (world_size d0, ...).
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Shape`] for a scalar.
+    pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
+        let mut dims = tensor.dims().to_vec();
+        let Some(first) = dims.first_mut() else {
+            return Err(Error::Shape {
+                op: OP,
+                expected: "a tensor of at least one dimension, to gather along".into(),
+                got: "a scalar".into(),
+                hint: "reshape it to (1)".into(),
+            });
+        };
+        let rows = *first;
+        *first *= self.world_size();
+        let all = Tensor::zeros(dims, tensor.dtype(), tensor.device())?;
+        all.slice_set(&tensor.contiguous()?, 0, self.rank() * rows)?;
+        self.start(Collective::AllGather, &all)?.wait()
+    }
+
+    /// This rank's part (d0, ...) of a tensor (world_size d0, ...) that is reduced over all ranks.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Shape`] for rows that are no multiple of the number of ranks.
+    pub fn reduce_scatter(&self, tensor: &Tensor, reduce: Reduce) -> Result<Tensor> {
+        let world_size = self.world_size();
+        let rows = tensor.dims().first().copied().unwrap_or(0);
+        if rows == 0 || !rows.is_multiple_of(world_size) {
+            return Err(Error::Shape {
+                op: OP,
+                expected: format!("rows that {world_size} ranks divide"),
+                got: format!("{:?}", tensor.dims()),
+                hint: "fill it up with rows of zeros".into(),
+            });
+        }
+        let all = tensor.force_contiguous()?;
+        let all = self
+            .start(Collective::ReduceScatter(reduce), &all)?
+            .wait()?;
+        let rows = rows / world_size;
+        Ok(all.narrow(0, self.rank() * rows, rows)?)
+    }
+
+    /// Sends a contiguous tensor to a rank, which [receives](Self::receive) it.
+    ///
+    /// # Errors
+    /// As [`broadcast`](Self::broadcast).
+    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        self.check_rank("to", to)?;
+        self.start(Collective::Send { to }, tensor)?.wait()?;
+        Ok(())
+    }
+
+    /// Receives what a rank [sends](Self::send), into a contiguous tensor of that shape and dtype.
+    ///
+    /// # Errors
+    /// As [`broadcast`](Self::broadcast).
+    pub fn receive(&self, tensor: &Tensor, from: usize) -> Result<()> {
+        self.check_rank("from", from)?;
+        let receive = Collective::Receive { from };
+        self.start(receive, tensor)?.wait()?;
+        Ok(())
+    }
+
+    /// Waits until all ranks have come here, and what they gave their devices before is done.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    pub fn barrier(&self) -> Result<()> {
+        self.mean(&[0.0]).map(drop)
+    }
+
+    /// The mean over the ranks of numbers that each has of its own: losses, times.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    pub fn mean(&self, numbers: &[f64]) -> Result<Vec<f64>> {
+        let _watch = self.watch("mean");
+        let numbers = Tensor::from_slice(numbers, numbers.len(), self.device())?;
+        self.all_reduce(&numbers, Reduce::Mean)?;
+        let mean = numbers.to_vec1()?;
+        self.check()?;
+        Ok(mean)
+    }
+
+    /// While this lives, the job's timeout runs: a rank that is waited for so long has failed. Wrap what waits for the
+    /// others, a step for example; collectives that the host waits for do so themselves.
+    pub fn watch(&self, what: &str) -> Watch<'_> {
+        self.0.membership.enter_some(what)
+    }
+
+    /// Whether all ranks are well, as far as is known here.
+    ///
+    /// # Errors
+    /// [`Error::Rank`], which names the one that is not.
+    pub fn check(&self) -> Result<()> {
+        self.0.membership.check()?;
+        #[cfg(feature = "cuda")]
+        if let Backend::Gpu(queue) = &self.0.backend
+            && let Err(error) = queue.check()
+        {
+            let problem = error.to_string();
+            self.0.membership.fail_unless_known("NCCL", &problem);
+            return self.0.membership.check();
+        }
+        Ok(())
+    }
+
+    /// Has all ranks compare facts that must be the same on all of them: a configuration, shapes, a digest of weights.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] on every rank, naming the first that has another than rank 0, and both.
+    pub fn agree(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
+        match &self.0.backend {
+            Backend::Host(_) if self.0.membership.is_alone() => {
+                self.agree_by_gathering(what, facts)
+            }
+            _ => self.0.membership.agree(what, facts),
+        }
+    }
+
+    /// [`agree`](Self::agree) of threads, which have no store: every rank gathers all facts and compares them.
+    fn agree_by_gathering(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
+        self.check()?;
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let own = encoded(what, facts);
+        let mut lengths = vec![0i64; world_size];
+        lengths[rank] = own.len() as i64;
+        self.run_on_host(Collective::AllGather, &mut lengths)?;
+        let longest = lengths.iter().map(|length| *length as usize).max();
+        let longest = longest.unwrap_or_default();
+        let mut all = vec![0u8; longest * world_size];
+        all[rank * longest..][..own.len()].copy_from_slice(&own);
+        self.run_on_host(Collective::AllGather, &mut all)?;
+        let of_rank = |rank: usize| &all[rank * longest..][..lengths[rank] as usize];
+        (1..world_size).try_for_each(|rank| {
+            let membership = &self.0.membership;
+            membership.compare(what, of_rank(0), (rank, of_rank(rank)))
+        })
+    }
+
+    pub(crate) fn start(&self, collective: Collective, tensor: &Tensor) -> Result<Pending> {
+        self.check_tensor(tensor)?;
+        self.check()?;
+        match &self.0.backend {
+            Backend::Alone => Ok(Pending::done(tensor)),
+            Backend::Host(queue) => {
+                let membership = Arc::clone(&self.0.membership);
+                let exchanged = Exchanged::Tensor(tensor.clone());
+                let done = queue.start(membership, collective, exchanged);
+                Ok(Pending::on_host(tensor, done))
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Gpu(queue) => {
+                let _watch = self.0.membership.enter_for(collective);
+                let done = queue.start_on_tensors(&[(collective, tensor.clone())])?;
+                Ok(Pending::on_gpu(tensor, done))
+            }
+        }
+    }
+
+    /// As [`start`](Self::start), several as one, whose ranks may send and receive at the same time. Wait for all.
+    pub(crate) fn start_all(&self, all: &[(Collective, Tensor)]) -> Result<Vec<Pending>> {
+        #[cfg(feature = "cuda")]
+        if let (Backend::Gpu(queue), Some((first, tensor))) = (&self.0.backend, all.first()) {
+            all.iter().try_for_each(|(_, x)| self.check_tensor(x))?;
+            self.check()?;
+            let _watch = self.0.membership.enter_for(*first);
+            let done = queue.start_on_tensors(all)?;
+            return Ok(vec![Pending::on_gpu(tensor, done)]);
+        }
+        let each = all.iter();
+        each.map(|(collective, tensor)| self.start(*collective, tensor))
+            .collect()
+    }
+
+    /// Runs a collective on host memory to its end.
+    ///
+    /// # Errors
+    /// [`Error::Rank`]; a communicator of GPUs.
+    pub(crate) fn run_on_host<T: WithDType>(
+        &self,
+        collective: Collective,
+        memory: &mut [T],
+    ) -> Result<()> {
+        match &self.0.backend {
+            Backend::Alone => Ok(()),
+            Backend::Host(queue) => {
+                let membership = Arc::clone(&self.0.membership);
+                let exchanged = Exchanged::of_memory(memory);
+                // It is waited for here, while the memory is lent.
+                HostQueue::wait(queue.start(membership, collective, exchanged))
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Gpu(_) => Err(self.elsewhere("the CPU".into())),
+        }
+    }
+
+    /// NCCL's queue, of ranks on GPUs that are several.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gpu_queue(&self) -> Option<&GpuQueue> {
+        match &self.0.backend {
+            Backend::Gpu(queue) => Some(queue),
+            _ => None,
+        }
+    }
+
+    fn check_rank(&self, field: &'static str, rank: usize) -> Result<()> {
+        match rank < self.world_size() {
+            true => Ok(()),
+            false => Err(Error::config(OP, field, rank).must_be(
+                format!("under the number of ranks, {}", self.world_size()),
+                "ranks count from 0",
+            )),
+        }
+    }
+
+    fn check_tensor(&self, tensor: &Tensor) -> Result<()> {
+        let dtype = tensor.dtype();
+        if !is_exchanged(dtype) {
+            return Err(Error::DType {
+                op: OP,
+                expected: "f32, f64, bf16, f16, u8, u32 or i64".into(),
+                got: dtype.as_str().into(),
+                hint: "convert it with to_dtype".into(),
+            });
+        }
+        if !tensor.is_contiguous() {
+            return Err(Error::Shape {
+                op: OP,
+                expected: "a contiguous tensor".into(),
+                got: format!("{:?} by strides {:?}", tensor.dims(), tensor.stride()),
+                hint: "make it contiguous with contiguous()".into(),
+            });
+        }
+        self.check_device(tensor.device())
+    }
+
+    /// An error unless tensors on this device are those of this rank.
+    pub(crate) fn check_device(&self, device: &Device) -> Result<()> {
+        match device.location() == self.device().location() {
+            true => Ok(()),
+            false => Err(self.elsewhere(device_name(device))),
+        }
+    }
+
+    fn elsewhere(&self, got: String) -> Error {
+        Error::Placement {
+            op: OP,
+            expected: format!(
+                "tensors on this rank's device, {}",
+                device_name(self.device())
+            ),
+            got,
+            hint: "make the model on Communicator::device".into(),
+        }
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .field("device", self.device())
+            .finish_non_exhaustive()
+    }
+}

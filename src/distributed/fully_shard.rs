@@ -1,0 +1,271 @@
+//! Fully sharded data parallelism: weights divided over the ranks.
+
+use super::{Collective, Communicator, FullyShardConfig, Shard};
+use crate::optim::described;
+use crate::{Error, Result, graph, ops};
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The same model on every rank, none of which has all of it: of each weight, its gradient and its optimizer state a
+/// rank has its [part](Shard::part), and weights are there as a whole only while they are used (ZeRO, stage 3;
+/// `fully_shard` in PyTorch).
+///
+/// A layer that is built from its [`builder`](Self::builder) has hollow weights, which take no memory. What is trained
+/// are the parts, [`parameters`](Self::parameters), in a
+/// [planned](crate::compile::Step::fully_sharded) step: it gathers each weight for forward in the dtype that a
+/// product reads, and again for backward, bucket by bucket, and averages gradients while backward goes on. On a GPU
+/// this is done ahead, and the last bucket of forward's is kept, which backward reads first.
+///
+/// Outside of such a step its layers are an error. [`Step::forward`](crate::compile::Step::forward) evaluates them.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use tallow::compile::{Step, StepConfig};
+/// use tallow::distributed::{self, FullyShard, FullyShardConfig};
+/// use tallow::model::{TransformerConfig, TransformerLM};
+/// use tallow::nn;
+/// use tallow::optim::{AdamW, AdamWConfig};
+///
+/// let config = TransformerConfig {
+///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///     ..Default::default()
+/// };
+/// // Two ranks, here threads of one process; processes call distributed::init.
+/// let of = |communicator: distributed::Communicator| -> tallow::Result<f32> {
+///     let sharded = FullyShard::new(&communicator, FullyShardConfig::default())?;
+///     let weights = nn::seeded(0, DType::F32, communicator.device());
+///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
+///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
+///     let mut step = Step::of_fully_sharded(&model, &optimizer, &StepConfig::default(), &sharded)?;
+///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
+///     step.run(&mut optimizer, (&tokens, &tokens))
+/// };
+/// std::thread::scope(|scope| {
+///     let ranks: Vec<_> = distributed::threads(2)?.into_iter().map(|rank| scope.spawn(move || of(rank))).collect();
+///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap().map(drop))
+/// })?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao
+/// et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+#[derive(Clone, Debug)]
+pub struct FullyShard {
+    communicator: Communicator,
+    config: FullyShardConfig,
+    /// In the order in which they were asked for.
+    weights: Arc<Mutex<Vec<Weight>>>,
+}
+
+/// A weight, and this rank's part of it.
+#[derive(Clone, Debug)]
+struct Weight {
+    name: String,
+    /// Of the weight's shape.
+    hollow: Tensor,
+    /// (elements, 1, ...), of as many dimensions as the weight: what decays matrices alone knows it as one.
+    part: Var,
+}
+
+impl FullyShard {
+    /// For the ranks of a job.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a dtype that is neither bf16 nor f32.
+    pub fn new(communicator: &Communicator, config: FullyShardConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self {
+            communicator: communicator.clone(),
+            config,
+            weights: Arc::default(),
+        })
+    }
+
+    /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file),
+    /// and of it this rank's part is kept, on the ranks' device: so one weight is there as a whole at a time, and never
+    /// the model.
+    pub fn builder<'v>(&self, vb: VarBuilder<'v>) -> VarBuilder<'v> {
+        let (dtype, device) = (vb.dtype(), self.communicator.device().clone());
+        let sharded = self.clone();
+        VarBuilder::from_backend(Box::new(Sharding { vb, sharded }), dtype, device)
+    }
+
+    /// This rank's parts of the weights, by the weights' names, in the order in which they were built: what an
+    /// optimizer trains.
+    ///
+    /// A part is a column (elements, 1), of a vector (elements).
+    pub fn parameters(&self) -> Vec<(String, Var)> {
+        let weights = self.weights();
+        let parts = weights.iter();
+        let parts = parts.map(|weight| (weight.name.clone(), weight.part.clone()));
+        parts.collect()
+    }
+
+    /// All of a weight, on every rank, on the ranks' device. All ranks have to call it.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for a weight that was not built; [`Error::Rank`].
+    pub fn whole(&self, name: &str) -> Result<Tensor> {
+        let weight = self.weights().iter().find(|w| w.name == name).cloned();
+        let Some(Weight { hollow, part, .. }) = weight else {
+            return Err(self.refuse(format!("there is no weight {name}")));
+        };
+        let (shard, elements) = (self.shard(), hollow.elem_count());
+        let whole = ops::zeros(hollow.shape(), part.dtype(), self.communicator.device())?;
+        let (flat, own) = (whole.flatten_all()?, shard.part(elements));
+        if !own.is_empty() {
+            flat.slice_set(&part.flatten_all()?, 0, own.start)?;
+        }
+        let collectives = Collective::gathering(shard.world_size, elements);
+        let collectives = collectives.into_iter().map(|(collective, some)| {
+            let some = flat.narrow(0, some.start, some.len())?;
+            Ok((collective, some))
+        });
+        let collectives = collectives.collect::<Result<Vec<_>>>()?;
+        for pending in self.communicator.start_all(&collectives)? {
+            pending.wait()?;
+        }
+        Ok(whole)
+    }
+
+    /// The ranks.
+    pub fn communicator(&self) -> &Communicator {
+        &self.communicator
+    }
+
+    /// How weights and gradients are exchanged.
+    pub fn config(&self) -> FullyShardConfig {
+        self.config
+    }
+
+    /// Which rank this is, of how many.
+    pub fn shard(&self) -> Shard {
+        Shard {
+            rank: self.communicator.rank(),
+            world_size: self.communicator.world_size(),
+        }
+    }
+
+    /// This rank's part of something that lies as a weight does, on any device.
+    ///
+    /// # Errors
+    /// candle's.
+    pub(crate) fn own_part(&self, whole: &Tensor) -> Result<Tensor> {
+        let part = self.shard().part(whole.elem_count());
+        let flat = whole.flatten_all()?;
+        let part = flat.narrow(0, part.start, part.len())?;
+        Ok(part.reshape(self.part_dims(whole.dims()))?)
+    }
+
+    /// The shape of this rank's part of a weight of this shape: a column, of as many dimensions.
+    pub(crate) fn part_dims(&self, whole: &[usize]) -> Vec<usize> {
+        let mut dims = vec![1; whole.len().max(1)];
+        dims[0] = self.shard().part(whole.iter().product()).len();
+        dims
+    }
+
+    /// The shape of a weight.
+    #[cfg(feature = "files")]
+    pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
+        let weights = self.weights();
+        let weight = weights.iter().find(|weight| weight.name == name)?;
+        Some(weight.hollow.dims().to_vec())
+    }
+
+    /// The part of each of these weights, which are all that were built; all ranks have the same.
+    ///
+    /// # Errors
+    /// [`Error::Order`] for weights that are not exactly these; [`Error::Rank`].
+    pub(crate) fn parts_of(&self, weights: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
+        self.communicator
+            .agree(OP, &[("weights", described(weights.iter()))])?;
+        let mut own = self.weights().clone();
+        let parts = weights.iter().map(|(name, weight)| {
+            let place = own.iter().position(|own| own.hollow.id() == weight.id());
+            match place {
+                Some(place) => Ok((name.clone(), own.swap_remove(place).part)),
+                None => Err(self.refuse(format!("weight {name} is not of its builder"))),
+            }
+        });
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        match own.first() {
+            None => Ok(parts),
+            Some(other) => {
+                Err(self.refuse(format!("weight {} is not of what is planned", other.name)))
+            }
+        }
+    }
+
+    /// The weights by name, hollow.
+    pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
+        let weights = self.weights();
+        let hollow = weights.iter().filter_map(|weight| {
+            let var = Var::from_tensor(&weight.hollow); // the variable itself
+            Some((weight.name.clone(), var.ok()?))
+        });
+        hollow.collect()
+    }
+
+    fn weights(&self) -> MutexGuard<'_, Vec<Weight>> {
+        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn refuse(&self, problem: String) -> Error {
+        Error::Order {
+            op: OP,
+            problem,
+            hint: "build one model from FullyShard::builder, and nothing else".into(),
+        }
+    }
+}
+
+const OP: &str = "distributed::FullyShard";
+
+/// Hands out hollow weights, and keeps parts of real ones.
+struct Sharding<'v> {
+    vb: VarBuilder<'v>,
+    sharded: FullyShard,
+}
+
+impl SimpleBackend for Sharding<'_> {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        _: DType,
+        _: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let known = self.sharded.weights();
+        if let Some(known) = known.iter().find(|weight| weight.name == name) {
+            let hollow = &known.hollow;
+            return match hollow.shape() == &shape {
+                true => Ok(hollow.clone()),
+                false => candle_core::bail!("{name} is {:?}, not {shape:?}", hollow.dims()),
+            };
+        }
+        drop(known);
+        let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
+        let part = self.sharded.own_part(&whole)?.detach();
+        let part = ops::variable_of(&part.to_device(self.sharded.communicator.device())?)?;
+        let hollow = graph::hollow_weight(name, shape, part.dtype())?;
+        self.sharded.weights().push(Weight {
+            name: name.into(),
+            hollow: hollow.clone(),
+            part,
+        });
+        Ok(hollow)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        if graph::gives_hollow(&self.vb) {
+            return self.vb.get_unchecked(name); // which says so
+        }
+        candle_core::bail!("{name}: a sharded weight was asked for without its shape")
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.vb.contains_tensor(name)
+    }
+}

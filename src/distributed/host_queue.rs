@@ -1,0 +1,162 @@
+//! Collectives on host memory: a thread runs them in order, and whoever began one goes on meanwhile.
+
+use super::Collective;
+use super::host::{HostBackend, HostBuffer};
+use super::membership::Membership;
+use crate::inplace::with_mut_memory;
+use crate::{Error, Result, probe};
+use candle_core::{Tensor, WithDType};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+/// The thread's orders.
+pub(super) struct HostQueue {
+    /// `None` once it is to end.
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Job {
+    collective: Collective,
+    exchanged: Exchanged,
+    membership: Arc<Membership>,
+    done: Sender<Result<()>>,
+}
+
+/// What is exchanged, in place.
+pub(super) enum Exchanged {
+    Tensor(Tensor),
+    Memory(LentMemory),
+}
+
+/// Memory of a caller who waits.
+pub(super) struct LentMemory(HostBuffer);
+
+// SAFETY: its caller waits for the collective's end, and nobody touches the memory meanwhile.
+unsafe impl Send for LentMemory {}
+
+impl Exchanged {
+    /// Memory that the caller leaves alone until it has waited for the collective.
+    pub(super) fn of_memory<T: WithDType>(memory: &mut [T]) -> Self {
+        Self::Memory(LentMemory(HostBuffer {
+            start: memory.as_mut_ptr().cast(),
+            elements: memory.len(),
+            dtype: T::DTYPE,
+        }))
+    }
+}
+
+impl HostQueue {
+    /// A thread that makes the backend, and is the only one that uses it.
+    pub(super) fn new<B: HostBackend>(
+        make: impl FnOnce() -> Result<B> + Send + 'static,
+    ) -> Result<(Self, Place)> {
+        let (jobs, orders) = channel::<Job>();
+        let (made, place) = channel();
+        let thread = std::thread::Builder::new().name("tallow collectives".into());
+        let thread = thread.spawn(move || {
+            let mut backend = match make() {
+                Ok(backend) => backend,
+                Err(error) => return drop(made.send(Err(error))),
+            };
+            let place = (backend.rank(), backend.world_size());
+            drop(made.send(Ok(place)));
+            for job in orders {
+                let result = job.run(&mut backend);
+                drop(job.done.send(result)); // nobody waits any more, if it is refused
+            }
+        });
+        let thread = thread.map_err(|error| Error::Order {
+            op: "distributed::init",
+            problem: format!("the system gives no thread for collectives: {error}"),
+            hint: "raise the limit of threads (ulimit -u)".into(),
+        })?;
+        let place = place.recv().unwrap_or_else(|_| Err(ended()))?;
+        let queue = Self {
+            jobs: Some(jobs),
+            thread: Some(thread),
+        };
+        Ok((queue, place))
+    }
+
+    /// Has a collective run when those before it are over; the answer comes then.
+    pub(super) fn start(
+        &self,
+        membership: Arc<Membership>,
+        collective: Collective,
+        exchanged: Exchanged,
+    ) -> Receiver<Result<()>> {
+        let (done, answer) = channel();
+        let job = Job {
+            collective,
+            exchanged,
+            membership,
+            done,
+        };
+        if let Some(jobs) = &self.jobs {
+            drop(jobs.send(job)); // the answer's other end goes with it, if the thread is gone
+        }
+        answer
+    }
+
+    /// Waits for a collective.
+    pub(super) fn wait(done: Receiver<Result<()>>) -> Result<()> {
+        done.recv().unwrap_or_else(|_| Err(ended()))
+    }
+}
+
+/// Rank and world size.
+type Place = (usize, usize);
+
+fn ended() -> Error {
+    Error::Order {
+        op: "distributed::Communicator",
+        problem: "the thread that runs collectives has ended".into(),
+        hint: "look for the first error, which ended it".into(),
+    }
+}
+
+impl Job {
+    fn run(&self, backend: &mut dyn HostBackend) -> Result<()> {
+        let result = self.run_on(backend);
+        if let Err(Error::Rank { problem, .. }) = &result {
+            // A connection that ends follows from a failure that is yet to be heard of, or is one.
+            let during = self.collective.name();
+            self.membership.fail_unless_known(during, problem);
+            self.membership.check()?;
+        }
+        result
+    }
+
+    fn run_on(&self, backend: &mut dyn HostBackend) -> Result<()> {
+        let _watch = self.membership.enter_for(self.collective);
+        let _range = probe::range(self.collective.name()); // of this thread: beside what the others compute
+        let check = || self.membership.check();
+        match &self.exchanged {
+            Exchanged::Memory(LentMemory(buffer)) => backend.run(self.collective, *buffer, &check),
+            Exchanged::Tensor(tensor) => {
+                let mut result = Ok(());
+                with_mut_memory(tensor, |start, elements| {
+                    let dtype = tensor.dtype();
+                    let buffer = HostBuffer {
+                        start,
+                        elements,
+                        dtype,
+                    };
+                    result = backend.run(self.collective, buffer, &check);
+                })?;
+                result
+            }
+        }
+    }
+}
+
+impl Drop for HostQueue {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join()); // what it panicked of, it has said
+        }
+    }
+}

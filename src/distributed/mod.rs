@@ -1,0 +1,116 @@
+//! Several processes that train together: a process a rank, each with its GPU.
+//!
+//! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun
+//! ([`Ranks::from_env`] lists them), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs
+//! by NCCL, on CPUs by MPI.
+//! What a rank does by itself is written as for one process.
+//!
+//! ```no_run
+//! use tallow::data::Tokens;
+//! use tallow::distributed::{self, DistConfig, ReplicatedConfig};
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::train::{TrainConfig, Trainer};
+//!
+//! # fn main() -> tallow::Result<()> {
+//! // Without a launcher's variables this is a job of one rank: the same program runs alone.
+//! let communicator = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
+//! let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
+//! let config = TransformerConfig { vocab_size: 256, ..TransformerConfig::small() };
+//! let model = TransformerLM::new(&config, 0, communicator.device())?;
+//! let config = TrainConfig {
+//!     sequence_length: 256,
+//!     accumulation: communicator.world_size(), // the batches of all ranks
+//!     ..Default::default()
+//! };
+//! let mut trainer = Trainer::new(model, config, train, validation)?;
+//! trainer.replicate(&communicator, ReplicatedConfig::default())?;
+//! while let Some(step) = trainer.step()? {
+//!     if communicator.rank() == 0 {
+//!         println!("{}: {:.3} nats", step.step, step.loss);
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! ```sh
+//! torchrun --no-python --nproc-per-node 2 target/release/my-program
+//! ```
+//!
+//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started
+//! by `mpirun --bind-to none`: it gives each one core otherwise, which all of a rank's threads then share.
+//!
+//! Ranks on several hosts have to know a secret, which rank 0 asks of every process that connects. The ranks of
+//! `mpirun` make one. Slurm and torchrun supply none: set `TALLOW_JOB_TOKEN` to the same on each host. In a batch
+//! script of Slurm:
+//!
+//! ```sh
+//! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
+//! export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500
+//! srun target/release/my-program
+//! ```
+//!
+//! With torchrun on two hosts, on each of them:
+//!
+//! ```sh
+//! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` has printed, the same on both
+//! torchrun --nnodes 2 --node-rank $N --master-addr host-0 --nproc-per-node 8 --no-python target/release/my-program
+//! ```
+//!
+//! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
+//! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
+//! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
+//! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]). What does not: the
+//! optimizer, whose state may be divided among ranks that have the whole model
+//! ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among its
+//! calls ([`compile`](crate::compile)), and the training loop
+//! ([`Trainer::replicate`](crate::train::Trainer::replicate),
+//! [`shard_optimizer`](crate::train::Trainer::shard_optimizer),
+//! [`fully_sharded`](crate::train::Trainer::fully_sharded)).
+//!
+//! # Failures
+//!
+//! Each rank tells rank 0 that it is alive, several times a second, and what it is in. A rank whose process ends, or
+//! that is waited for longer than [`DistConfig::timeout`], is a failure that all ranks hear of: what they wait in ends
+//! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
+//! checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time is no waiting.
+
+mod collective;
+mod communicator;
+mod config;
+mod fully_shard;
+#[cfg(feature = "cuda")]
+mod gpu_queue;
+mod host;
+mod host_queue;
+mod init;
+mod launch;
+#[cfg_attr(not(all(feature = "cuda", feature = "mpi")), allow(dead_code))]
+// each backend uses its part
+mod membership;
+#[cfg(feature = "mpi")]
+mod mpi;
+#[cfg(any(feature = "cuda", test))] // its tests need no GPU
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod nccl;
+mod pending;
+mod ranks;
+mod replicated;
+mod shard;
+#[cfg_attr(not(any(feature = "cuda", feature = "mpi")), allow(dead_code))]
+mod store;
+mod threads;
+
+pub use collective::Reduce;
+pub(crate) use collective::{Collective, is_exchanged};
+pub use communicator::Communicator;
+pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
+pub use fully_shard::FullyShard;
+pub use init::{init, threads};
+#[cfg(unix)]
+pub use launch::{FailedRank, launch};
+pub use membership::Watch;
+pub use pending::Pending;
+pub use ranks::Ranks;
+pub use replicated::Replicated;
+pub use shard::Shard;

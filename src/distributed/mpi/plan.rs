@@ -1,0 +1,149 @@
+//! The calls of MPI's that a collective is made of: in pieces, for their counts are of 31 bits.
+
+use crate::distributed::collective::{Collective, Reduce};
+use crate::distributed::host::HostBuffer;
+use std::ops::Range;
+
+/// One call, and what it reads and makes of the buffer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub(super) call: Call,
+    pub(super) from: HostBuffer,
+    /// Empty on a rank that gets nothing.
+    pub(super) into: HostBuffer,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Call {
+    AllReduce(Reduce),
+    AllGather,
+    Broadcast { root: usize },
+    Send { to: usize },
+    Receive { from: usize },
+    Barrier,
+}
+
+/// Every rank's plan has the same steps.
+pub(super) fn plan(
+    collective: Collective,
+    buffer: HostBuffer,
+    (rank, world_size): (usize, usize),
+    piece: usize,
+) -> Vec<Step> {
+    let nothing = buffer.range(0..0);
+    let step = |call, from, into| Step { call, from, into };
+    let pieces = |of: HostBuffer| ranges(of.elements, piece).map(move |range| of.range(range));
+    let broadcast = |root, of| {
+        pieces(of).map(move |own| match rank == root {
+            true => step(Call::Broadcast { root }, own, nothing),
+            false => step(Call::Broadcast { root }, nothing, own),
+        })
+    };
+    match collective {
+        Collective::Barrier => vec![step(Call::Barrier, nothing, nothing)],
+        // Open MPI's own reduce-scatter has one rank add up everything and takes longer; this one has the bits of an
+        // all-reduce, too. So has a reduction for one rank.
+        Collective::AllReduce(reduce)
+        | Collective::ReduceScatter(reduce)
+        | Collective::Reduce { reduce, .. } => pieces(buffer)
+            .map(|own| step(Call::AllReduce(reduce), own, own))
+            .collect(),
+        Collective::AllGather if (1..=piece).contains(&buffer.elements) => {
+            let part = buffer.part(rank, world_size);
+            vec![step(Call::AllGather, part, buffer)]
+        }
+        Collective::AllGather => (0..world_size)
+            .flat_map(|root| broadcast(root, buffer.part(root, world_size)))
+            .collect(),
+        Collective::Broadcast { root } => broadcast(root, buffer).collect(),
+        Collective::Send { to } => pieces(buffer)
+            .map(|own| step(Call::Send { to }, own, nothing))
+            .collect(),
+        Collective::Receive { from } => pieces(buffer)
+            .map(|own| step(Call::Receive { from }, nothing, own))
+            .collect(),
+    }
+}
+
+fn ranges(elements: usize, piece: usize) -> impl Iterator<Item = Range<usize>> {
+    let starts = (0..elements).step_by(piece);
+    starts.map(move |start| start..elements.min(start + piece))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+
+    /// The calls of a rank's plan, with how many elements each has, and the ranges that it receives.
+    fn planned(
+        collective: Collective,
+        elements: usize,
+        place: (usize, usize),
+        piece: usize,
+    ) -> (Vec<(Call, usize)>, Vec<Range<usize>>) {
+        let buffer = HostBuffer {
+            start: std::ptr::null_mut(),
+            elements,
+            dtype: DType::U8,
+        };
+        let (mut calls, mut received) = (Vec::new(), Vec::new());
+        for Step { call, from, into } in plan(collective, buffer, place, piece) {
+            calls.push((call, from.elements.max(into.elements)));
+            if into.elements > 0 {
+                let start = into.start as usize;
+                received.push(start..start + into.elements);
+            }
+        }
+        (calls, received)
+    }
+
+    #[test]
+    fn ranks_make_the_same_calls_and_miss_nothing() {
+        for world_size in [1, 2, 3, 5] {
+            for piece in [1, 3, 7, 1000] {
+                for elements in [0, 1, 2, 8].map(|part| part * world_size) {
+                    let root = world_size - 1;
+                    for collective in [
+                        Collective::AllReduce(Reduce::Sum),
+                        Collective::ReduceScatter(Reduce::Mean),
+                        Collective::AllGather,
+                        Collective::Broadcast { root },
+                        Collective::Reduce {
+                            reduce: Reduce::Mean,
+                            root,
+                        },
+                    ] {
+                        let of = |rank| planned(collective, elements, (rank, world_size), piece);
+                        for rank in 0..world_size {
+                            let (calls, received) = of(rank);
+                            assert_eq!(calls, of(0).0);
+                            let is_small =
+                                |(_, elements): &(Call, usize)| (1..=piece).contains(elements);
+                            assert!(calls.iter().all(is_small));
+                            let own = match collective {
+                                Collective::AllGather if elements > piece => elements / world_size,
+                                Collective::Broadcast { root } if rank == root => elements,
+                                _ => 0,
+                            };
+                            let received: usize = received.iter().map(Range::len).sum();
+                            assert_eq!(received, elements - own);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_of_a_pair_follow_each_other() {
+        let (calls, received) = planned(Collective::Receive { from: 1 }, 8, (0, 2), 3);
+        assert_eq!(calls, [3, 3, 2].map(|n| (Call::Receive { from: 1 }, n)));
+        assert_eq!(received, [0..3, 3..6, 6..8]);
+        let (calls, received) = planned(Collective::Send { to: 0 }, 8, (1, 2), 3);
+        assert_eq!(calls, [3, 3, 2].map(|n| (Call::Send { to: 0 }, n)));
+        assert!(received.is_empty());
+        let (calls, _) = planned(Collective::Barrier, 0, (1, 2), 3);
+        assert_eq!(calls, [(Call::Barrier, 0)]);
+    }
+}

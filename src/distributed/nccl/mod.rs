@@ -1,0 +1,318 @@
+//! Ranks on GPUs: collectives by NCCL, on memory and streams of the device.
+//!
+//! What lives here: the library ([`library`]), and a communicator that another thread may abort. What does not:
+//! streams, and who waits for them. NCCL reads environment variables of its own: NCCL_DEBUG=INFO has it say what it
+//! does, and NCCL_NVLS_ENABLE=0 keeps it from NVLink's multicast, which not every machine has right.
+
+mod library;
+#[cfg(test)]
+mod tests;
+
+use super::collective::Collective;
+use super::host::validate;
+use crate::{Error, Result};
+use candle_core::DType;
+use library::{
+    Code, Comm, Config, IN_PROGRESS, Nccl, Pointer, UniqueId, data_type, operation, refusal,
+};
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+use std::{ptr, thread};
+
+/// How often a rank that waits for the others asks whether it still should.
+const POLL: Duration = Duration::from_millis(20);
+
+/// How long an abort waits for a call to return by itself.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// How long the end of a communicator waits for its abort: a process that exits meanwhile would take the library away
+/// under it.
+const ABORT: Duration = Duration::from_secs(10);
+
+/// A process's GPU among the others. Any thread may use it; dropping it ends the communicator.
+pub(crate) struct NcclBackend {
+    nccl: &'static Nccl,
+    rank: usize,
+    world_size: usize,
+    /// Null once it is aborted.
+    communicator: AtomicPtr<c_void>,
+    /// Held in calls.
+    in_call: Arc<Mutex<()>>,
+    /// Disconnected once an abort that was begun is over.
+    aborting: Mutex<Option<Receiver<()>>>,
+}
+
+/// What rank 0 makes for a new communicator, and tells the others.
+///
+/// # Errors
+/// [`Error::Order`] if NCCL is not found, or cannot be used.
+pub(crate) fn unique_id() -> Result<[u8; 128]> {
+    let nccl = Nccl::get()?;
+    let mut id = UniqueId([0; 128]);
+    // SAFETY: as NCCL declares it.
+    let answer = nccl.check(unsafe { (nccl.get_unique_id)(&mut id) });
+    answer.map_err(|answer| refusal(&answer))?;
+    Ok(id.0)
+}
+
+impl NcclBackend {
+    /// Comes together with the other ranks, on the GPU whose context `bind` makes current in the thread that calls it.
+    /// Collectives take `max_ctas` multiprocessors at most. `check` is asked while the others are waited for.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if NCCL is not found, or `id` is none of [`unique_id`]; [`Error::Rank`] if it fails; what
+    /// `bind` and `check` say.
+    pub(crate) fn new(
+        place: (usize, usize),
+        id: &[u8],
+        max_ctas: Option<u32>,
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        check: &dyn Fn() -> Result<()>,
+    ) -> Result<Self> {
+        Self::with(Nccl::get()?, place, id, max_ctas, bind, check)
+    }
+
+    fn with(
+        nccl: &'static Nccl,
+        (rank, world_size): (usize, usize),
+        id: &[u8],
+        max_ctas: Option<u32>,
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        check: &dyn Fn() -> Result<()>,
+    ) -> Result<Self> {
+        let id = UniqueId(
+            id.try_into()
+                .map_err(|_| refusal(&format!("its id has 128 bytes, and {} came", id.len())))?,
+        );
+        let number = |number: u32| match c_int::try_from(number) {
+            Ok(number @ 1..) => Ok(number),
+            _ => Err(Error::config("DistConfig", "nccl_max_ctas", number)
+                .must_be("from 1 to 2^31 - 1", "None leaves it to NCCL")),
+        };
+        let max_ctas = max_ctas.map(number).transpose()?;
+        let begin = move || {
+            bind()?;
+            let (mut communicator, mut config) = (ptr::null_mut(), Config::new(max_ctas));
+            let (ranks, rank_of) = (world_size as c_int, rank as c_int);
+            // SAFETY: as NCCL declares it.
+            let code = unsafe {
+                (nccl.comm_init_rank_config)(&mut communicator, ranks, id, rank_of, &mut config)
+            };
+            let answer = nccl.check(code);
+            answer.map_err(|answer| failure(rank, "the beginning of NCCL", answer))?;
+            Ok::<_, Error>(AtomicPtr::new(communicator))
+        };
+        // NCCL waits for the other ranks for ever: if one does not come, the thread is left to it.
+        let (begun, result) = channel();
+        let thread = thread::Builder::new().name("tallow-nccl".into());
+        let thread = thread.spawn(move || {
+            if let Err(SendError(Ok(late))) = begun.send(begin()) {
+                // SAFETY: nobody else has it.
+                unsafe { (nccl.comm_abort)(late.into_inner()) };
+            }
+        });
+        thread.map_err(|error| refusal(&format!("there is no thread to begin it: {error}")))?;
+        let communicator = loop {
+            match result.recv_timeout(POLL) {
+                Ok(result) => break result?,
+                Err(RecvTimeoutError::Timeout) => check()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(refusal("the thread that begins it has panicked"));
+                }
+            }
+        };
+        Ok(Self {
+            nccl,
+            rank,
+            world_size,
+            communicator,
+            in_call: Arc::default(),
+            aborting: Mutex::default(),
+        })
+    }
+
+    /// Puts a collective on a stream of this rank's GPU, in place on `elements` of a dtype at `pointer`. A mean is
+    /// rounded as NCCL does it.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if NCCL refuses, or was [aborted](Self::abort); what [`validate`] refuses; a barrier, which NCCL
+    /// has none of.
+    pub(crate) fn run(
+        &self,
+        collective: Collective,
+        pointer: Pointer,
+        elements: usize,
+        dtype: DType,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        validate(collective, elements, dtype, (self.rank, self.world_size))?;
+        let of = data_type(dtype)?;
+        if collective == Collective::Barrier {
+            return Err(Error::Order {
+                op: "distributed::Communicator",
+                problem: "NCCL has no barrier".into(),
+                hint: "reduce a number over all ranks, and wait for the stream".into(),
+            });
+        }
+        if elements == 0 {
+            return Ok(());
+        }
+        let part = elements / self.world_size;
+        let own = pointer + (self.rank * part * dtype.size_in_bytes()) as u64;
+        let peer = |rank: usize| rank as c_int;
+        self.call(collective.name(), |nccl, comm| {
+            // SAFETY: as NCCL declares them; memory and stream are the GPU's, as the caller says.
+            unsafe {
+                match collective {
+                    Collective::AllReduce(reduce) => {
+                        let with = operation(reduce);
+                        (nccl.all_reduce)(pointer, pointer, elements, of, with, comm, stream)
+                    }
+                    Collective::Reduce { reduce, root } => {
+                        let (with, root) = (operation(reduce), peer(root));
+                        (nccl.reduce)(pointer, pointer, elements, of, with, root, comm, stream)
+                    }
+                    Collective::ReduceScatter(reduce) => {
+                        let with = operation(reduce);
+                        (nccl.reduce_scatter)(pointer, own, part, of, with, comm, stream)
+                    }
+                    Collective::AllGather => {
+                        (nccl.all_gather)(own, pointer, part, of, comm, stream)
+                    }
+                    Collective::Broadcast { root } => {
+                        let root = peer(root);
+                        (nccl.broadcast)(pointer, pointer, elements, of, root, comm, stream)
+                    }
+                    Collective::Send { to } => {
+                        (nccl.send)(pointer, elements, of, peer(to), comm, stream)
+                    }
+                    Collective::Receive { from } => {
+                        (nccl.receive)(pointer, elements, of, peer(from), comm, stream)
+                    }
+                    Collective::Barrier => 0,
+                }
+            }
+        })
+    }
+
+    /// Whether all is well with what streams have been given, as far as NCCL knows. A call that is under way says for
+    /// itself what becomes of it, and is not waited for.
+    ///
+    /// # Errors
+    /// [`Error::Rank`].
+    pub(crate) fn async_error(&self) -> Result<()> {
+        const DURING: &str = "a collective";
+        let Some(in_call) = unless_locked(&self.in_call) else {
+            return Ok(());
+        };
+        let mut state = 0;
+        // SAFETY: as NCCL declares it.
+        let ask = |nccl: &Nccl, comm| unsafe { (nccl.comm_get_async_error)(comm, &mut state) };
+        self.call_in(in_call, DURING, ask)?;
+        match state {
+            IN_PROGRESS => Ok(()),
+            state => self.answered(DURING, state),
+        }
+    }
+
+    /// Gives up what is on streams and in calls, from any thread: they come to an end, and later calls are refused.
+    ///
+    /// It does not wait: NCCL may, for the other ranks to abort too.
+    pub(crate) fn abort(&self) {
+        let communicator = self.communicator.swap(ptr::null_mut(), Ordering::AcqRel);
+        if communicator.is_null() {
+            return;
+        }
+        let (nccl, in_call) = (self.nccl, Arc::clone(&self.in_call));
+        let communicator = AtomicPtr::new(communicator);
+        let (over, aborting) = channel();
+        let abort = move || {
+            let _over: Sender<()> = over;
+            // A call that waits for a rank that is gone returns only because of the abort.
+            let began = Instant::now();
+            let mut free = unless_locked(&in_call);
+            while free.is_none() && began.elapsed() < GRACE {
+                thread::sleep(Duration::from_millis(1));
+                free = unless_locked(&in_call);
+            }
+            // SAFETY: it was taken from its place: nobody else begins a call, aborts or destroys it.
+            unsafe { (nccl.comm_abort)(communicator.into_inner()) };
+        };
+        // Without a thread for it what hangs stays so, until the process ends.
+        let thread = thread::Builder::new().name("tallow-nccl".into());
+        drop(thread.spawn(abort));
+        *self.aborting.lock().unwrap_or_else(PoisonError::into_inner) = Some(aborting);
+    }
+
+    /// Runs several collectives as one: what `collectives` has NCCL do begins when it returns, all of it together.
+    ///
+    /// # Errors
+    /// Those of `collectives`; [`Error::Rank`] if NCCL refuses.
+    pub(crate) fn group(&self, collectives: impl FnOnce() -> Result<()>) -> Result<()> {
+        const DURING: &str = "a group of collectives";
+        // SAFETY: as NCCL declares it. A group is this thread's.
+        self.answered(DURING, unsafe { (self.nccl.group_start)() })?;
+        let result = collectives();
+        // SAFETY: as NCCL declares it; what was begun ends, whatever has come.
+        let ended = self.call(DURING, |nccl, _| unsafe { (nccl.group_end)() });
+        result.and(ended)
+    }
+
+    fn call(&self, during: &str, call: impl FnOnce(&Nccl, Comm) -> Code) -> Result<()> {
+        let in_call = self.in_call.lock().unwrap_or_else(PoisonError::into_inner);
+        self.call_in(in_call, during, call)
+    }
+
+    fn call_in(
+        &self,
+        _in_call: MutexGuard<()>,
+        during: &str,
+        call: impl FnOnce(&Nccl, Comm) -> Code,
+    ) -> Result<()> {
+        let communicator = self.communicator.load(Ordering::Acquire);
+        if communicator.is_null() {
+            let problem = "NCCL was aborted, for a rank failed".into();
+            return Err(failure(self.rank, during, problem));
+        }
+        self.answered(during, call(self.nccl, communicator))
+    }
+
+    fn answered(&self, during: &str, code: Code) -> Result<()> {
+        let answer = self.nccl.check(code);
+        answer.map_err(|answer| failure(self.rank, during, answer))
+    }
+}
+
+impl Drop for NcclBackend {
+    fn drop(&mut self) {
+        let communicator = self.communicator.swap(ptr::null_mut(), Ordering::AcqRel);
+        if !communicator.is_null() {
+            // SAFETY: nobody else has it any more.
+            unsafe { (self.nccl.comm_destroy)(communicator) };
+        }
+        let aborting = self.aborting.get_mut();
+        if let Some(aborting) = aborting.unwrap_or_else(PoisonError::into_inner) {
+            let _over = aborting.recv_timeout(ABORT);
+        }
+    }
+}
+
+fn unless_locked(mutex: &Mutex<()>) -> Option<MutexGuard<'_, ()>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+fn failure(rank: usize, during: &str, problem: String) -> Error {
+    Error::Rank {
+        rank,
+        during: during.into(),
+        problem,
+        hint: "NCCL_DEBUG=WARN has NCCL say more; go on from a checkpoint".into(),
+    }
+}

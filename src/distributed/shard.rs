@@ -1,0 +1,115 @@
+//! A rank's share of what is divided among the ranks of a job.
+
+use crate::{Error, Result};
+use std::ops::Range;
+
+/// Parts of a tensor begin at multiples of so many elements: 16 bytes of a half precision, which exchanges are at their
+/// best with.
+const PART_ELEMENTS: usize = 8;
+
+/// One rank of several, each of which has a share of something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shard {
+    /// From 0.
+    pub rank: usize,
+    /// How many ranks there are.
+    pub world_size: usize,
+}
+
+impl Shard {
+    /// Whether there is such a rank.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub(crate) fn validate(&self) -> Result<()> {
+        match self.rank < self.world_size {
+            true => Ok(()),
+            false => Err(Error::config("Shard", "rank", self.rank).must_be(
+                format!("under the number of ranks, {}", self.world_size),
+                "ranks count from 0",
+            )),
+        }
+    }
+
+    /// This rank's part of a tensor of so many elements that all ranks have a part of, in the order of the ranks: of
+    /// one size, but for the last ranks', which may have less or none. A rank beyond the number of ranks has none.
+    ///
+    /// ```
+    /// use tallow::distributed::Shard;
+    ///
+    /// let parts = [0, 1, 2].map(|rank| Shard { rank, world_size: 3 }.part(50));
+    /// assert_eq!(parts, [0..24, 24..48, 48..50]); // whole 16 bytes, were they of bf16
+    /// ```
+    pub fn part(&self, elements: usize) -> Range<usize> {
+        if self.rank >= self.world_size {
+            return elements..elements;
+        }
+        let each = elements.div_ceil(self.world_size);
+        let each = each.checked_next_multiple_of(PART_ELEMENTS);
+        let each = each.unwrap_or(usize::MAX);
+        let begin = |rank: usize| rank.saturating_mul(each).min(elements);
+        begin(self.rank)..begin(self.rank + 1)
+    }
+
+    /// The [parts](Self::part) of all ranks.
+    pub(crate) fn parts(world_size: usize, elements: usize) -> impl Iterator<Item = Range<usize>> {
+        (0..world_size).map(move |rank| Self { rank, world_size }.part(elements))
+    }
+
+    /// The rank that owns each of these parameters, given as name and elements.
+    ///
+    /// Whole parameters, in the order of their names, each to the rank that has the fewest elements so far: a block's
+    /// parameters are then spread over all ranks, and in whatever order they are given, each has the same owner.
+    pub(crate) fn owners<'a>(
+        world_size: usize,
+        parameters: impl Iterator<Item = (&'a str, usize)>,
+    ) -> Vec<usize> {
+        let parameters: Vec<(&str, usize)> = parameters.collect();
+        let mut order: Vec<usize> = (0..parameters.len()).collect();
+        order.sort_by_key(|number| parameters[*number].0);
+        let ranks = world_size.min(parameters.len()); // those after them own nothing
+        let mut elements = vec![0; ranks];
+        let mut owners = vec![0; parameters.len()];
+        for number in order {
+            let fewest = (0..ranks).min_by_key(|rank| elements[*rank]);
+            owners[number] = fewest.unwrap_or(0);
+            elements[owners[number]] += parameters[number].1;
+        }
+        owners
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_have_as_much_whatever_the_order() {
+        let parameters = [("b", 10), ("c", 4), ("a", 6), ("e", 4), ("d", 2)];
+        let owners = Shard::owners(2, parameters.into_iter());
+        // a: 0 (6), b: 1 (10), c: 0 (10), d: 0 (12), e: 1 (14)
+        assert_eq!(owners, [1, 0, 0, 1, 0]);
+        let reversed = Shard::owners(2, parameters.into_iter().rev());
+        assert!(reversed.iter().rev().eq(&owners));
+        assert_eq!(Shard::owners(8, parameters.into_iter()), [1, 2, 0, 4, 3]);
+        assert_eq!(
+            Shard::owners(usize::MAX, parameters.into_iter()),
+            Shard::owners(8, parameters.into_iter())
+        );
+        assert!(Shard::owners(3, [].into_iter()).is_empty());
+    }
+
+    /// No rank and no number of elements is too large, and none too small.
+    #[test]
+    fn every_rank_has_a_part() {
+        let part = |rank, world_size, elements| Shard { rank, world_size }.part(elements);
+        assert_eq!(part(0, 0, 50), 50..50);
+        assert_eq!(part(3, 3, 50), 50..50);
+        assert_eq!(part(usize::MAX, usize::MAX, 50), 50..50);
+        assert_eq!(part(0, 1, usize::MAX), 0..usize::MAX);
+        assert_eq!(part(usize::MAX - 1, usize::MAX, 50), 50..50);
+        let halves = [0, 1].map(|rank| part(rank, 2, usize::MAX));
+        assert_eq!(halves[0].end, halves[1].start);
+        assert_eq!(halves[1].end, usize::MAX);
+    }
+}

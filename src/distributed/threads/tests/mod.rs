@@ -1,0 +1,211 @@
+mod failures;
+
+use super::*;
+use crate::distributed::collective::Reduce;
+use crate::kernels::cpu::{Real, Stored};
+use candle_core::DType;
+use half::{bf16, f16};
+use std::fmt::Debug;
+use std::thread;
+use std::time::Instant;
+
+/// What each rank's call on its buffer made of it.
+fn together<T: Copy + Send + 'static>(
+    dtype: DType,
+    buffers: Vec<Vec<T>>,
+    call: impl Fn(usize) -> Collective + Sync,
+) -> Vec<Result<Vec<T>>> {
+    let call = &call;
+    thread::scope(|scope| {
+        let ranks = group(buffers.len()).into_iter().zip(buffers);
+        let ranks = ranks.map(|(mut backend, mut buffer)| {
+            scope.spawn(move || {
+                let collective = call(backend.rank);
+                run(&mut backend, collective, dtype, &mut buffer)?;
+                Ok(buffer)
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn run<T>(
+    backend: &mut ThreadBackend,
+    collective: Collective,
+    dtype: DType,
+    buffer: &mut [T],
+) -> Result<()> {
+    let patience = patience(5000);
+    backend.run(collective, host(dtype, buffer), &patience)
+}
+
+fn host<T>(dtype: DType, buffer: &mut [T]) -> HostBuffer {
+    assert_eq!(dtype.size_in_bytes(), size_of::<T>());
+    HostBuffer {
+        start: buffer.as_mut_ptr().cast(),
+        elements: buffer.len(),
+        dtype,
+    }
+}
+
+/// A check whose error comes after some milliseconds.
+fn patience(milliseconds: u64) -> impl Fn() -> Result<()> {
+    let began = Instant::now();
+    move || match began.elapsed().as_millis() as u64 >= milliseconds {
+        true => Err(Error::Plot("too late".into())),
+        false => Ok(()),
+    }
+}
+
+/// Every collective on buffers in which rank `r` has `number(r, i)`; `reduced` says what all numbers make.
+fn every<T: Copy + PartialEq + Debug + Send + 'static>(
+    dtype: DType,
+    number: impl Fn(usize, usize) -> T,
+    reduces: &[Reduce],
+    reduced: impl Fn(Reduce, Vec<T>) -> T,
+) {
+    for world_size in [1, 2, 3, 5] {
+        for part in [0, 1, 7, 1001] {
+            let elements = part * world_size;
+            let buffers = |elements| -> Vec<Vec<T>> {
+                let buffer = |rank| (0..elements).map(|i| number(rank, i)).collect();
+                (0..world_size).map(buffer).collect()
+            };
+            for reduce in reduces {
+                let at = |i| reduced(*reduce, (0..world_size).map(|r| number(r, i)).collect());
+                let odd = elements + world_size / 2;
+                for got in together(dtype, buffers(odd), |_| Collective::AllReduce(*reduce)) {
+                    assert!(got.unwrap().into_iter().eq((0..odd).map(at)));
+                }
+                let scatter = |_| Collective::ReduceScatter(*reduce);
+                let scattered = together(dtype, buffers(elements), scatter);
+                for (rank, got) in scattered.into_iter().enumerate() {
+                    let range = rank * part..(rank + 1) * part;
+                    let got = &got.unwrap()[range.clone()];
+                    assert!(got.iter().copied().eq(range.map(at)));
+                }
+            }
+            for got in together(dtype, buffers(elements), |_| Collective::AllGather) {
+                let want = (0..elements).map(|i| number(i / part, i));
+                assert!(got.unwrap().into_iter().eq(want));
+            }
+            let root = world_size / 2;
+            for got in together(dtype, buffers(elements), |_| Collective::Broadcast { root }) {
+                assert_eq!(got.unwrap(), buffers(elements)[root]);
+            }
+            // The last one sends to the first; who is between them does nothing together.
+            if world_size == 2 {
+                let pass = |rank| match rank {
+                    0 => Collective::Receive { from: 1 },
+                    _ => Collective::Send { to: 0 },
+                };
+                for got in together(dtype, buffers(part), pass) {
+                    assert_eq!(got.unwrap(), buffers(part)[1]);
+                }
+            }
+        }
+        for got in together(dtype, vec![vec![number(0, 0)]; world_size], |_| {
+            Collective::Barrier
+        }) {
+            assert_eq!(got.unwrap(), [number(0, 0)]);
+        }
+    }
+}
+
+fn every_float<T: Stored + Debug>(dtype: DType) {
+    let reduced = |reduce, numbers: Vec<T>| {
+        let wide = numbers.into_iter().map(|x| {
+            let mut wide = [T::Wide::ZERO];
+            T::load(&[x], &mut wide);
+            wide[0]
+        });
+        let sum = |sum: T::Wide, x| sum + x;
+        let n = T::Wide::real(wide.len() as f64);
+        let reduced = match reduce {
+            Reduce::Sum => wide.reduce(sum),
+            Reduce::Mean => wide.reduce(sum).map(|sum| sum / n),
+            Reduce::Max => wide.reduce(T::Wide::larger),
+        };
+        let mut rounded = [T::from_f64(0.0)];
+        T::store(&[reduced.unwrap()], &mut rounded);
+        rounded[0]
+    };
+    let wave = |rank, i| T::from_f64(((rank * 1009 + i) as f64 * 0.37).sin());
+    let reduces = [Reduce::Sum, Reduce::Mean, Reduce::Max];
+    every::<T>(dtype, wave, &reduces, reduced);
+}
+
+#[test]
+fn every_collective_of_every_dtype() {
+    every_float::<f64>(DType::F64);
+    every_float::<f32>(DType::F32);
+    every_float::<f16>(DType::F16);
+    every_float::<bf16>(DType::BF16);
+    let number = |rank, i| rank * 91 + i;
+    every(DType::U8, |rank, i| number(rank, i) as u8, &[], |_, _| 0);
+    every(DType::U32, |rank, i| number(rank, i) as u32, &[], |_, _| 0);
+    every(
+        DType::I64,
+        |rank, i| -(number(rank, i) as i64),
+        &[],
+        |_, _| 0,
+    );
+}
+
+#[test]
+fn ranks_are_added_in_order_and_halves_rounded_once() {
+    for _ in 0..20 {
+        // (1 + 1e8) - 1e8 is 0 in f32; any other order gives 1.
+        let buffers = vec![vec![1f32], vec![1e8], vec![-1e8]];
+        for got in together(DType::F32, buffers, |_| Collective::AllReduce(Reduce::Sum)) {
+            assert_eq!(got.unwrap(), [0.0]);
+        }
+        // In bf16, 256 + 1 is 256.
+        let buffers = [256.0, 1.0, 1.0].map(|x| vec![bf16::from_f32(x)]);
+        let sum = |_| Collective::AllReduce(Reduce::Sum);
+        for got in together(DType::BF16, buffers.to_vec(), sum) {
+            assert_eq!(got.unwrap(), [bf16::from_f32(258.0)]);
+        }
+    }
+}
+
+#[test]
+fn the_largest_leaves_out_nan() {
+    for place in 0..3 {
+        let mut buffers = vec![vec![1f32], vec![2.0], vec![3.0]];
+        buffers[place] = vec![f32::NAN];
+        let largest = if place == 2 { 2.0 } else { 3.0 };
+        for got in together(DType::F32, buffers, |_| Collective::AllReduce(Reduce::Max)) {
+            assert_eq!(got.unwrap(), [largest]);
+        }
+    }
+}
+
+#[test]
+fn pairs_meet_beside_others() {
+    thread::scope(|scope| {
+        for mut backend in group(4) {
+            scope.spawn(move || {
+                let (rank, other) = (backend.rank, backend.rank ^ 1);
+                for round in 0..50u32 {
+                    let mut x = [round, rank as u32];
+                    let send = Collective::Send { to: other };
+                    let receive = Collective::Receive { from: other };
+                    let calls = match rank < other {
+                        true => [send, receive],
+                        false => [receive, send],
+                    };
+                    for call in calls {
+                        run(&mut backend, call, DType::U32, &mut x).unwrap();
+                    }
+                    assert_eq!(x, [round, (rank & !1) as u32]);
+                }
+                let mut x = [1f32];
+                let sum = Collective::AllReduce(Reduce::Sum);
+                run(&mut backend, sum, DType::F32, &mut x).unwrap();
+                assert_eq!(x, [4.0]);
+            });
+        }
+    });
+}

@@ -1,0 +1,110 @@
+//! Several ranks, here threads of one process: collectives, and steps that are those of one rank with their batches.
+//! (Processes are in `tests/distributed`, by MPI; several GPUs in the example `distributed_benchmark`.)
+
+mod collectives;
+mod fully_sharded;
+mod missing_gradients;
+mod paper;
+mod planned;
+mod replicated;
+mod sharded;
+mod trainer;
+
+use candle_core::backprop::GradStore;
+use candle_core::{Device, Tensor};
+use tallow::Result;
+use tallow::attention::Algorithm;
+use tallow::distributed::{self, Communicator, Exchange};
+use tallow::model::{TransformerConfig, TransformerLM};
+
+/// What each rank's thread has made, by rank.
+fn on_ranks<T: Send>(
+    world_size: usize,
+    of_rank: impl Fn(Communicator) -> Result<T> + Sync,
+) -> Vec<T> {
+    let ranks = distributed::threads(world_size).unwrap();
+    let of_rank = &of_rank;
+    std::thread::scope(|scope| {
+        let threads = ranks.into_iter();
+        let threads = threads.map(|communicator| scope.spawn(move || of_rank(communicator)));
+        let threads: Vec<_> = threads.collect();
+        let results = threads.into_iter().map(|thread| thread.join().unwrap());
+        results.map(Result::unwrap).collect()
+    })
+}
+
+/// Buckets of one tensor, of a few, of all.
+const EXCHANGES: [Exchange; 5] = [
+    Exchange::PerParameter,
+    Exchange::Flat,
+    Exchange::Overlapped { bucket_bytes: 0 },
+    Exchange::Overlapped { bucket_bytes: 3000 },
+    Exchange::Overlapped {
+        bucket_bytes: 1 << 40,
+    },
+];
+
+fn config() -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 37,
+        context_length: 12,
+        d_model: 16,
+        num_layers: 2,
+        num_heads: 2,
+        d_ff: 24,
+        attention: Algorithm::Flash,
+        ..Default::default()
+    }
+}
+
+fn config_of_six_layers() -> TransformerConfig {
+    TransformerConfig {
+        num_layers: 6,
+        ..config()
+    }
+}
+
+fn model(seed: u64) -> TransformerLM {
+    TransformerLM::new(&config(), seed, &Device::Cpu).unwrap()
+}
+
+/// Tokens and targets (1, 12) of batch number `index`.
+fn batch(index: usize) -> [Tensor; 2] {
+    let ids = (0..13u32).map(|i| (i * 31 + index as u32 * 17) * 13 % 37);
+    let ids = Tensor::from_iter(ids, &Device::Cpu).unwrap();
+    [0, 1].map(|first| {
+        let part = ids.narrow(0, first, 12).unwrap();
+        part.reshape((1, 12)).unwrap()
+    })
+}
+
+/// Some batches one after another, as a plan takes them.
+fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
+    let all: Vec<[Tensor; 2]> = numbers.map(batch).collect();
+    [0, 1].map(|i| {
+        let part: Vec<&Tensor> = all.iter().map(|pair| &pair[i]).collect();
+        Tensor::cat(&part, 0).unwrap()
+    })
+}
+
+/// The gradients of a rank's loss, averaged over the ranks.
+fn averaged(replicated: &distributed::Replicated, loss: Tensor) -> tallow::Result<GradStore> {
+    let mut gradients = tallow::backward(loss)?;
+    replicated.average(&mut gradients)?;
+    Ok(gradients)
+}
+
+/// The bits of all elements, in f32.
+fn bits(x: &Tensor) -> Vec<u32> {
+    let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    x.into_iter().map(f32::to_bits).collect()
+}
+
+/// |a - b| / |b|.
+fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    let norm = |x: &Tensor| {
+        let sum = x.sqr().and_then(|x| x.sum_all()).unwrap();
+        f64::from(sum.to_scalar::<f32>().unwrap()).sqrt()
+    };
+    norm(&(a - b).unwrap()) / norm(b)
+}

@@ -1,0 +1,272 @@
+//! Steps of several GPUs on paper.
+
+use tallow::bench::plan_report;
+use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
+use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
+use tallow::model::TransformerConfig;
+
+const RATES: Rates = Rates {
+    product_flops: 1e12,
+    memory_bytes: 1e11,
+    kernel_seconds: 1e-6,
+    reduce_bytes: 1e10,
+    gather_bytes: 5e9,
+    exchange_seconds: 1e-5,
+    contention: 0.25,
+};
+
+fn model() -> TransformerConfig {
+    TransformerConfig {
+        vocab_size: 1000,
+        context_length: 32,
+        d_model: 64,
+        num_layers: 4,
+        num_heads: 4,
+        d_ff: 256,
+        ..Default::default()
+    }
+}
+
+fn alone() -> StepConfig {
+    StepConfig::default()
+}
+
+fn replicated(exchange: Exchange) -> StepConfig {
+    let dtype = None;
+    StepConfig {
+        ranks: StepRanks::Replicated(ReplicatedConfig { exchange, dtype }),
+        ..alone()
+    }
+}
+
+/// Replicated, of a sharded optimizer, fully sharded.
+fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
+    let bucket_bytes = 1 << 16;
+    let exchange = ReplicatedConfig {
+        exchange: Exchange::Overlapped { bucket_bytes },
+        dtype: None,
+    };
+    let parts = FullyShardConfig {
+        dtype: None,
+        bucket_bytes,
+    };
+    let own = Shard {
+        rank: 0,
+        world_size,
+    };
+    let [replicated, sharded, fully] = [
+        StepRanks::Replicated(exchange),
+        StepRanks::ShardedOptimizer(exchange, own),
+        StepRanks::FullySharded(parts, own),
+    ]
+    .map(|ranks| StepConfig { ranks, ..alone() });
+    [
+        ("replicated", replicated),
+        ("sharded", sharded),
+        ("fully", fully),
+    ]
+}
+
+/// Of two sequences of 32 tokens.
+const BATCH: [usize; 2] = [2, 32];
+
+fn planned(config: &StepConfig) -> Plan {
+    let batch = Batch::hollow(BATCH[0], BATCH[1]).unwrap();
+    Step::plan_of(Target::Cuda, &model(), config, batch)
+        .unwrap()
+        .0
+}
+
+fn on_paper(config: &StepConfig, world_size: usize, rates: &Rates) -> Timeline {
+    planned(config).timeline(world_size, rates).unwrap()
+}
+
+fn close(a: f64, b: f64) {
+    assert!((a - b).abs() <= 1e-9 * b.abs().max(1e-12), "{a} {b}");
+}
+
+#[test]
+fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
+    let alone = on_paper(&alone(), 1, &RATES);
+    assert_eq!((alone.exchange_seconds, alone.sent_bytes), (0.0, 0.0));
+    close(alone.step_seconds, alone.kernel_seconds);
+    for world_size in [2, 8] {
+        for (name, config) in strategies(world_size) {
+            let step = on_paper(&config, world_size, &RATES);
+            let parts = step.kernel_seconds + step.waiting_seconds + step.contention_seconds;
+            close(step.step_seconds, parts);
+            assert!(step.exchange_seconds > 0.0, "{name}");
+            assert!(step.waiting_seconds < step.exchange_seconds, "{name}");
+            // A quarter of the exchanges' time at most, all of which is within the step.
+            assert!(step.contention_seconds > 0.0, "{name}");
+            assert!(step.contention_seconds <= 0.25 * step.exchange_seconds * (1.0 + 1e-9));
+            assert!(step.step_seconds >= step.exchange_seconds, "{name}");
+        }
+    }
+}
+
+/// A rank sends what rings and trees of NCCL's do.
+#[test]
+fn what_a_rank_sends() {
+    let parameter_bytes = 4.0 * model().num_parameters() as f64;
+    for world_size in [2, 4] {
+        let others = (world_size - 1) as f64 / world_size as f64;
+        let [replicated, sharded, fully] =
+            strategies(world_size).map(|(_, config)| on_paper(&config, world_size, &RATES));
+        let loss_bytes = 2.0 * others * 8.0; // f64
+        close(
+            replicated.sent_bytes,
+            2.0 * others * parameter_bytes + loss_bytes,
+        );
+        // Reduced to owners and fetched from them.
+        close(
+            sharded.sent_bytes,
+            2.0 * others * parameter_bytes + loss_bytes,
+        );
+        // Gathered twice and scattered; once the embedding and the head, which forward alone reads, and the last bucket
+        // of forward's: the last norm and w2.
+        let read_once = 4.0 * 2.0 * (1000.0 * 64.0);
+        let kept = 4.0 * (64.0 + 64.0 * 256.0);
+        let gathered = 2.0 * parameter_bytes - read_once - kept;
+        close(
+            fully.sent_bytes,
+            others * (gathered + parameter_bytes) + loss_bytes,
+        );
+    }
+}
+
+#[test]
+fn what_the_network_does_to_a_step() {
+    let free = Rates {
+        reduce_bytes: f64::INFINITY,
+        gather_bytes: f64::INFINITY,
+        exchange_seconds: 0.0,
+        ..RATES
+    };
+    let quiet = Rates {
+        contention: 0.0,
+        ..RATES
+    };
+    for (name, config) in strategies(4) {
+        let step = on_paper(&config, 4, &free);
+        close(step.step_seconds, step.kernel_seconds);
+        let mut last = step.step_seconds;
+        for rate in [1e10, 1e9, 1e8, 1e7] {
+            let slower = Rates {
+                reduce_bytes: rate,
+                gather_bytes: rate,
+                ..quiet
+            };
+            let step = on_paper(&config, 4, &slower);
+            assert!(step.step_seconds > last, "{name} at {rate}");
+            assert!(step.step_seconds <= step.kernel_seconds + step.exchange_seconds);
+            last = step.step_seconds;
+        }
+        let share = last / on_paper(&config, 4, &quiet).kernel_seconds;
+        assert!(
+            share > 10.0,
+            "{name}: a network that slow is all of the step"
+        );
+    }
+    // Nothing hides an exchange after backward; the loss's, of 8 bytes, is before.
+    let flat = on_paper(&replicated(Exchange::Flat), 4, &quiet);
+    let of_loss = quiet.exchange_seconds + 12.0 / quiet.reduce_bytes;
+    close(flat.waiting_seconds, flat.exchange_seconds - of_loss);
+    let bucket_bytes = 1 << 16;
+    let overlapped = replicated(Exchange::Overlapped { bucket_bytes });
+    let overlapped = on_paper(&overlapped, 4, &quiet);
+    close(overlapped.sent_bytes, flat.sent_bytes);
+    assert!(overlapped.waiting_seconds < flat.waiting_seconds);
+}
+
+#[test]
+fn rates_are_fitted_to_a_step_that_was_measured() {
+    let plan = planned(&alone());
+    let fitted = RATES.fitted_to(&plan, 0.125).unwrap();
+    close(plan.timeline(1, &fitted).unwrap().step_seconds, 0.125);
+    assert_eq!(fitted.reduce_bytes, RATES.reduce_bytes);
+}
+
+#[test]
+fn a_report_has_a_row_for_each_strategy_and_number() {
+    let between_hosts = Rates {
+        reduce_bytes: 1e9,
+        gather_bytes: 1e9,
+        ..RATES
+    };
+    let ranks = [(1, RATES), (8, RATES), (1024, between_hosts)];
+    let report = plan_report(&model(), BATCH, &strategies(1), &ranks).unwrap();
+    assert_eq!(report.rows.len(), 9);
+    let number = |row: usize, key: &str| report.rows[row].get(key).unwrap().as_f64().unwrap();
+    close(number(0, "efficiency_percent"), 100.0); // alone
+    for row in [0, 3, 6] {
+        assert!(number(row + 1, "efficiency_percent") < 100.0);
+        let tokens = 8.0 * 2.0 * 32.0 / number(row + 1, "step_ms") * 1e3;
+        close(number(row + 1, "tokens_per_second"), tokens);
+    }
+    // What is divided takes less, the more ranks there are; the plan knows how much.
+    assert_eq!(number(0, "rank_bytes"), number(2, "rank_bytes"));
+    for row in [3, 6] {
+        assert!(number(row + 1, "rank_bytes") < number(row, "rank_bytes"));
+        assert!(number(row + 2, "rank_bytes") < number(row + 1, "rank_bytes"));
+    }
+    let plan = planned(&strategies(8)[2].1);
+    assert_eq!(number(7, "rank_bytes"), plan.total_bytes() as f64);
+}
+
+#[test]
+fn rates_that_cannot_be_are_refused() {
+    let plan = planned(&alone());
+    for (rates, field) in [
+        (
+            Rates {
+                product_flops: 0.0,
+                ..RATES
+            },
+            "product_flops",
+        ),
+        (
+            Rates {
+                memory_bytes: f64::NAN,
+                ..RATES
+            },
+            "memory_bytes",
+        ),
+        (
+            Rates {
+                reduce_bytes: -1.0,
+                ..RATES
+            },
+            "reduce_bytes",
+        ),
+        (
+            Rates {
+                kernel_seconds: -1.0,
+                ..RATES
+            },
+            "kernel_seconds",
+        ),
+        (
+            Rates {
+                exchange_seconds: f64::INFINITY,
+                ..RATES
+            },
+            "exchange_seconds",
+        ),
+        (
+            Rates {
+                contention: 1.0,
+                ..RATES
+            },
+            "contention",
+        ),
+    ] {
+        let text = plan.timeline(2, &rates).unwrap_err().to_string();
+        assert!(text.contains(field), "{text}");
+    }
+    for world_size in [0, usize::MAX] {
+        let text = plan.timeline(world_size, &RATES).unwrap_err().to_string();
+        assert!(text.contains("world_size"), "{text}");
+    }
+    assert!(RATES.fitted_to(&plan, 0.0).is_err());
+}

@@ -1,0 +1,298 @@
+//! Planned steps: exchanges are calls of the plan.
+
+use super::{EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks};
+use candle_core::{DType, Device};
+use rstest::rstest;
+use std::collections::HashMap;
+use tallow::Error;
+use tallow::compile::{Batch, Op, Plan, Step, StepConfig, StepRanks};
+use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
+use tallow::precision::Precision;
+
+fn plan_config(accumulation: usize) -> StepConfig {
+    StepConfig {
+        clip_norm: Some(0.5),
+        accumulation,
+        ..Default::default()
+    }
+}
+
+fn exchanges(plan: &Plan) -> Vec<usize> {
+    let calls = plan.calls().iter().enumerate();
+    let exchanges = calls.filter(|(_, call)| matches!(call.op, Op::AllReduce { .. }));
+    exchanges.map(|(index, _)| index).collect()
+}
+
+/// Two steps of two ranks with micro-batches, against eager gradients of all batches; weights are the same on both.
+#[rstest]
+fn as_eager(
+    #[values(1, 2)] accumulation: usize,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let (world_size, bound) = match precision {
+        Precision::F32 => (2, 1e-6),
+        _ => (2, 2e-2),
+    };
+    let eager = model(1);
+    let mut sum = GradientAccumulator::new(eager.parameters());
+    for number in 0..world_size * accumulation {
+        let [tokens, targets] = batch(number);
+        let loss = precision.run(|| eager.loss(&tokens, &targets)).unwrap();
+        sum.add(tallow::backward(loss).unwrap()).unwrap();
+    }
+    let mean = sum.mean().unwrap();
+    for exchange in EXCHANGES {
+        let found = on_ranks(world_size, |ranks| {
+            let model = model(1);
+            let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+            let way = ReplicatedConfig {
+                exchange,
+                dtype: None,
+            };
+            let replicated = Replicated::new(&ranks, model.parameters(), way)?;
+            let config = StepConfig {
+                precision,
+                ..plan_config(accumulation)
+            };
+            let mut step =
+                Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            let first = ranks.rank() * accumulation;
+            let [tokens, targets] = batches(first..first + accumulation);
+            let loss = step.run(&mut optimizer, (&tokens, &targets))?;
+            let gradients = step.gradients()?;
+            let norm = step.gradient_norm();
+            let second = step.run(&mut optimizer, (&tokens, &targets))?;
+            let weights = model.parameters().into_iter();
+            let weights: Vec<_> = weights.map(|(_, var)| bits(&var)).collect();
+            Ok((loss, second, norm, gradients, weights))
+        });
+        let [(loss, second, norm, gradients, weights), other] = &found[..] else {
+            panic!("two ranks");
+        };
+        assert_eq!((loss, second, norm), (&other.0, &other.1, &other.2));
+        assert!(second < loss);
+        assert!(weights == &other.4, "{exchange}");
+        let gradients: HashMap<_, _> = gradients.iter().cloned().collect();
+        for (name, var) in eager.parameters() {
+            let error = distance(&gradients[&name], mean.get(&var).unwrap());
+            assert!(error < bound, "{name}, {exchange}: {error}");
+        }
+    }
+}
+
+/// A rank that ends is an error of the others' planned steps that names it, as of eager ones.
+#[test]
+fn a_rank_that_ends_is_named() {
+    let errors = on_ranks(2, |ranks| {
+        let model = model(1);
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+        let mut step =
+            Step::of(&model, &optimizer, &plan_config(1))?.replicated(&optimizer, &replicated)?;
+        let [tokens, targets] = batch(ranks.rank());
+        step.run(&mut optimizer, (&tokens, &targets))?;
+        Ok(match ranks.rank() {
+            0 => Some(step.run(&mut optimizer, (&tokens, &targets)).unwrap_err()),
+            _ => None,
+        })
+    });
+    let error = errors[0].as_ref().unwrap();
+    assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
+}
+
+/// Where the calls are: as soon as a bucket's last gradient is there; and how large they are.
+#[test]
+fn buckets_in_backward() {
+    let of = |config: &StepConfig| {
+        let batch = Batch::hollow(1, 12).unwrap();
+        Step::plan_of(&Device::Cpu, &config_of_six_layers(), config, batch)
+            .unwrap()
+            .0
+    };
+    let plan = |exchange| {
+        let replicated = ReplicatedConfig {
+            exchange,
+            dtype: None,
+        };
+        let config = StepConfig {
+            ranks: StepRanks::Replicated(replicated),
+            ..plan_config(1)
+        };
+        of(&config)
+    };
+    let alone = of(&plan_config(1));
+    assert!(exchanges(&alone).is_empty());
+    let parameters = alone.buffers().iter();
+    let parameters = parameters.filter(|b| b.category == tallow::compile::Category::Parameter);
+    let bytes: u64 = parameters.clone().map(|buffer| buffer.bytes()).sum();
+
+    let each = plan(Exchange::Overlapped { bucket_bytes: 0 });
+    assert_eq!(exchanges(&each).len(), parameters.count() + 1); // and the loss
+    let flat = plan(Exchange::Flat);
+    assert_eq!(exchanges(&flat).len(), 2);
+    let bucket_bytes = 4000;
+    let buckets = plan(Exchange::Overlapped { bucket_bytes });
+    let places = exchanges(&buckets);
+    assert!(
+        (10..exchanges(&each).len()).contains(&places.len()),
+        "{places:?}"
+    );
+    let total = |plan: &Plan| -> u64 {
+        let calls = plan.calls().iter();
+        let exchanged = calls.filter(|call| matches!(call.op, Op::AllReduce { .. }));
+        exchanged
+            .map(|call| plan.bytes_moved(call).unwrap() / 2)
+            .sum()
+    };
+    assert_eq!(total(&each), bytes + 8); // the loss is one f64
+    for plan in [&flat, &buckets] {
+        assert!(
+            (bytes..bytes + 256 * 80).contains(&total(plan)),
+            "{}",
+            total(plan)
+        );
+    }
+    // Each but the last is followed by products of the backward that it hides behind; those of a flat one are over.
+    let products_after = |plan: &Plan, index: usize| {
+        let calls = plan.calls()[index..plan.per_micro_batch().end].iter();
+        calls.filter(|call| call.op.is_product()).count()
+    };
+    let after: Vec<usize> = places
+        .iter()
+        .map(|index| products_after(&buckets, *index))
+        .collect();
+    assert!(
+        after.is_sorted_by(|a, b| a >= b) && after[1] > 20,
+        "{after:?}"
+    );
+    assert_eq!(products_after(&flat, exchanges(&flat)[1]), 0);
+    // An arena that holds them, and no more than alignment costs.
+    assert!(buckets.peak_bytes() <= alone.peak_bytes() + 256 * 80);
+}
+
+/// A gradient that overflows on one rank: no rank takes the step, and all have the same scale.
+#[test]
+fn an_overflow_is_seen_by_all() {
+    let found = on_ranks(2, |ranks| {
+        let model = model(1);
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+        let config = StepConfig {
+            loss_scaling: true,
+            precision: Precision::F16,
+            clip_norm: None,
+            ..plan_config(1)
+        };
+        let mut step =
+            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            init_scale: if ranks.rank() == 0 { 1e38 } else { 1.0 },
+            ..Default::default()
+        })?;
+        let [tokens, targets] = batch(ranks.rank());
+        let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
+        Ok((done.stepped(), optimizer.steps()))
+    });
+    assert_eq!(found, [(false, 0); 2]);
+}
+
+#[test]
+fn what_is_refused() {
+    let ranks = Communicator::alone(&Device::Cpu);
+    let model = model(1);
+    let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let bf16 = ReplicatedConfig {
+        dtype: Some(DType::BF16),
+        ..Default::default()
+    };
+    let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
+    let config = plan_config(1);
+    let [tokens, targets] = batch(0);
+    let step = Step::of(&model, &optimizer, &config).unwrap();
+    let mut step = step.replicated(&optimizer, &replicated).unwrap();
+    let error = step.prepare((&tokens, &targets)).unwrap_err();
+    assert!(error.to_string().contains("None or f32"), "{error}");
+    let without_ranks = StepConfig {
+        ranks: StepRanks::Replicated(ReplicatedConfig::default()),
+        ..config.clone()
+    };
+    let mut optimizer = optimizer;
+    let mut step = Step::of(&model, &optimizer, &without_ranks).unwrap();
+    for error in [
+        step.run(&mut optimizer, (&tokens, &targets)).unwrap_err(),
+        step.forward_backward((&tokens, &targets)).unwrap_err(),
+    ] {
+        assert!(
+            error.to_string().contains("with Step::replicated"),
+            "{error}"
+        );
+    }
+    let config = StepConfig {
+        ranks: StepRanks::Replicated(ReplicatedConfig::default()),
+        optimizer_in_backward: true,
+        clip_norm: None,
+        ..config
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.contains("false with several ranks"), "{error}");
+}
+
+/// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one
+/// rank: two GPUs are `tests/distributed`'s.)
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn in_bf16_on_a_gpu() {
+    use candle_core::Tensor;
+    use tallow::model::TransformerLM;
+
+    let gpu = crate::gpu();
+    let here = |x: &Tensor| x.to_device(&gpu).unwrap();
+    let [tokens, targets] = batch(0).map(|x| here(&x));
+    let config = StepConfig {
+        precision: Precision::BF16,
+        ..plan_config(1)
+    };
+    let run = |dtype: Option<DType>| {
+        let model = TransformerLM::new(&super::config(), 1, &gpu).unwrap();
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        let way = ReplicatedConfig {
+            exchange: Exchange::Overlapped { bucket_bytes: 3000 },
+            dtype,
+        };
+        let ranks = Communicator::alone(&gpu);
+        let replicated = Replicated::new(&ranks, model.parameters(), way).unwrap();
+        let mut step = Step::of(&model, &optimizer, &config)
+            .unwrap()
+            .replicated(&optimizer, &replicated)
+            .unwrap();
+        let losses: Vec<f32> =
+            (0..4) // launched, recorded, replayed
+                .map(|_| step.run(&mut optimizer, (&tokens, &targets)).unwrap())
+                .collect();
+        (
+            losses,
+            step.gradient_norm().unwrap(),
+            step.gradients().unwrap(),
+        )
+    };
+    let (losses, norm, gradients) = run(Some(DType::BF16));
+    let (wanted, wanted_norm, wanted_gradients) = run(None);
+    assert!(
+        (norm - wanted_norm).abs() < 2e-2 * wanted_norm,
+        "{norm} {wanted_norm}"
+    );
+    for (loss, wanted) in losses.iter().zip(&wanted) {
+        assert!((loss - wanted).abs() < 1e-2, "{loss} {wanted}");
+    }
+    assert!(
+        gradients
+            .iter()
+            .any(|(_, gradient)| gradient.dtype() == DType::BF16)
+    );
+    for ((name, found), (_, wanted)) in gradients.iter().zip(&wanted_gradients) {
+        let found = found.to_dtype(DType::F32).unwrap();
+        assert!(distance(&found, wanted) < 5e-2, "{name}");
+    }
+}
