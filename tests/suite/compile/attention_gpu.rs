@@ -10,7 +10,7 @@ use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers, on};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Batch, Category, Step};
+use tallow::compile::{Batch, Category, Step, StepConfig};
 use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -201,8 +201,11 @@ fn what_a_gpu_is_not_planned_for() {
         of((2, 10, 8), DType::F32, Algorithm::Flash, &below),
         &["attention::flash has no planned form"],
     );
-    let double = of((2, 10, 8), DType::F64, Algorithm::Naive, &config);
-    refused(double, &["f64"]);
+    let double = Var::zeros((2, 10, 8), DType::F64, &gpu).unwrap();
+    let parameters = vec![("q".to_string(), double)];
+    let double =
+        Step::without_optimizer(&gpu, parameters, &StepConfig::default(), |_| unreachable!());
+    refused(double.map(drop), &["in f32, bf16 or f16", "q in f64"]);
 
     // A gradient that does not begin at 16 bytes is copied, and so is one on the CPU.
     let [q, k, v] = [(); 3].map(|()| {
