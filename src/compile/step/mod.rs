@@ -1,0 +1,221 @@
+//! A training step of any loss, planned: how one is made ([`new`]), plans of steps that need not exist ([`alone`]),
+//! runs ([`run`]), and what they leave ([`left`]).
+
+mod alone;
+mod left;
+mod new;
+mod run;
+
+use super::arguments::Arguments;
+use super::batch::Batch;
+use super::config::{PlanKind, StepConfig};
+use super::loss::{Job, Loss};
+use super::plan::Plan;
+use super::planned_step::PlannedStep;
+use super::traced::Target;
+use crate::distributed::Communicator;
+use crate::graph::{Graph, ValueId};
+use crate::nn::Checkpointing;
+use crate::optim::MissingGradients;
+use crate::{Error, Result};
+use candle_core::{Device, Var};
+
+const OP: &str = "compile::Step";
+
+/// Forward, backward, clipping and AdamW of a loss, planned for the shapes of each batch.
+///
+/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::of`]), or any function of
+/// [inputs](super::Inputs) over layers with real weights, written with this crate's [`ops`](crate::ops),
+/// [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`]). The step is that of an eager loop on the same
+/// variables: `loss`, [`backward`](crate::backward),
+/// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked), [`AdamW::step`](crate::optim::AdamW::step).
+/// Learning rates, groups and betas are read from the optimizer at each run. The optimizer's weights are updated; a
+/// weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
+///
+/// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
+/// run with them or in [`prepare`](Self::prepare). What it captures, tensors and numbers, and the branches that it
+/// takes are fixed then; what changes from run to run is an input. The last [`MAX_PLANS`](Self::MAX_PLANS) plans are
+/// kept, of whatever shapes and [kind](PlanKind), and the one that was used longest ago goes. They share one arena.
+///
+/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A
+/// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is
+/// made when the step is planned. On the CPU a run reads its inputs where they lie, if they are contiguous; on a GPU it
+/// copies them, from the CPU or from there. Ops take a little memory of their own besides the arena. A run holds the
+/// storages of parameters and state: another thread that reads them waits until it is over, and on the CPU one that
+/// writes an input does.
+///
+/// On the CPU or [on a GPU](crate::compile#on-a-gpu); with parameters in f32, on the CPU also in f64.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use tallow::compile::{Step, StepConfig};
+/// use tallow::optim::{AdamW, AdamWConfig, parameters_of};
+/// use tallow::{nn, ops};
+///
+/// let device = tallow::device("cpu")?;
+/// let weights = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&weights, DType::F32, &device);
+/// let (up, down) = (nn::Linear::new(8, 32, vb.pp("up"))?, nn::Linear::new(32, 3, vb.pp("down"))?);
+/// let mut optimizer = AdamW::new(parameters_of(&weights), AdamWConfig::default())?;
+/// let config = StepConfig { clip_norm: Some(1.0), ..Default::default() };
+/// let mut step = Step::new(&optimizer, &config, |inputs| {
+///     let hidden = ops::relu(&up.forward(&inputs.get("x")?)?)?;
+///     ops::cross_entropy(&down.forward(&hidden)?, &inputs.get("classes")?)
+/// })?;
+///
+/// let x = Tensor::randn(0f32, 1.0, (16, 8), &device)?;
+/// let classes = Tensor::from_iter((0..16u32).map(|i| i % 3), &device)?;
+/// let first = step.run(&mut optimizer, [("x", &x), ("classes", &classes)])?;
+/// let second = step.run(&mut optimizer, [("x", &x), ("classes", &classes)])?;
+/// assert!(second < first);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Step<'l> {
+    loss: Loss<'l>,
+    /// The variables that the loss reads; parameters are these, or parts of them.
+    weights: Vec<(String, Var)>,
+    parameters: Vec<(String, Var)>,
+    /// By parameter; empty for the default.
+    missing: Vec<MissingGradients>,
+    device: Device,
+    config: StepConfig,
+    communicator: Option<Communicator>,
+    times_phases: bool,
+    /// So far.
+    runs: usize,
+    /// Plans that were dropped for others.
+    evicted: usize,
+    /// In the order of their last use.
+    plans: Vec<Prepared>,
+}
+
+/// A plan for some shapes.
+#[derive(Debug)]
+struct Prepared {
+    step: PlannedStep,
+    arguments: Arguments,
+    graph: Graph,
+    checkpointing: Checkpointing,
+    /// Tensors that the function reads, and that are neither parameters nor inputs.
+    constants: Vec<ValueId>,
+    kind: PlanKind,
+    /// Set for batches that count their targets.
+    counts: bool,
+}
+
+impl<'l> Step<'l> {
+    /// The number of plans that are kept.
+    pub const MAX_PLANS: usize = 4;
+
+    /// Plans the step for batches of these shapes and dtypes, unless it is planned, and allocates its arena.
+    ///
+    /// # Errors
+    /// Those of the loss and of its trace; an op that has no planned form, by its place; a loss that is not one float;
+    /// a weight of the optimizer that the loss does not depend on, unless its group
+    /// [takes that](crate::optim::AdamWConfig::missing_gradients); a missing input, or one that the loss does not read;
+    /// on a GPU, heads that flash attention [has no kernel for](crate::compile#on-a-gpu); a memory budget that no plan
+    /// keeps to, with the smallest that one would; an arena that does not fit the device's memory.
+    pub fn prepare(&mut self, batch: impl Into<Batch>) -> Result<&Plan> {
+        let prepared = self.prepared(PlanKind::TrainStep, &batch.into())?;
+        Ok(&prepared.step.plan)
+    }
+
+    /// The plan of a kind for a batch, as the last of the plans, with the arena.
+    fn prepared(&mut self, kind: PlanKind, batch: &Batch) -> Result<&mut Prepared> {
+        let fits = |prepared: &Prepared| {
+            let counts = batch.counted().is_some();
+            (prepared.kind, prepared.counts) == (kind, counts) && prepared.arguments.take(batch)
+        };
+        let next = match self.plans.iter().position(fits) {
+            Some(place) if place + 1 == self.plans.len() => None,
+            Some(place) => Some(self.plans.remove(place)),
+            None => {
+                let planned = self.planned(kind, batch)?;
+                if self.plans.len() == Self::MAX_PLANS {
+                    self.plans.remove(0);
+                    self.evicted += 1;
+                }
+                Some(planned)
+            }
+        };
+        if let Some(mut next) = next {
+            let before = self.plans.last_mut().map(|before| &mut before.step);
+            if let Err(error) = next.step.follow(before) {
+                self.plans.clear(); // none has an arena now
+                return Err(error);
+            }
+            self.plans.push(next);
+        }
+        let Some(last) = self.plans.last_mut() else {
+            unreachable!("a plan was found or made");
+        };
+        Ok(last)
+    }
+
+    /// The plan that is in the arena.
+    fn last(&self) -> Option<&Prepared> {
+        self.plans.last()
+    }
+
+    fn job<'s>(&'s self, kind: PlanKind, config: &'s StepConfig) -> Job<'s> {
+        Job {
+            op: OP,
+            kind,
+            target: Target::from(&self.device),
+            loss: &self.loss,
+            weights: Some(&self.weights),
+            config,
+        }
+    }
+
+    /// The plan of the loss for a batch, its constants in place, without an arena.
+    fn planned(&self, kind: PlanKind, batch: &Batch) -> Result<Prepared> {
+        let config = self.config.of(kind);
+        let job = self.job(kind, &config);
+        let (planned, checkpointing) = job.plan(batch, |function| {
+            for (parameter, missing) in function.parameters.iter_mut().zip(&self.missing) {
+                parameter.missing = *missing;
+            }
+        })?;
+        let arguments = Arguments::new(&planned.function, &planned.lowered, &self.device)?;
+        arguments.check(batch)?;
+        let mut step = PlannedStep::new(
+            OP,
+            planned.lowered,
+            self.parameters.clone(),
+            &self.device,
+            &config,
+            self.communicator.as_ref(),
+        )?;
+        step.time_phases(self.times_phases);
+        Ok(Prepared {
+            step,
+            arguments,
+            constants: planned.function.constants(),
+            graph: planned.function.graph.clone(),
+            checkpointing,
+            kind,
+            counts: batch.counted().is_some(),
+        })
+    }
+
+    /// Has the copies of weights that products read in half precision renewed in the next [`run`](Self::run). Only on
+    /// a GPU do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
+    /// [`forward_backward`](Self::forward_backward) renews them each time. Call this after the weights were changed
+    /// in any other way: loaded, or set.
+    pub fn refresh(&mut self) {
+        for prepared in &mut self.plans {
+            prepared.step.refresh();
+        }
+    }
+}
+
+fn nothing_run() -> Error {
+    Error::Order {
+        op: OP,
+        problem: "no step has been run".into(),
+        hint: "call run first".into(),
+    }
+}

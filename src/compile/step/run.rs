@@ -1,0 +1,292 @@
+//! Runs of a step.
+
+use super::super::arguments::changed_since;
+use super::super::batch::{Batch, D_OUTPUT, DROPOUT};
+use super::super::config::PlanKind;
+use super::super::planned_step::{PlannedStep, ScaledStep};
+use super::super::run::Tensors;
+use super::{OP, Step, nothing_run};
+use crate::distributed::Communicator;
+use crate::ops::DropoutKey;
+use crate::ops::cross_entropy::nothing_counts;
+use crate::optim::{AdamW, GradScaler};
+use crate::{Error, Result};
+use candle_core::Tensor;
+
+impl Step<'_> {
+    /// One step: the loss of the batch before the update. Of a batch that [counts its targets](Batch::counting), loss
+    /// and gradients are means over those that count: of all micro-batches, and of all ranks.
+    ///
+    /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare); ids out of bounds, no target that counts, an optimizer of other parameters, a
+    /// learning rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter.
+    /// Whatever the error, parameters and optimizer are as they were.
+    pub fn run(&mut self, optimizer: &mut AdamW, batch: impl Into<Batch>) -> Result<f32> {
+        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        self.run_given(optimizer, &given)
+    }
+
+    /// [`run`](Self::run), of what [`given`](Self::given) has prepared.
+    pub(crate) fn run_given(&mut self, optimizer: &mut AdamW, given: &Given) -> Result<f32> {
+        self.with(given, |step, tensors| step.run(optimizer, tensors))
+    }
+
+    /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
+    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update) do in an eager
+    /// step. Where a gradient has overflowed, parameters and optimizer stay what they were, and the scale becomes
+    /// smaller.
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+    /// use tallow::precision::Precision;
+    ///
+    /// let device = tallow::device("cpu")?;
+    /// let config = TransformerConfig {
+    ///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
+    /// let config = StepConfig { precision: Precision::F16, loss_scaling: true, ..Default::default() };
+    /// let mut step = Step::of(&model, &optimizer, &config)?;
+    /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
+    /// let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &tokens))?;
+    /// assert!(done.loss.is_finite());
+    /// assert_eq!(optimizer.steps(), usize::from(done.stepped()));
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without
+    /// loss scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and
+    /// not ended; as [`GradScaler::update`].
+    pub fn run_scaled(
+        &mut self,
+        optimizer: &mut AdamW,
+        scaler: &mut GradScaler,
+        batch: impl Into<Batch>,
+    ) -> Result<ScaledStep> {
+        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        self.run_scaled_given(optimizer, scaler, &given)
+    }
+
+    /// [`run_scaled`](Self::run_scaled), of what [`given`](Self::given) has prepared.
+    pub(crate) fn run_scaled_given(
+        &mut self,
+        optimizer: &mut AdamW,
+        scaler: &mut GradScaler,
+        given: &Given,
+    ) -> Result<ScaledStep> {
+        self.with(given, |step, tensors| {
+            step.run_scaled(optimizer, scaler, tensors)
+        })
+    }
+
+    /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
+    /// [`gradients`](Self::gradients); nothing is clipped. Dropout is that of an optimizer's first step.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
+    pub fn forward_backward(&mut self, batch: impl Into<Batch>) -> Result<f32> {
+        let given = self.given(batch.into(), 0)?.counted()?;
+        self.with(&given, PlannedStep::forward_backward)
+    }
+
+    /// Forward, and backward from `d_output`, the gradient of the function's output, which need not be one number: what
+    /// [`backward_from`](crate::backward_from) does eagerly. [`gradients`](Self::gradients) has the parameters',
+    /// [`output`](Self::output) the output. `d_output` is (accumulation * B, ...), of one micro-batch after another;
+    /// their gradients are added. Dropout is that of an optimizer's first step. Ranks average gradients as in
+    /// [`run`](Self::run). On a GPU pass the same tensor each time: it is read where it lies, and a run that finds it
+    /// elsewhere is recorded anew.
+    ///
+    /// ```
+    /// use candle_core::{Tensor, Var};
+    /// use tallow::attention::{self, AttentionConfig, Mask};
+    /// use tallow::compile::{Batch, Step, StepConfig};
+    ///
+    /// // Attention alone: q, k and v are its parameters.
+    /// let device = tallow::device("cpu")?;
+    /// let draw = || Var::randn(0f32, 1.0, (2, 3, 5, 8), &device); // (B, H, T, Dh)
+    /// let (q, k, v) = (draw()?, draw()?, draw()?);
+    /// let parameters = vec![("q".into(), q.clone()), ("k".into(), k.clone()), ("v".into(), v.clone())];
+    /// let causal = AttentionConfig { mask: Mask::Causal, ..Default::default() };
+    /// let mut step = Step::without_optimizer(&device, parameters, &StepConfig::default(), |_| {
+    ///     attention::flash(&q, &k, &v, &causal)
+    /// })?;
+    /// let d_out = Tensor::ones((2, 3, 5, 8), candle_core::DType::F32, &device)?;
+    /// step.forward_backward_from(Batch::new([]), &d_out)?;
+    /// let (name, dq) = &step.gradients()?[0];
+    /// assert_eq!((name.as_str(), dq.dims()), ("q", &[2, 3, 5, 8][..]));
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare), for an output in a float dtype that an op has made; a gradient of another shape
+    /// or dtype than the output.
+    pub fn forward_backward_from(
+        &mut self,
+        batch: impl Into<Batch>,
+        d_output: &Tensor,
+    ) -> Result<()> {
+        let batch = batch.into();
+        if batch.inputs().any(|(name, _)| name == D_OUTPUT) {
+            return Err(Error::Order {
+                op: OP,
+                problem: format!("an input is called {D_OUTPUT:?}, as the output's gradient is"),
+                hint: "call the input otherwise".into(),
+            });
+        }
+        let batch = batch.with(D_OUTPUT, d_output.clone());
+        let batch = self.keyed(PlanKind::Gradients, batch, 0)?;
+        let given = Given::of(PlanKind::Gradients, batch);
+        self.with(&given, PlannedStep::forward_backward_from)
+    }
+
+    /// A copy of the output of the last [`forward_backward_from`](Self::forward_backward_from): (B, ...), of its last
+    /// micro-batch.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if another run was the last.
+    pub fn output(&self) -> Result<Tensor> {
+        match self.last() {
+            Some(last) => {
+                let shape = last.graph.shape_of(&last.graph.outputs[0]);
+                last.step.output(last.kind, shape)
+            }
+            None => Err(nothing_run()),
+        }
+    }
+
+    /// Forward alone: the function's output for a batch, of which micro-batches are no part. Of a model's step, or any
+    /// loss, it is the mean over the batch, of a batch that [counts its targets](Batch::counting) the sum over these.
+    /// Nothing is dropped, and no other rank asked: but where [weights are divided](Self::fully_sharded) over ranks,
+    /// which all gather them, and so call it as often. Of a [divided optimizer](Self::replicated) parameters are as
+    /// this rank has them.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare), for an output in a float dtype.
+    pub fn forward(&mut self, batch: impl Into<Batch>) -> Result<Tensor> {
+        let device = self.device.clone();
+        let given = Given::of(PlanKind::Forward, batch.into());
+        self.with(&given, |step, tensors| step.forward(tensors, &device))
+    }
+
+    /// Prepares a run, after `steps` steps of the optimizer. Ranks count their targets together.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare); a rank that failed.
+    pub(crate) fn given(&mut self, batch: Batch, steps: usize) -> Result<Given> {
+        let batch = self.keyed(PlanKind::TrainStep, batch, steps)?;
+        let (counted, loss_divisor) = match batch.counted() {
+            Some(counted) => {
+                let (all, mean) = self.over_ranks(counted)?;
+                (Some(all), Some(mean))
+            }
+            None => (None, None),
+        };
+        Ok(Given {
+            counted,
+            loss_divisor,
+            ..Given::of(PlanKind::TrainStep, batch)
+        })
+    }
+
+    /// A batch with the keys of dropout after `steps` steps of the optimizer, where its plan reads them.
+    fn keyed(&mut self, kind: PlanKind, batch: Batch, steps: usize) -> Result<Batch> {
+        let reads_keys = self.prepared(kind, &batch)?.arguments.reads(DROPOUT);
+        match self.config.dropout_seed {
+            Some(seed) if reads_keys => {
+                let rank = self.communicator.as_ref().map_or(0, Communicator::rank);
+                let count = self.config.accumulation;
+                let micro_batches = rank * count..(rank + 1) * count;
+                Ok(batch.with(DROPOUT, DropoutKey::of_step(seed, steps, micro_batches)?))
+            }
+            _ => Ok(batch),
+        }
+    }
+
+    /// The targets that count: those of all ranks, and their mean, since ranks average what they have divided.
+    fn over_ranks(&self, counted: usize) -> Result<(usize, f64)> {
+        let (mean, ranks) = match &self.communicator {
+            Some(ranks) => (ranks.mean(&[counted as f64])?[0], ranks.world_size()),
+            None => (counted as f64, 1),
+        };
+        Ok(((mean * ranks as f64).round() as usize, mean))
+    }
+
+    fn with<T>(
+        &mut self,
+        given: &Given,
+        run: impl FnOnce(&mut PlannedStep, &Tensors<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.prepared(given.kind, &given.batch)?;
+        self.runs += 1;
+        if let Some(every) = self.config.retrace_every
+            && self.runs.is_multiple_of(every.get())
+        {
+            self.check_trace(&given.batch)?;
+        }
+        let (device, parameters) = (&self.device, &self.parameters);
+        let Some(prepared) = self.plans.last_mut() else {
+            unreachable!("it was prepared");
+        };
+        let arguments = prepared.arguments.given(&given.batch, device, parameters)?;
+        let tensors = Tensors {
+            arguments: &arguments,
+            loss_divisor: given.loss_divisor,
+            ..Default::default()
+        };
+        run(&mut prepared.step, &tensors)
+    }
+
+    /// An error where the function does otherwise now than when the last plan was made.
+    fn check_trace(&self, batch: &Batch) -> Result<()> {
+        let Some(last) = self.last() else {
+            return Ok(());
+        };
+        let config = self.config.of(last.kind);
+        let job = self.job(last.kind, &config);
+        let function = job.trace(&job.inputs(batch)?, last.checkpointing)?;
+        if let Some(difference) = last.graph.difference(&function.graph) {
+            return Err(changed_since(OP, difference));
+        }
+        let (arguments, plan) = (&last.arguments, &last.step.plan);
+        arguments.check_constants(&function, plan, &self.device)
+    }
+}
+
+/// A batch that is ready to run.
+pub(crate) struct Given {
+    kind: PlanKind,
+    batch: Batch,
+    /// The number of targets that count, of all ranks; `None` where all do.
+    pub(crate) counted: Option<usize>,
+    loss_divisor: Option<f64>,
+}
+
+impl Given {
+    /// Of a batch whose targets are not counted.
+    fn of(kind: PlanKind, batch: Batch) -> Self {
+        Self {
+            kind,
+            batch,
+            counted: None,
+            loss_divisor: None,
+        }
+    }
+
+    /// # Errors
+    /// No target that counts.
+    fn counted(self) -> Result<Self> {
+        match self.counted {
+            Some(0) => Err(nothing_counts(OP, self.batch.elements())),
+            _ => Ok(self),
+        }
+    }
+}
