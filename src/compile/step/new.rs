@@ -77,7 +77,8 @@ impl<'l> Step<'l> {
     }
 
     /// A step of `model` under `optimizer`: its [loss](TransformerLM::loss) of `(&tokens, &targets)`, or of
-    /// [targets of which some do not count](crate::compile::Batch::masked), by its attention, dropout and checkpointing.
+    /// [targets of which some do not count](crate::compile::Batch::masked), by its attention, dropout and
+    /// checkpointing.
     ///
     /// ```
     /// use candle_core::Tensor;
