@@ -22,7 +22,7 @@ pub(super) struct Arguments {
     all: Vec<Argument>,
     /// What inputs must be.
     checks: Vec<(String, Check)>,
-    /// What the plan's tables were made from.
+    /// The constants that the plan's tables were made from.
     tables: Vec<TableOf>,
 }
 

@@ -71,7 +71,7 @@ impl StepRanks {
     }
 }
 
-/// What a plan does.
+/// The kinds of plans, by what a run of one does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanKind {
     /// Forward, loss, backward, clipping and update: [`Step::run`](super::Step::run) and
@@ -154,8 +154,8 @@ impl Default for StepConfig {
 }
 
 impl StepConfig {
-    /// What of these settings a plan of this kind has: one without an update has nothing that belongs to it, and a
-    /// forward takes one batch, and exchanges the weights that ranks have parts of.
+    /// The settings, without those that a plan of this kind has no use for: a plan without an update has none of the
+    /// update's, and a forward has one batch, and exchanges only weights that ranks have parts of.
     pub(super) fn of(&self, kind: PlanKind) -> Self {
         match kind {
             PlanKind::TrainStep => self.clone(),

@@ -21,7 +21,7 @@ pub(super) enum Executor {
 }
 
 impl Executor {
-    /// What a plan takes but the arena.
+    /// Allocates what a plan takes, but for the arena.
     ///
     /// # Errors
     /// On a GPU, shapes that its kernels do not take; memory that is refused.

@@ -19,7 +19,7 @@ pub(super) fn of_step(
     Ok(total as u64) // saturates
 }
 
-/// The same of a forward to logits alone.
+/// A lower bound of the same of a forward to logits alone.
 #[cfg(feature = "report")]
 pub(crate) fn of_forward(
     model: &TransformerConfig,

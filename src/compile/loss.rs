@@ -131,7 +131,7 @@ impl Job<'_> {
         )
     }
 
-    /// What the loss is traced with for a batch.
+    /// Makes the inputs that the loss is traced with for a batch.
     ///
     /// # Errors
     /// Inputs that cannot be cut into micro-batches.

@@ -62,7 +62,7 @@ pub struct FullyShard {
 #[derive(Clone, Debug)]
 struct Weight {
     name: String,
-    /// Of the weight's shape.
+    /// A tensor of the weight's shape, without elements.
     hollow: Tensor,
     /// (elements, 1, ...), of as many dimensions as the weight: what decays matrices alone knows it as one.
     part: Var,

@@ -3,8 +3,8 @@
 use super::data::{Graph, Node, TraceEvent};
 
 impl Graph {
-    /// What a later trace of the same function does otherwise than this one, in words: of the first node that is
-    /// another. `None` for two that are equal, but for when tensors are dropped.
+    /// Describes the first node at which a later trace of the same function differs; `None` for two that are equal, but
+    /// for when tensors are dropped.
     pub(crate) fn difference(&self, later: &Self) -> Option<String> {
         let same_values = (&self.values, &self.outputs) == (&later.values, &later.outputs);
         if same_values && are_alike(runs(self), runs(later)) {
@@ -45,10 +45,9 @@ impl Graph {
 }
 
 fn are_alike<'g>(
-    before: impl Iterator<Item = &'g TraceEvent>,
+    mut before: impl Iterator<Item = &'g TraceEvent>,
     mut now: impl Iterator<Item = &'g TraceEvent>,
 ) -> bool {
-    let mut before = before;
     let alike = before.all(|before| now.next().is_some_and(|now| is_alike(before, now)));
     alike && now.next().is_none()
 }
@@ -62,21 +61,10 @@ fn is_alike(before: &TraceEvent, now: &TraceEvent) -> bool {
 
 /// Whether two nodes are one call: what it does to memory depends on the threads.
 fn compute_alike(before: &Node, now: &Node) -> bool {
-    let of = |node: &Node| {
-        let Node {
-            path,
-            op,
-            attributes,
-            composed,
-            inputs,
-            reads,
-            output,
-            kept,
-            ..
-        } = node.clone();
-        (path, op, attributes, composed, inputs, reads, output, kept)
-    };
+    let of = |node: &Node| (node.op, node.composed, node.output);
     of(before) == of(now)
+        && (&before.path, &before.attributes) == (&now.path, &now.attributes)
+        && (&before.inputs, &before.reads, &before.kept) == (&now.inputs, &now.reads, &now.kept)
 }
 
 fn runs(graph: &Graph) -> impl Iterator<Item = &TraceEvent> {

@@ -15,8 +15,8 @@ use crate::{Error, Result};
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// Of the first output: a float, and where there is a backward one that an op has made with a graph; for a step the
-    /// one number of a loss.
+    /// Checks the first output. It has to be a float; where there is a backward, an op has to have made it, with a
+    /// graph; and a step's loss is one number.
     pub(super) fn check_output(&self) -> Result<()> {
         let op = self.job.function.op;
         let is_loss = self.job.kind == PlanKind::TrainStep;

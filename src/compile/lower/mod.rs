@@ -85,13 +85,13 @@ pub(super) struct Lowered {
     /// What is lent as [`Location::Input`] and [`Location::Argument`], by number: all of a value, or the elements of a
     /// view, in order.
     pub arguments: Vec<(ValueId, Option<graph::View>)>,
-    /// What each of the plan's tables was made from.
+    /// The constants that the plan's tables were made from.
     pub tables: Vec<TableOf>,
     /// What is checked before a run.
     pub checks: Vec<(ValueId, Check)>,
     /// The mean loss (1), f64; in a plan of another kind the function's output.
     pub output: BufferRange,
-    /// Of each parameter, where the optimizer does not run in backward, and another rank does not have it.
+    /// The parameters' gradients: none where the optimizer runs in backward, or another rank has it.
     pub gradients: Vec<Option<BufferRange>>,
     /// The norm of all gradients, and what they were multiplied by.
     pub norm: Option<BufferRange>,
@@ -150,7 +150,7 @@ struct Lower<'a> {
     places: Vec<Option<BufferRange>>,
     /// Views whose elements were put in order.
     dense: HashMap<(usize, graph::View), BufferRange>,
-    /// By number, what each was made from.
+    /// Each with the constant that it was made from.
     tables: Vec<(TableOf, Vec<f32>)>,
     arguments: Vec<(ValueId, Option<graph::View>)>,
     checks: Vec<(ValueId, Check)>,

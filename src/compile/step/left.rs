@@ -1,4 +1,4 @@
-//! What a run of a step has left, and what its plans are.
+//! The results of a step's last run, and its plans.
 
 use super::super::config::check_clip_norm;
 use super::super::phase_times::PhaseTimes;

@@ -83,7 +83,7 @@ pub struct Step<'l> {
     config: StepConfig,
     communicator: Option<Communicator>,
     times_phases: bool,
-    /// So far.
+    /// The number of runs so far.
     runs: usize,
     /// Plans that were dropped for others.
     evicted: usize,

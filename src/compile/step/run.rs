@@ -88,8 +88,8 @@ impl Step<'_> {
         })
     }
 
-    /// As [`run`](Self::run) without the update: forward, loss and backward alone. What it finds is in
-    /// [`gradients`](Self::gradients); nothing is clipped. Dropout is that of an optimizer's first step.
+    /// Runs forward, loss and backward, without the update: the loss. [`gradients`](Self::gradients) has the gradients,
+    /// which are not clipped. Dropout is that of an optimizer's first step.
     ///
     /// # Errors
     /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
@@ -271,7 +271,7 @@ pub(crate) struct Given {
 }
 
 impl Given {
-    /// Of a batch whose targets are not counted.
+    /// A batch whose targets are not counted.
     fn of(kind: PlanKind, batch: Batch) -> Self {
         Self {
             kind,

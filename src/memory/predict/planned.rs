@@ -9,7 +9,7 @@ use crate::nn::CausalSelfAttention;
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
-/// What a [`Step`] of attention alone, whose parameters are q, k and v, holds for forward and
+/// The memory that a [`Step`] of attention alone, whose parameters are q, k and v, holds for forward and
 /// [backward](Step::forward_backward_from) where `kernels` compute it.
 ///
 /// It is what the plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its
