@@ -6,8 +6,11 @@
 //! cargo run --example memory_estimate -- --size small medium --context-length 512 --mode forward train-step
 //! cargo run --example memory_estimate -- --size 2.7b --precision bf16 --attention flash --memory-limit-gib 80
 //! cargo run --example memory_estimate -- --size medium --context-length 1024 --budget --memory-limit-gib 8
+//! cargo run --example memory_estimate -- --size small --compile --precision bf16 --world-size 8 --strategy fully-shard
 //! cargo run --example memory_estimate -- --verify
 //! ```
+//!
+//! `--compile` predicts the planned step, with its options and ranks; without it the eager one, and what fits.
 //!
 //! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether
 //! all of them are near.
@@ -19,17 +22,21 @@ mod answers;
 #[path = "memory_estimate/cases.rs"]
 mod cases;
 mod common;
+#[path = "memory_estimate/step.rs"]
+mod step;
 #[path = "memory_estimate/verify.rs"]
 mod verify;
 
 use answers::Question;
+use candle_core::Device;
 use clap::Parser;
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Effects, Output, values};
 use std::process::ExitCode;
-use tallow::memory::{Estimate, Kernels, MemoryKind, Workload, estimate};
+use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Workload, estimate, planned_breakdown};
+use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -66,6 +73,9 @@ struct Flags {
     /// End in an error if no checkpointing lets a configuration fit
     #[arg(long)]
     budget: bool,
+
+    #[command(flatten)]
+    step: step::StepFlags,
 
     /// Run fifty small configurations on the CPU, and compare
     #[arg(long)]
@@ -122,9 +132,21 @@ impl Flags {
                     "drop-casts",
                     "memory-limit-gib",
                     "budget",
+                    "compile",
                     "device",
                 ],
                 |flags| !flags.verify,
+            )
+            .only("with --compile", step::NAMES, |flags| flags.step.compile)
+            .only(
+                "with --compile and a --world-size over 1",
+                &["strategy", "exchange", "bucket-mib", "exchange-bf16"],
+                |flags| flags.step.has_ranks(),
+            )
+            .only(
+                "without --compile",
+                &["budget", "memory-limit-gib"],
+                |flags| !flags.step.compile,
             )
     }
 
@@ -142,7 +164,7 @@ impl Flags {
                 verify::verify(&mut report, self.threads.into())?
             }
             false => {
-                self.predict(&mut report, Kernels::of(&device))?;
+                self.predict(&mut report, &device)?;
                 true
             }
         };
@@ -151,18 +173,27 @@ impl Flags {
     }
 
     /// Every combination of the flags' lists, a row for each term of its account.
-    fn predict(&self, report: &mut Report, kernels: Kernels) -> Result<()> {
+    fn predict(&self, report: &mut Report, device: &Device) -> Result<()> {
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
         let precisions = self.precision.precisions()?;
-        let available_bytes = self.available_bytes()?;
         report.configuration = describe(&models);
-        let workloads = self.workloads(&precisions, kernels);
+        let workloads = self.workloads(&precisions, Kernels::of(device));
         report.columns = columns();
         self.output.check_columns([columns(), terms()])?;
         let mut analysis = Vec::new();
+        if self.step.compile {
+            step::check(&modes(&self.mode))?;
+            for Model { name, config } in &models {
+                for workload in &workloads {
+                    self.predict_planned(report, (name, config), workload, device)?;
+                }
+            }
+            return Ok(());
+        }
+        let available_bytes = self.available_bytes()?;
         for Model { name, config } in &models {
             for workload in workloads.clone() {
                 let question = Question {
@@ -173,13 +204,7 @@ impl Flags {
                 };
                 let plan = estimate(config, &workload)?;
                 let labels = labels(name, &workload);
-                report.lines.push(line(&labels, &plan));
-                let breakdown = plan.breakdown.report();
-                report.rows.extend(breakdown.rows.iter().map(|row| {
-                    let mut labelled = labels.clone();
-                    labelled.merge(row.clone());
-                    labelled
-                }));
+                let breakdown = add(report, &labels, &plan.breakdown);
                 if self.budget {
                     question.within_budget()?;
                 }
@@ -197,6 +222,31 @@ impl Flags {
             }
         }
         report.analysis.insert("answers", analysis);
+        Ok(())
+    }
+
+    /// The planned step of one combination.
+    fn predict_planned(
+        &self,
+        report: &mut Report,
+        (name, config): (&str, &TransformerConfig),
+        workload: &Workload,
+        device: &Device,
+    ) -> Result<()> {
+        let (plan, checkpointing) = self.step.plan(config, workload, device)?;
+        let workload = &Workload {
+            checkpointing, // a budget may choose another
+            ..workload.clone()
+        };
+        let labels = labels(name, workload);
+        let breakdown = add(report, &labels, &planned_breakdown(&plan));
+        report.details.push(Report {
+            title: format!("{}, planned", title(name, workload)),
+            columns: terms(),
+            lines: breakdown.rows,
+            notes: breakdown.notes,
+            ..Default::default()
+        });
         Ok(())
     }
 
@@ -266,16 +316,23 @@ fn labels(name: &str, workload: &Workload) -> Fields {
     row
 }
 
-/// A configuration's peak, and what its bytes are there for.
-fn line(labels: &Fields, plan: &Estimate) -> Fields {
+/// Adds a configuration's peak and what its bytes are there for, and returns its terms.
+fn add(report: &mut Report, labels: &Fields, breakdown: &MemoryBreakdown) -> Report {
     let mut line = labels.clone();
-    line.insert("peak_bytes", plan.peak_bytes);
-    line.insert("after_forward_bytes", plan.after_forward_bytes);
+    line.insert("peak_bytes", breakdown.peak_bytes());
+    line.insert("after_forward_bytes", breakdown.before_backward_bytes);
     for kind in MemoryKind::ALL {
-        let bytes = plan.breakdown.bytes_of(kind);
+        let bytes = breakdown.bytes_of(kind);
         line.insert(kind.name(), (bytes > 0).then_some(bytes));
     }
-    line
+    report.lines.push(line);
+    let terms = breakdown.report();
+    report.rows.extend(terms.rows.iter().map(|row| {
+        let mut labelled = labels.clone();
+        labelled.merge(row.clone());
+        labelled
+    }));
+    terms
 }
 
 /// A line a configuration.

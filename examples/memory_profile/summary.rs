@@ -34,7 +34,8 @@ pub fn row(
     let mut phases = recording.phases().iter();
     let of_peak = phases.find(|phase| (phase.begins_at..=phase.ends_at).contains(&peak_at));
     row.insert("peak_phase", of_peak.map(|phase| phase.name));
-    if let Some(saved) = &profile.saved {
+    let saved = &profile.saved;
+    if !saved.tensors.is_empty() {
         row.insert("saved_for_backward_bytes", saved.residual_bytes());
         row.insert("saved_tensors", saved.residuals().count());
     }
@@ -148,8 +149,8 @@ impl Details {
             run,
             profile.recording.largest_report(largest),
         );
-        if let Some(saved) = &profile.saved {
-            add(&mut self.saved, run, saved.report());
+        if !profile.saved.tensors.is_empty() {
+            add(&mut self.saved, run, profile.saved.report());
         }
     }
 

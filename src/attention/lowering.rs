@@ -1,6 +1,5 @@
 //! What lowerings of attention have in common: operands, and sizes as kernels have them.
 
-use crate::graph::Room;
 use crate::kernels::attention::Sizes;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::flash_attention::Dropped;
@@ -8,7 +7,7 @@ use crate::kernels::{Dropout, DropoutMask};
 use crate::ops::dropout::of_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
-use crate::ops::lowering::{Calls, Check, Kernel, Named, Signature, Slices, Slot};
+use crate::ops::lowering::{Calls, Check, Kernel, Named, Signature, Slices, Slot, Workspace};
 use candle_core::Result;
 
 const INPUTS: [(&str, Slot); 3] = [
@@ -109,9 +108,12 @@ pub(super) fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> K
 }
 
 /// With what it takes for itself on the CPU.
-pub(super) fn taking(kernel: Kernel, room: impl FnOnce(&Sizes) -> Room) -> Kernel {
+pub(super) fn with_workspace(
+    kernel: Kernel,
+    workspace: impl FnOnce(&Sizes) -> Workspace,
+) -> Kernel {
     match sizes(&kernel) {
-        Ok(sizes) => kernel.taking(room(&sizes)),
+        Ok(sizes) => kernel.with_workspace(workspace(&sizes)),
         Err(_) => kernel, // refused by the op
     }
 }

@@ -157,7 +157,12 @@ impl EndToEnd {
     /// # Errors
     /// Those of [`memory::estimate`].
     pub fn estimate(&self, device: &Device) -> Result<Estimate> {
-        let workload = Workload {
+        memory::estimate(&self.config, &self.workload(device))
+    }
+
+    /// What the eager run does on `device`.
+    pub(super) fn workload(&self, device: &Device) -> Workload {
+        Workload {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
             mode: self.mode,
@@ -166,8 +171,7 @@ impl EndToEnd {
             checkpointing: self.config.checkpointing,
             kernels: Kernels::of(device),
             moments: self.optimizer.moments(),
-        };
-        memory::estimate(&self.config, &workload)
+        }
     }
 
     /// The row of what does not fit.

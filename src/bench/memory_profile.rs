@@ -27,8 +27,8 @@ pub struct MemoryProfile {
     pub reserved_peak_bytes: Option<u64>,
     /// How many blocks, of whatever size, the step asked for.
     pub allocations: u64,
-    /// What the graph held when forward was done; `None` if there was no graph.
-    pub saved: Option<SavedTensors>,
+    /// What forward saves for backward; empty for a forward without a graph.
+    pub saved: SavedTensors,
 }
 
 impl MemoryProfile {
@@ -83,6 +83,7 @@ impl EndToEnd {
         }
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;
+        let saved = self.workload(device).trace(&self.config)?;
         ops::reserve_scratch(self.precision.dtype() != DType::F32)?;
         let meter = Meter::new(device);
         meter.settle()?; // what an earlier run has dropped is not this one's
@@ -99,9 +100,8 @@ impl EndToEnd {
             _ => None,
         };
         for _ in 0..self.warmup_steps {
-            self.step(&model, &tokens, &targets, update.as_mut(), |_| ())?;
+            self.step(&model, &tokens, &targets, update.as_mut())?;
         }
-        let watch = memory::watch_graphs();
         let record = RecordConfig {
             baseline_bytes,
             ..record
@@ -115,35 +115,30 @@ impl EndToEnd {
         }
         recorder.label(MemoryKind::Inputs, "tokens", &tokens);
         recorder.label(MemoryKind::Inputs, "targets", &targets);
-        let mut saved = None;
         meter.reset_peak();
         let allocations = blocks_taken(device);
-        self.step(&model, &tokens, &targets, update.as_mut(), |out| {
-            saved = out.track_op().then(|| memory::saved_tensors(out));
-        })?;
+        self.step(&model, &tokens, &targets, update.as_mut())?;
         device.synchronize()?; // a GPU's peak is not reached before
         let allocations = blocks_taken(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
         let recording = recorder.finish();
-        drop(watch);
         Ok(MemoryProfile {
             estimate,
             recording,
             peak_bytes: peak_bytes.saturating_sub(baseline_bytes),
             reserved_peak_bytes: meter.reserved_peak_bytes(),
             allocations,
-            saved,
+            saved: memory::saved_tensors(&saved),
         })
     }
 
-    /// One step in its phases; `after_forward` sees what forward has made.
+    /// One step in its phases.
     fn step(
         &self,
         model: &TransformerLM,
         tokens: &Tensor,
         targets: &Tensor,
         update: Option<&mut Update>,
-        after_forward: impl FnOnce(&Tensor),
     ) -> Result<()> {
         let forward = || self.precision.run(|| model.forward(tokens));
         let out = {
@@ -160,7 +155,6 @@ impl EndToEnd {
                 }
             }?
         };
-        after_forward(&out);
         if !matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
             return Ok(());
         }

@@ -5,6 +5,7 @@ use super::buffer::{Buffer, BufferId, Category, Location};
 pub use super::call::{BufferRange, Call, Phase};
 use super::op::Op;
 use super::parts::{self, PartCost};
+use crate::ops::lowering::Workspace;
 use crate::optim::Moments;
 use candle_core::DType;
 use std::ops::Range;
@@ -189,6 +190,16 @@ impl Plan {
         self.workspace_bytes
     }
 
+    /// The largest workspace of one kernel on the CPU, if any has one.
+    pub(crate) fn kernel_workspace(&self) -> Option<Workspace> {
+        let workspaces = self.calls.iter().filter_map(|call| {
+            let first = call.reads.first();
+            let dtype = first.map(|range| self.buffers[range.buffer.0].dtype);
+            call.op.kernel()?.workspace(dtype)
+        });
+        workspaces.max_by(|a, b| a.bytes().total_cmp(&b.bytes()))
+    }
+
     /// The arena, the workspace beside it, and the parameters, optimizer state, tables and outputs that the calls
     /// touch, in bytes.
     pub fn total_bytes(&self) -> u64 {
@@ -209,18 +220,30 @@ impl Plan {
         self.most_alive(|_| true)
     }
 
+    /// The call at which the most bytes of the arena are alive.
+    pub(crate) fn busiest_call(&self) -> usize {
+        self.alive(|_| true)
+            .max_by_key(|(_, bytes)| *bytes)
+            .map_or(0, |(call, _)| call)
+    }
+
     fn most_alive(&self, of: impl Fn(&Buffer) -> bool) -> u64 {
+        self.alive(of).map(|(_, bytes)| bytes).max().unwrap_or(0)
+    }
+
+    /// The bytes of these arena buffers that are alive at each call.
+    fn alive(&self, of: impl Fn(&Buffer) -> bool) -> impl Iterator<Item = (usize, u64)> {
         let mut change = vec![0i64; self.calls.len() + 1];
         for buffer in self.buffers.iter().filter(|b| b.is_in_arena() && of(b)) {
             let bytes = arena::taken_bytes(buffer) as i64;
             change[buffer.live.start] += bytes;
             change[buffer.live.end] -= bytes;
         }
-        let alive = change.iter().scan(0, |alive, change| {
+        let alive = change.into_iter().scan(0, |alive, change| {
             *alive += change;
-            Some(*alive)
+            Some(*alive as u64)
         });
-        alive.max().unwrap_or(0) as u64
+        alive.enumerate()
     }
 
     /// FLOPs of all matrix products of a step.

@@ -1,7 +1,6 @@
 //! What a trace has seen, as data.
 
 use super::Target;
-use super::steps::MemoryStep;
 use crate::kernels::Mask;
 use crate::probe::Path;
 use candle_core::DType;
@@ -48,7 +47,7 @@ impl Value {
 }
 
 /// Where a value comes from.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Source {
     /// A variable, by its name; empty if it has no name ([`name`](super::name())).
@@ -101,10 +100,6 @@ pub struct Node {
     pub output: ValueId,
     /// What it makes for backward beside its output, and keeps if a gradient can reach that.
     pub kept: Vec<Kept>,
-    /// What its forward does to memory.
-    pub forward: Vec<MemoryStep>,
-    /// What its backward does to memory. Empty for the segments' own nodes, whose backward is the segment's.
-    pub backward: Vec<MemoryStep>,
 }
 
 impl Node {

@@ -38,13 +38,11 @@ mod hollow;
 mod record;
 mod segment;
 mod session;
-mod steps;
 mod target;
 mod trace;
 
 pub use data::{Attribute, Graph, Kept, Node, Source, TraceEvent, Value, ValueId, ValueRef, View};
 pub use hollow::{input, is_hollow, weights};
-pub use steps::{MemoryStep, Room};
 pub use target::Target;
 pub use trace::{Outputs, name, trace};
 

@@ -3,7 +3,6 @@
 use super::data::{Attribute, Kept, Node, TraceEvent, ValueId};
 use super::hollow::{Role, empty, hollow, hollow_out};
 use super::session::{dropped, with_session};
-use super::steps::MemoryStep;
 use crate::grad::is_grad_enabled;
 use crate::{Result, probe};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
@@ -29,12 +28,8 @@ pub(crate) struct Call<'a> {
     pub held: Arc<dyn Any + Send + Sync>,
 }
 
-/// Writes down a call, and returns its hollow output. `steps` are what it does to memory forward and backward, from
-/// which of its inputs are tracked.
-pub(crate) fn record(
-    call: Call<'_>,
-    steps: impl FnOnce(&[bool]) -> [Vec<MemoryStep>; 2],
-) -> Result<Tensor> {
+/// Writes down a call, and returns its hollow output.
+pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
     let path = probe::op_path(call.name).to_string();
     let module = probe::current().outermost();
     with_session(|session| {
@@ -43,10 +38,9 @@ pub(crate) fn record(
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let reads = call.reads.iter().map(|x| session.operand(x));
         let reads = reads.collect::<Result<Vec<_>>>()?;
-        let of_inputs: Vec<bool> = inputs.iter().map(|operand| operand.tracked).collect();
-        let [forward, backward] = steps(&of_inputs);
         // By the table too: a hollow output has a node of candle's where a real one has none.
-        let tracked = call.is_tracked || is_grad_enabled() && of_inputs.contains(&true);
+        let tracked =
+            call.is_tracked || is_grad_enabled() && inputs.iter().any(|operand| operand.tracked);
         let output = ValueId(session.graph.values.len());
         let kept = call.kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
             name,
@@ -62,8 +56,6 @@ pub(crate) fn record(
             reads,
             output,
             kept: kept.collect(),
-            forward,
-            backward,
         }));
         let (shape, dtype) = call.output;
         // Without a graph nothing outlives the call.

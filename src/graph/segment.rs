@@ -4,7 +4,6 @@ use super::data::{CHECKPOINT, Node, TraceEvent, ValueId};
 use super::hollow::{Role, hollow};
 use super::record::{Call, record};
 use super::session::with_session;
-use super::steps::MemoryStep;
 use crate::{Result, probe};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -37,7 +36,7 @@ pub(crate) fn checkpoint<const N: usize>(
         return Ok(output);
     }
     // Made from the inner function's output: where its graph stands for it.
-    let end = Call {
+    record(Call {
         name: CHECKPOINT,
         attributes: Vec::new(),
         composed: false,
@@ -47,8 +46,7 @@ pub(crate) fn checkpoint<const N: usize>(
         kept: Vec::new(),
         is_tracked: true, // by the function's inputs and the weights that it reads
         held: Arc::new(inputs.map(Tensor::clone)),
-    };
-    record(end, |_| [vec![MemoryStep::Output], Vec::new()])
+    })
 }
 
 /// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
@@ -69,8 +67,6 @@ fn leaf(x: &Tensor) -> Result<Tensor> {
             reads: Vec::new(),
             output,
             kept: Vec::new(),
-            forward: vec![MemoryStep::Output],
-            backward: Vec::new(),
         }));
         let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
         session.add_made(&leaf, true);

@@ -21,6 +21,8 @@ pub(super) struct Session {
     pub(super) held: Vec<Tensor>,
     /// Values whose drop was told.
     gone: HashSet<ValueId>,
+    /// Named weights and inputs.
+    pub(super) sources: HashSet<Source>,
 }
 
 thread_local! {
@@ -53,6 +55,7 @@ pub(super) fn open(target: Target) -> Result<Open> {
         values: HashMap::new(),
         held: Vec::new(),
         gone: HashSet::new(),
+        sources: HashSet::new(),
     }));
     Ok(Open)
 }
@@ -185,10 +188,9 @@ impl Session {
             None if x.is_variable() => Source::Weight(String::new()),
             None | Some(Role::Constant) => Source::Constant,
         };
-        let is_named = |other: &&Value| other.source == source;
         if let Source::Input(name) | Source::Weight(name) = &source
             && !name.is_empty()
-            && self.graph.values.iter().find(is_named).is_some()
+            && !self.sources.insert(source.clone())
         {
             return Err(twice(name));
         }

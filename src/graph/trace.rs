@@ -121,12 +121,12 @@ pub fn name(x: &Tensor, name: &str) -> Result<()> {
                 });
             }
         };
-        let values = session.graph.values.iter().enumerate();
-        if values
-            .filter(|(i, _)| *i != id.0)
-            .any(|(_, other)| other.source == named)
-        {
+        let is_new = session.graph.values[id.0].source != named;
+        if is_new && !session.sources.insert(named.clone()) {
             return Err(twice(name));
+        }
+        if is_new {
+            session.sources.remove(&session.graph.values[id.0].source);
         }
         session.graph.values[id.0].source = named;
         Ok(())

@@ -126,8 +126,7 @@ impl MemoryBreakdown {
         self.with_many(1.0, kind, what, formula, elements, element_bytes)
     }
 
-    /// Adds `count` buffers of one size. What is there for forward is alive when backward begins, unless a replay says
-    /// otherwise.
+    /// Adds `count` buffers of one size. What is there for forward is taken as alive when backward begins.
     pub(super) fn with_many(
         mut self,
         count: f64,

@@ -2,11 +2,10 @@
 //!
 //! - Predicted: [`estimate`] for a model, [`estimate_graph`] for any traced function, [`attention_breakdown`],
 //!   [`self_attention_breakdown`] and [`planned_attention_breakdown`] for attention, for the kernels of the CPU or of a
-//!   GPU ([`Kernels`]); from these [`largest_batch_size`], [`smallest_sequence_beyond`], [`smallest_sequence_saved`],
-//!   [`recommend`] and [`most_frugal`].
+//!   GPU ([`Kernels`]), [`planned_breakdown`] for any plan, [`saved_tensors`] for what forward leaves for backward;
+//!   from these [`largest_batch_size`], [`smallest_sequence_beyond`], [`recommend`] and [`most_frugal`].
 //! - Measured: [`tracker`] counts what the allocator is asked for, [`measure()`] is a step's peak by it, [`Meter`]
-//!   reads the counters of any device, [`system`] the process's resident memory, and [`saved_tensors`] lists what a
-//!   graph keeps.
+//!   reads the counters of any device, and [`system`] the process's resident memory.
 //! - Recorded: [`record()`] and [`record_on()`] record every block with its origin ([`MemoryRecording`]), from which
 //!   a picture ([`timeline()`]) and PyTorch's snapshot ([`Snapshot`]) are made.
 //!
@@ -30,15 +29,12 @@ mod predict;
 mod record;
 
 pub use breakdown::{MemoryBreakdown, MemoryKind, Part, smallest_beyond};
-pub use measure::{
-    GraphWatch, Measured, Meter, SavedTensor, SavedTensors, measure, saved_tensors, system,
-    tracker, watch_graphs,
-};
+pub use measure::{Measured, Meter, measure, system, tracker};
 pub use predict::{
-    AttentionWorkload, Estimate, Kernels, Mode, SelfAttentionWorkload, Workload,
-    attention_breakdown, estimate, estimate_graph, largest_batch_size, most_frugal,
-    planned_attention_breakdown, planned_self_attention_breakdown, recommend,
-    self_attention_breakdown, smallest_sequence_beyond, smallest_sequence_saved,
+    AttentionWorkload, Estimate, Kernels, Mode, SavedTensor, SavedTensors, SelfAttentionWorkload,
+    Workload, attention_breakdown, estimate, estimate_graph, largest_batch_size, most_frugal,
+    planned_attention_breakdown, planned_breakdown, planned_self_attention_breakdown, recommend,
+    saved_tensors, self_attention_breakdown, smallest_sequence_beyond,
 };
 pub(crate) use record::blocks_taken;
 pub use record::{

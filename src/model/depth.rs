@@ -1,6 +1,8 @@
 //! How deep a model may be for candle's graphs, which are walked and dropped by recursion.
 
 use crate::{Error, Result};
+use std::panic::resume_unwind;
+use std::thread;
 
 /// Stack that a block takes in backward: optimized, 0.8 KiB with the whole graph and 2.7 KiB with segments, whose op
 /// has an edge for each weight. Three times that, for builds that are not.
@@ -27,6 +29,25 @@ pub(super) fn check(blocks: usize) -> Result<()> {
          (std::thread::Builder::stack_size), or plan the step (compile::Step)"
     );
     Err(Error::config("TransformerConfig", "num_layers", blocks).must_be(expected, hint))
+}
+
+/// Calls `f`, which makes a graph of so many blocks, where there is stack for it: on a thread of its own, if this one
+/// has too little.
+pub(crate) fn with_stack<T: Send>(
+    blocks: usize,
+    f: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
+    let Err(refused) = check(blocks) else {
+        return f();
+    };
+    let bytes = ANY_STACK_BYTES.saturating_add(blocks.saturating_mul(BYTES_A_BLOCK));
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().stack_size(bytes);
+        match thread.spawn_scoped(scope, f) {
+            Ok(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            Err(_) => Err(refused),
+        }
+    })
 }
 
 /// From here to the end of this thread's stack.

@@ -18,7 +18,7 @@
 //! ```
 
 mod config;
-mod depth;
+pub(crate) mod depth;
 mod documents;
 #[cfg(feature = "files")]
 mod file;

@@ -5,7 +5,7 @@ mod tests;
 
 use crate::graph::{Graph, Node};
 use crate::ops::info::OpInfo;
-use crate::ops::lowering::Signature;
+use crate::ops::lowering::{Lowering, Signature};
 use crate::probe::{Cost, Operands};
 use crate::{attention, ops, optim};
 use std::collections::HashMap;
@@ -22,6 +22,12 @@ pub(crate) fn of(op: &str) -> Option<&'static OpInfo> {
     static BY_NAME: LazyLock<HashMap<&str, &OpInfo>> =
         LazyLock::new(|| all().map(|info| (info.op, info)).collect());
     BY_NAME.get(op).copied()
+}
+
+/// The kernels that a node is; `None` where it is composed of candle's own ops.
+pub(crate) fn lowering_of(node: &Node) -> Option<Lowering> {
+    let info = of(node.op).filter(|info| !node.composed || info.lowers_composed);
+    info.and_then(|info| info.lowering)
 }
 
 /// What a node costs forward, and backward if a gradient reaches its output: each `None` where it has no formula, the

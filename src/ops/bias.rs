@@ -1,8 +1,8 @@
 //! The kernels of a bias.
 
 use super::cpu::for_stored;
-use super::lowering::{Calls, Kernel, Signature, Slot, converted, kernel, on_gpu};
-use crate::graph::{Room, Target};
+use super::lowering::{Calls, Kernel, Signature, Slot, Workspace, converted, kernel, on_gpu};
+use crate::graph::Target;
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::bias as kernel};
 #[cfg(feature = "cuda")]
@@ -34,7 +34,7 @@ pub(crate) fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel 
     let kernel = kernel!("bias_backward", |T, _, s| {
         kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?);
     });
-    let kernel = kernel.taking(Room {
+    let kernel = kernel.with_workspace(Workspace {
         what: "partial sums of a bias",
         formula: "BTD / 32",
         elements: block_sums(rows, columns),

@@ -14,10 +14,10 @@ use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::ids;
 use super::info::OpInfo;
-use super::lowering::{Calls, Check, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Check, Kernel, Lowering, Slot, Workspace, kernel, on_gpu};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, elements_of, run, wide_input};
-use crate::graph::{Attribute, Room, Target};
+use super::record::{Spec, run, wide_input};
+use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::embedding as cuda_kernel;
@@ -121,16 +121,6 @@ fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Emb
     })
 }
 
-/// What an op keeps of token ids: in memory of the host's.
-pub(super) fn ids_room(ids: f64) -> Room {
-    Room {
-        what: "ids that ops keep",
-        formula: "BT",
-        elements: ids,
-        element_bytes: size_of::<u32>(),
-    }
-}
-
 pub(super) const INFO: OpInfo = OpInfo::new("embedding")
     .on_gpu()
     .costing(
@@ -186,12 +176,14 @@ const LOWERING: Lowering = Lowering {
         let kernel = kernel.summing("dtable");
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
-        let kernel = kernel.with_all(signature.attributes).taking(Room {
-            what: "positions, sorted by their ids",
-            formula: "V + BT",
-            elements: table.dims[0] as f64 + elements_of(ids.dims),
-            element_bytes: size_of::<usize>(),
-        });
+        let kernel = kernel
+            .with_all(signature.attributes)
+            .with_workspace(Workspace {
+                what: "positions, sorted by their ids",
+                formula: "V + BT",
+                elements: table.dims[0] as f64 + ids.elements(),
+                element_bytes: size_of::<usize>(),
+            });
         let (mut calls, mut writes) = (Calls::default(), vec![("dtable", Slot::Gradient(0))]);
         if signature.target == Target::Cuda {
             let count = ids.dims.iter().product();
@@ -234,9 +226,5 @@ impl Spec for Embedding {
 
     fn reads(&self) -> Vec<Tensor> {
         vec![self.ids.clone()]
-    }
-
-    fn holds(&self) -> Option<Room> {
-        Some(ids_room(elements_of(self.ids.dims())))
     }
 }

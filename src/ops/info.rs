@@ -5,7 +5,7 @@
 //! `op_table`.
 
 use super::cost::{Formula, OpCost};
-use super::lowering::Lowering;
+use super::lowering::{Lowering, Signature, Workspace};
 
 /// What is known of an op.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +20,8 @@ pub(crate) struct OpInfo {
     pub lowering: Option<Lowering>,
     /// Whether it is planned so, too, where it is composed of candle's own ops: of the same inputs, with nothing kept.
     pub lowers_composed: bool,
+    /// What its backward takes for itself where it is composed of candle's own ops; `None` where that is not known.
+    pub composed_backward: Option<fn(&Signature<'_>) -> Workspace>,
 }
 
 impl OpInfo {
@@ -31,6 +33,7 @@ impl OpInfo {
             cost: None,
             lowering: None,
             lowers_composed: false,
+            composed_backward: None,
         }
     }
 
@@ -85,6 +88,15 @@ impl OpInfo {
     pub const fn planned_composed(mut self, lowering: Lowering) -> Self {
         self.lowers_composed = true;
         self.planned(lowering)
+    }
+
+    /// With what backward takes where it is composed.
+    pub const fn with_composed_backward(
+        mut self,
+        backward: fn(&Signature<'_>) -> Workspace,
+    ) -> Self {
+        self.composed_backward = Some(backward);
+        self
     }
 
     /// Where its cost has that of `parts` inside, which others time apart.

@@ -19,7 +19,7 @@ use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
 use super::operand::{check_size, zeros_of};
 use super::product::{Factor, product};
 use super::record::{Spec, float_input, run};
-use super::weight::{self, WeightCopy, read_weight, tell_kept, with_copies};
+use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
@@ -154,14 +154,6 @@ impl Spec for Linear {
 
     fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
         weight::tensors_again(&self.copies, &inputs[1..2])
-    }
-
-    fn drops_read(&self, _: usize) -> bool {
-        self.copies[0].is_dropped()
-    }
-
-    fn has_kept(&self, _: &[Tensor]) {
-        tell_kept(&self.copies);
     }
 
     fn forwarded(&self) {

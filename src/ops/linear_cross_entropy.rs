@@ -24,7 +24,7 @@ use super::product::{Factor, product};
 use super::record::{Spec, by_kernels, composed};
 use super::weight::{read_weight, with_copies};
 use super::{linear, with_last_dim};
-use crate::graph::{Attribute, Room, Target};
+use crate::graph::{Attribute, Target};
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
@@ -249,18 +249,6 @@ impl Spec for LinearCrossEntropy {
         let mut reads = self.product.reads_again(inputs)?;
         reads.push(self.targets.ids.clone());
         Ok(reads)
-    }
-
-    fn holds(&self) -> Option<Room> {
-        Some(self.targets.room())
-    }
-
-    fn drops_read(&self, index: usize) -> bool {
-        index == 0 && self.product.drops_read(index)
-    }
-
-    fn has_kept(&self, kept: &[Tensor]) {
-        self.product.has_kept(kept);
     }
 
     fn forwarded(&self) {

@@ -1,8 +1,8 @@
 //! A matrix product in a plan, as linear maps and their gradients are.
 
 use super::cpu::for_stored;
-use super::lowering::{Accumulate, Kernel, PRODUCT, Slices, kernel, on_gpu};
-use crate::graph::{Attribute, Room};
+use super::lowering::{Accumulate, Kernel, PRODUCT, Slices, Workspace, kernel, on_gpu};
+use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{
     Batched, MatMut, MatRef, ProductSizes, Threads, matmul_batched, matmul_to, packing_bytes,
@@ -158,7 +158,7 @@ fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], Factor)> {
 }
 
 /// What a product of factors of this dtype packs on the CPU: for all threads, or of many matrices each thread for one.
-pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Room> {
+pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Workspace> {
     let sizes = ProductSizes {
         rows: kernel.count("rows")?,
         depth: kernel.count("depth")?,
@@ -172,7 +172,7 @@ pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Room>
         true => packing_bytes(sizes, Threads::All),
         false => threads as f64 * packing_bytes(sizes, Threads::One),
     };
-    Ok(Room {
+    Ok(Workspace {
         what: "factors, packed for a product",
         formula: "blocks of a, b and c, a thread",
         elements: bytes / 4.0,

@@ -21,7 +21,7 @@ use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
 use super::swiglu::{gated, gated_backward, swiglu};
-use super::weight::{self, WeightCopy, read_weight, tell_kept, with_copies};
+use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::graph::Target;
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
@@ -162,14 +162,6 @@ impl Spec for SwiGluLinear {
 
     fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
         weight::tensors_again(&self.copies, &inputs[1..])
-    }
-
-    fn drops_read(&self, index: usize) -> bool {
-        self.copies[index].is_dropped()
-    }
-
-    fn has_kept(&self, _: &[Tensor]) {
-        tell_kept(&self.copies);
     }
 
     fn forwarded(&self) {

@@ -10,7 +10,7 @@ use super::cast::{cached_copy, cast_castable, cast_weight};
 use super::dispatch::{KernelPolicy, current_kernel_policy, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Signature, Slot};
-use crate::{Result, precision, probe};
+use crate::{Result, precision};
 use candle_core::{DType, Tensor};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -73,13 +73,6 @@ pub(super) fn tensors_again(
     Ok(copied.collect::<Result<_>>()?)
 }
 
-/// Says which copies stay for backward, after forward.
-pub(super) fn tell_kept(copies: &[WeightCopy]) {
-    for copy in copies.iter().filter_map(WeightCopy::get) {
-        probe::kept("weight copy", &copy);
-    }
-}
-
 /// The slot that products read input `input` from, a weight: itself, or the copy beside it, where its own dtype is
 /// another than x's. Copies stand first in what an op reads, in the order of their weights.
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
@@ -110,11 +103,6 @@ impl WeightCopy {
 
     fn get(&self) -> Option<Tensor> {
         self.0.as_ref()?.lock().clone()
-    }
-
-    /// Whether its memory goes when forward's product is done.
-    pub(super) fn is_dropped(&self) -> bool {
-        self.0.as_ref().is_some_and(|copied| copied.drops)
     }
 
     /// Drops what is dropped when forward is done.

@@ -143,11 +143,6 @@ pub trait Listener: Send + Sync {
     fn entered(&self, _event: &Event<'_>) {}
     /// A range ends.
     fn left(&self, _event: &Event<'_>) {}
-    /// The op at `path` has made `output`, which the graph may keep.
-    fn produced(&self, _path: Path, _output: &Tensor) {}
-    /// The op at `path`, whose output is still to come on this thread, keeps `tensor` for backward beside its inputs
-    /// and output.
-    fn kept(&self, _path: Path, _what: &'static str, _tensor: &Tensor) {}
     /// Whether a GPU may replay recorded work as one launch, of which [`replayed`](Self::replayed) tells. Where a
     /// listener takes none, each op of it is launched in its range.
     fn takes_replays(&self) -> bool {
@@ -241,19 +236,4 @@ pub fn current_phase() -> &'static str {
 fn tell(f: impl Fn(&dyn Listener)) {
     let listeners = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
     listeners.iter().for_each(|(_, listener)| f(&**listener));
-}
-
-/// The op at `path` has made `output`.
-pub(crate) fn produced(path: Path, output: &Tensor) {
-    if is_listening() {
-        tell(|listener| listener.produced(path, output));
-    }
-}
-
-/// The op that this thread is in keeps `tensor` for backward.
-pub(crate) fn kept(what: &'static str, tensor: &Tensor) {
-    if is_listening() {
-        let path = current();
-        tell(|listener| listener.kept(path, what, tensor));
-    }
 }

@@ -1,8 +1,9 @@
 //! What a traced forward, and the backward through it, would cost.
 
-use crate::graph::{Graph, MemoryStep, Node, ValueRef as Read};
+use crate::graph::{Graph, Node, ValueRef as Read};
 use crate::op_table;
 use crate::ops::cost::Cost;
+use crate::ops::lowering::{Signature, Workspace};
 use crate::report::{Column, Fields, Report};
 
 /// A node of a [`Graph`] with its cost by the op's formulas ([`op_costs`](super::op_costs)).
@@ -121,9 +122,8 @@ fn kept_bytes(graph: &Graph, node: &Node) -> f64 {
         .kept
         .iter()
         .map(|kept| graph.value(kept.value).bytes() as f64);
-    let held = node.forward.iter().map(|step| match step {
-        MemoryStep::Hold(room) => room.elements * room.element_bytes as f64,
-        _ => 0.0,
-    });
-    kept.chain(held).sum()
+    let signature = Signature::of(graph, node);
+    let ids = op_table::lowering_of(node)
+        .and_then(|lowering| (lowering.forward)(&signature).checked_ids(&signature));
+    kept.chain(ids.as_ref().map(Workspace::bytes)).sum()
 }

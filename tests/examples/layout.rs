@@ -27,6 +27,7 @@ fn commands() -> Vec<&'static str> {
         "e2e_benchmark SMALL --mode all --steps 2 --view phases",
         "e2e_benchmark --size 2.7b --memory-limit-gib 1 --steps 2",
         "memory_estimate SMALL --mode all --attention naive flash",
+        "memory_estimate SMALL --compile --precision bf16 --world-size 4 --strategy fully-shard",
         "memory_profile SMALL --mode all --compile --precision f32 bf16",
         "memory_profile --size 2.7b --memory-limit-gib 1",
         "mixed_precision_benchmark SMALL --mode all --steps 2 --rounds 1 --drop-casts",

@@ -12,7 +12,7 @@ use tallow::model::{TransformerConfig, TransformerLM, flops};
 use tallow::nn::{self, Checkpointing};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
 use tallow::precision::Autocast;
-use tallow::probe::{self, Kind, Listener, Path};
+use tallow::probe::{self, Kind, Listener};
 use tallow::profile::{self, Cost, NodeCost};
 use tallow::{Result, autocast, no_grad};
 
@@ -33,14 +33,10 @@ fn config(attention: Algorithm, checkpointing: Checkpointing) -> TransformerConf
 /// An op's path, its operands' shapes and its output's shape and dtype.
 type Line = (String, Vec<Vec<usize>>, Vec<usize>, DType);
 
-/// What an op keeps: its path, the name, shape and dtype.
-type KeptLine = (String, String, Vec<usize>, DType);
-
-/// What this thread's ops do and keep, as they run.
+/// What this thread's ops do, as they run.
 struct Log {
     thread: ThreadId,
     ops: Mutex<Vec<Line>>,
-    kept: Mutex<Vec<KeptLine>>,
 }
 
 impl Listener for Log {
@@ -62,19 +58,6 @@ impl Listener for Log {
             output.dtype,
         );
         self.ops.lock().unwrap().push(line);
-    }
-
-    fn kept(&self, path: Path, what: &'static str, tensor: &Tensor) {
-        // A weight's copy is an operand in a trace.
-        if self.thread == thread::current().id() && what != "weight copy" {
-            let line = (
-                path.to_string(),
-                what.into(),
-                tensor.dims().to_vec(),
-                tensor.dtype(),
-            );
-            self.kept.lock().unwrap().push(line);
-        }
     }
 }
 
@@ -126,7 +109,6 @@ fn a_trace_is_what_eager_does(
     let log = Arc::new(Log {
         thread: thread::current().id(),
         ops: Mutex::default(),
-        kept: Mutex::default(),
     });
     let real = TransformerLM::new(&config, 1, &Device::Cpu).unwrap();
     {
@@ -148,19 +130,6 @@ fn a_trace_is_what_eager_does(
     let eager = std::mem::take(&mut *log.ops.lock().unwrap());
     let nodes: Vec<Line> = traced.nodes().filter(is_op).map(line).collect();
     assert_eq!(nodes, eager);
-    let kept = traced.nodes().flat_map(|node| {
-        node.kept.iter().map(|kept| {
-            let value = traced.get(kept.value).unwrap();
-            (
-                node.path.clone(),
-                kept.name.to_string(),
-                value.shape.clone(),
-                value.dtype,
-            )
-        })
-    });
-    let eager = log.kept.lock().unwrap();
-    assert_eq!(kept.collect::<Vec<_>>(), *eager);
     assert_eq!(
         graph::trace(Target::Cpu, || forward(&real, &ids(3, 5), &ids(3, 5)))
             .unwrap()

@@ -3,9 +3,9 @@
 #[cfg(feature = "cuda")]
 use crate::attention::lowering::dropped;
 use crate::attention::lowering::{
-    GRADIENTS, checked, dropout_mask, first_keys, inputs, sized, sizes, taking,
+    GRADIENTS, checked, dropout_mask, first_keys, inputs, sized, sizes, with_workspace,
 };
-use crate::graph::{Room, Target};
+use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self as kernel, Heads, Tiles};
@@ -16,7 +16,7 @@ use crate::ops::dropout::of_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
 use crate::ops::lowering::{
-    Calls, Kernel, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu,
+    Calls, Kernel, Lowering, Named, Signature, Slices, Slot, Workspace, kernel, on_gpu,
 };
 use candle_core::{DType, Result};
 
@@ -24,8 +24,8 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!(KERNELS[0], |T, k, s| forward::<T>(k, s)?);
         let kernel = on_gpu!(kernel, |k, l| forward_on_gpu(k, l));
-        let kernel = taking(sized(kernel, signature, 1.0), |sizes| {
-            forward_room(sizes, signature.output.dtype)
+        let kernel = with_workspace(sized(kernel, signature, 1.0), |sizes| {
+            forward_workspace(sizes, signature.output.dtype)
         });
         let mut calls = checked(signature);
         let writes = Named::from([("out", Slot::Output)]).and(kept(signature));
@@ -36,8 +36,8 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
     backward: |signature| {
         let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
         let kernel = on_gpu!(kernel, |k, l| backward_on_gpu(k, l));
-        let kernel = taking(sized(kernel, signature, 2.0), |sizes| {
-            backward_room(sizes, signature.output.dtype)
+        let kernel = with_workspace(sized(kernel, signature, 2.0), |sizes| {
+            backward_workspace(sizes, signature.output.dtype)
         });
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
         let reads = reads.with("out", Slot::Output).and(kept(signature));
@@ -65,9 +65,9 @@ fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> O
     (signature.target == Target::Cuda).then(|| calls.scratch(&[words], DType::U32))
 }
 
-fn forward_room(sizes: &Sizes, dtype: DType) -> Room {
+fn forward_workspace(sizes: &Sizes, dtype: DType) -> Workspace {
     let tiles = Tiles::for_head_dim(sizes.head_dim);
-    Room {
+    Workspace {
         what: "tiles",
         formula: "tiles, a thread",
         elements: kernel::forward_scratch_elements(sizes, &tiles),
@@ -75,9 +75,9 @@ fn forward_room(sizes: &Sizes, dtype: DType) -> Room {
     }
 }
 
-fn backward_room(sizes: &Sizes, dtype: DType) -> Room {
+fn backward_workspace(sizes: &Sizes, dtype: DType) -> Workspace {
     let (tiles, width) = (Tiles::for_head_dim(sizes.head_dim), dtype.size_in_bytes());
-    Room {
+    Workspace {
         what: "delta, dq's sums, tiles",
         formula: "BHT + tiles, a thread",
         elements: kernel::backward_scratch_elements(sizes, &tiles, width),

@@ -35,7 +35,8 @@ pub(super) const INFO: OpInfo = cost::info(
     "q, k, v, out; backward those, dout, dq, dk, dv",
     |o| cost::forward(o, 0.0),
     |o| cost::backward(o, o.output.bytes()),
-);
+)
+.with_composed_backward(reference::backward_workspace);
 
 /// The largest head dimension that [`flash()`] takes.
 pub const MAX_HEAD_DIM: usize = 256;

@@ -1,8 +1,8 @@
 //! Naive attention as calls of kernels, on heads one after another.
 
-use super::op::rooms;
+use super::op::workspaces;
 use crate::attention::lowering::{
-    GRADIENTS, checked, first_keys, inputs, matrices, sized, sizes, taking,
+    GRADIENTS, checked, first_keys, inputs, matrices, sized, sizes, with_workspace,
 };
 use crate::graph::Target;
 use crate::kernels::cpu::Stored;
@@ -24,8 +24,8 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
             let lse = s.some_y("lse")?.unwrap_or_default();
             naive::forward(&sizes, operands::<T>(s)?, s.y("p")?, lse, s.y("out")?);
         });
-        let kernel = taking(sized(kernel, signature, 1.0), |sizes| {
-            rooms(sizes, signature.output.dtype)[0]
+        let kernel = with_workspace(sized(kernel, signature, 1.0), |sizes| {
+            workspaces(sizes, signature.output.dtype)[0]
         });
         let kernel = on_gpu!(kernel, |k, l| forward(k, l));
         let mut calls = checked(signature);
@@ -48,8 +48,8 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
             let gradients = [s.y("dq")?, s.y("dk")?, s.y("dv")?];
             naive::backward(&sizes, operands::<T>(s)?, d_out, p, gradients);
         });
-        let kernel = taking(sized(kernel, signature, 2.0), |sizes| {
-            rooms(sizes, signature.output.dtype)[1]
+        let kernel = with_workspace(sized(kernel, signature, 2.0), |sizes| {
+            workspaces(sizes, signature.output.dtype)[1]
         });
         let kernel = on_gpu!(kernel, |k, l| backward(k, l));
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));

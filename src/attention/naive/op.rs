@@ -1,9 +1,10 @@
 //! What a call is, and what memory it takes.
 
 use crate::attention::attributes;
-use crate::graph::{Attribute, Room, Target};
+use crate::graph::{Attribute, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::gemm::{ProductSizes, Threads, packing_bytes};
+use crate::ops::lowering::Workspace;
 use crate::ops::record::Spec;
 use crate::ops::with_last_dim;
 use crate::probe::Operand;
@@ -11,17 +12,17 @@ use candle_core::{DType, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
 /// What forward and backward take for themselves on the CPU.
-pub(super) fn rooms(sizes: &Sizes, dtype: DType) -> [Room; 2] {
+pub(super) fn workspaces(sizes: &Sizes, dtype: DType) -> [Workspace; 2] {
     let [forward, backward] = scratch_elements(sizes, dtype);
     let element_bytes = dtype.size_in_bytes().max(4);
     [
-        Room {
+        Workspace {
             what: "heads in f32, packed",
             formula: "TD/H + blocks, a thread",
             elements: forward,
             element_bytes,
         },
-        Room {
+        Workspace {
             what: "scores' gradient, packed",
             formula: "T^2 + blocks, a thread",
             elements: backward,

@@ -18,10 +18,7 @@ struct Single {
 
 impl Single {
     fn lowering(&self, lower: &Lower<'_>) -> Result<Lowering> {
-        let info = op_table::of(self.node.op);
-        let info = info.filter(|info| !self.node.composed || info.lowers_composed);
-        let lowering = info.and_then(|info| info.lowering);
-        lowering.ok_or_else(|| self.refused(lower))
+        op_table::lowering_of(&self.node).ok_or_else(|| self.refused(lower))
     }
 
     fn refused(&self, lower: &Lower<'_>) -> crate::Error {

@@ -1,7 +1,8 @@
-//! The memory of attention alone: its trace, replayed.
+//! The memory of attention alone, from its trace.
 
 use super::layer::{self, Layer};
-use super::replay::{Buffer, Formula, What, elements};
+use super::letters::{Letter, other_head_dim};
+use super::lifetimes::{Buffer, elements};
 use super::{Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::graph;
@@ -160,7 +161,8 @@ impl AttentionWorkload {
 }
 
 /// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding
-/// whether it fits. It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
+/// whether it fits. Predicted from its trace, as
+/// [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
 /// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of
 /// (T, T) for each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head
@@ -195,19 +197,32 @@ pub fn attention_breakdown(
     let w = workload;
     let shape @ [b, h, t, dh] = w.shape();
     let width = w.dtype.size_in_bytes();
+    let (head_dim, of_head_dim) = other_head_dim(dh);
     layer::breakdown(Layer {
-        forward: || w.forward(),
+        workload: w,
+        forward: AttentionWorkload::forward,
         kernels,
-        residents: vec![Buffer {
-            kind: MemoryKind::Inputs,
-            what: What::Named("q, k, v"),
-            formula: Formula::Letters("3BHTDh"),
-            elements: 3.0 * elements(&shape),
+        residents: vec![Buffer::new(
+            MemoryKind::Inputs,
+            "q, k, v",
+            "3BHTDh",
+            3.0 * elements(&shape),
             width,
-            count: 1.0,
-        }],
+        )],
         largest: w.largest(),
-        letters: &[("B", b), ("H", h), ("T", t), ("Dh", dh)],
+        letters: vec![
+            Letter::new("B", b, &[(3, 1)]),
+            Letter::new("H", h, &[(7, 1)]),
+            Letter::new("T", t, &[(5, 1)]),
+            Letter::new("Dh", dh, &[of_head_dim]),
+        ],
+        other: AttentionWorkload {
+            batch_size: b.saturating_mul(3),
+            heads: h.saturating_mul(7),
+            sequence_length: t.saturating_mul(5),
+            head_dim,
+            ..*w
+        },
         sizes: format!("B {b}, H {h}, T {t}, Dh {dh}, {width} bytes an element"),
     })
 }

@@ -1,10 +1,13 @@
 //! The memory of a pass or a step, from its sizes alone.
 
 use super::layer;
+use super::letters::Letters;
+use super::lifetimes::{Buffer, Lifetimes, What, elements};
+use super::model;
 use super::naming::Naming;
-use super::replay::{Buffer, Formula, Outcome, What, elements, replay};
-use super::stack::{self, Stack};
-use super::workload::{Mode, Workload, check, check_some, optimizer_state, place, reaching};
+use super::workload::{
+    Mode, Workload, check, check_some, is_beyond, optimizer_state, place, reaching,
+};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
@@ -14,13 +17,13 @@ use crate::{Error, Result};
 use serde::Serialize;
 use std::fmt;
 
-/// Bytes of an eager pass or step, by what they hold: every buffer that the run will take, followed through forward and
-/// backward by its size alone.
+/// Bytes of an eager pass or step, by what they hold: when each buffer of the run is alive in forward and backward,
+/// from its size alone.
 ///
-/// The pass is traced ([`graph::trace`](crate::graph::trace())) and its graph is replayed, op by op, as
-/// [`estimate_graph`] does for any function; of a model's blocks, which are alike, at most three of each kind are
-/// traced, and the one in the middle stands for all between. A tensor of 2^63 bytes, which cannot be addressed, makes
-/// the peak `u64::MAX`.
+/// The pass is traced ([`Workload::trace`]), as [`estimate_graph`] takes the trace of any function, and every value of
+/// the graph has a lifetime by a few rules: a value lives until its last read, its drop, or the backward of the last op
+/// that holds it. Parameters of 2^47 bytes, as many as a process has addresses, or a tensor of 2^63 make the peak
+/// `u64::MAX`.
 ///
 /// What forward of [`TransformerLM`](crate::model::TransformerLM) leaves for backward, in elements: N = B T; S is what
 /// attention keeps beside its inputs and output, the probabilities, B H T^2 in f32, if it is naive; if it is flash, the
@@ -109,27 +112,28 @@ pub struct Estimate {
 /// ```
 ///
 /// # Errors
-/// A configuration that is no model's, or not one of the workload's attention; no sequences, or empty ones.
+/// A configuration that is no model's, or not one of the workload's attention; more than 4,096 blocks; no sequences, or
+/// empty ones.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
     check_some("sequence_length", workload.sequence_length)?;
-    let config = &reaching(config, workload.sequence_length);
-    let residents = stack::residents(config, workload);
-    let sizes = stack::sizes(config, workload);
-    if !stack::is_addressable(config, workload) {
+    let reached = &reaching(config, workload.sequence_length);
+    let residents = model::residents(reached, workload);
+    let sizes = model::sizes(config, workload);
+    if is_beyond(config, workload) {
         return Ok(Estimate::beyond(workload.mode, sizes, &residents));
     }
-    let stack = Stack::new(config, workload)?;
-    let outcome = stack.replay(workload.mode, residents);
+    let graph = workload.trace(config)?;
+    let lifetimes = Lifetimes::of(&graph, workload.mode, residents);
     let naming = Naming {
-        graph: &stack.graph,
-        letters: &stack::letters(config, workload),
+        graph: &graph,
+        letters: &model::letters(config, workload, &graph),
     };
-    let parameters = config.num_parameters() as f64;
+    let parameters = reached.num_parameters() as f64;
     let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
     Ok(Estimate::of(
-        &outcome,
+        &lifetimes,
         parameter_bytes,
         workload.mode,
         naming,
@@ -140,8 +144,8 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
 /// The breakdown of one pass or step of any traced function, as far as `mode` says: its forward, backward from its
 /// first output, and AdamW for the weights that get a gradient.
 ///
-/// What was traced is what is replayed: whether forward keeps a graph, autocast regions, segments that are
-/// checkpointed, what is dropped when; on the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs
+/// It is of what was traced: whether forward keeps a graph, autocast regions, segments that are checkpointed, what is
+/// dropped when; on the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs
 /// and constants that the function reads are there from the beginning, each once. Ops that are composed of candle's own
 /// count for what they take and return; what several of candle's keep between them is left out, so where a kernel is
 /// missing this is too low.
@@ -186,7 +190,7 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
     let parameter_bytes =
         weights.map(|weight| elements(&weight.shape) * weight.dtype.size_in_bytes() as f64);
     let parameter_bytes = parameter_bytes.sum();
-    let outcome = replay(graph, mode, residents(graph, mode), &[]);
+    let lifetimes = Lifetimes::of(graph, mode, residents(graph, mode));
     let place = place(graph.target);
     let sizes = format!(
         "{} ops, {} weights; {place}",
@@ -195,9 +199,15 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
     );
     let naming = Naming {
         graph,
-        letters: &[],
+        letters: &Letters::default(),
     };
-    Ok(Estimate::of(&outcome, parameter_bytes, mode, naming, sizes))
+    Ok(Estimate::of(
+        &lifetimes,
+        parameter_bytes,
+        mode,
+        naming,
+        sizes,
+    ))
 }
 
 /// What is there before the function is called: what it reads from outside and, for a step, the optimizer's state.
@@ -205,14 +215,8 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
     let mut residents = Vec::new();
     for (i, value) in graph.values.iter().enumerate() {
         let mut add = |kind, what, width| {
-            residents.push(Buffer {
-                kind,
-                what,
-                formula: Formula::Of(ValueId(i)),
-                elements: elements(&value.shape),
-                width,
-                count: 1.0,
-            });
+            let (id, elements) = (ValueId(i), elements(&value.shape));
+            residents.push(Buffer::new(kind, what, id, elements, width));
         };
         let width = value.dtype.size_in_bytes();
         match value.source {
@@ -234,17 +238,17 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
 
 impl Estimate {
     fn of(
-        outcome: &Outcome,
+        lifetimes: &Lifetimes,
         parameter_bytes: f64,
         mode: Mode,
         naming: Naming<'_>,
         sizes: String,
     ) -> Self {
-        let breakdown = naming.breakdown(sizes, outcome);
+        let breakdown = naming.breakdown(sizes, lifetimes);
         // Without a graph nothing is left when forward is done.
         let forwards = match mode {
-            Mode::Forward => &outcome.at_peak,
-            _ => &outcome.after_forward,
+            Mode::Forward => lifetimes.peak().1,
+            _ => lifetimes.after_forward(),
         };
         let of_forward = |kind| {
             let buffers = forwards.iter().filter(|buffer| buffer.kind == kind);
@@ -262,8 +266,8 @@ impl Estimate {
             weight_cast_bytes: of_forward(MemoryKind::WeightCasts),
             logit_bytes: of_forward(MemoryKind::Logits),
             transient_bytes: breakdown.bytes_of(MemoryKind::Scratch),
-            after_forward_bytes: outcome.after_forward_bytes as u64,
-            peak_bytes: outcome.peak_bytes as u64,
+            after_forward_bytes: breakdown.before_backward_bytes,
+            peak_bytes: lifetimes.peak().0 as u64,
             breakdown,
         }
     }

@@ -1,11 +1,10 @@
 //! What fits: the estimate asked the other way round.
 
 use super::Workload;
-use super::stack::peak_bytes;
+use super::model::peak_bytes;
 use super::workload::{check, check_some};
 use crate::Result;
 use crate::model::TransformerConfig;
-use crate::precision::Precision;
 
 /// A quarter of all sizes: no 64 bits count the bytes of as many tokens.
 const LARGEST: usize = usize::MAX / 4 + 1;
@@ -80,55 +79,6 @@ pub fn smallest_sequence_beyond(
         Ok(peak_bytes(config, &workload)? > available_bytes as f64)
     })?;
     Ok(beyond.unwrap_or(LARGEST))
-}
-
-/// The smallest T from which the workload's precision takes less memory than f32; `None` if it never does. The
-/// workload's own T is not read.
-///
-/// Autocast keeps a copy in half precision of every linear weight beside the weight itself, and only what the
-/// activations save, which grows with B T, makes up for it; sooner, if the region drops each copy when its op is done
-/// ([`Precision::with_dropped_casts`]). Where all gradients together are the worst moment, both take as much:
-///
-/// ```
-/// use tallow::memory::{Mode, Workload, estimate, smallest_sequence_saved};
-/// use tallow::model::TransformerConfig;
-/// use tallow::precision::Precision;
-///
-/// let config = TransformerConfig::large();
-/// let at = |sequence_length, mode, precision| Workload {
-///     batch_size: 4, sequence_length, mode, precision, ..Default::default()
-/// };
-/// let mib = |workload| estimate(&config, &workload).map(|plan| plan.peak_bytes >> 20);
-/// let f32 = mib(at(256, Mode::ForwardBackward, Precision::F32))?; // 9,627
-/// let bf16 = mib(at(256, Mode::ForwardBackward, Precision::BF16))?; // 9,774
-/// assert!(bf16 > f32 + 100);
-///
-/// let from = |mode, precision| smallest_sequence_saved(&config, &at(0, mode, precision));
-/// let dropping = Precision::BF16.with_dropped_casts(true);
-/// assert!(from(Mode::ForwardBackward, Precision::BF16)? > Some(256));
-/// assert!((50..200).contains(&from(Mode::ForwardBackward, dropping)?.unwrap()));
-/// assert!(from(Mode::Forward, Precision::BF16)? > Some(10_000)); // the copies take more than all else
-/// assert!((100..1_000).contains(&from(Mode::Forward, dropping)?.unwrap()));
-/// # Ok::<(), tallow::Error>(())
-/// ```
-///
-/// # Errors
-/// As [`estimate`](crate::memory::estimate()).
-pub fn smallest_sequence_saved(
-    config: &TransformerConfig,
-    workload: &Workload,
-) -> Result<Option<usize>> {
-    check(config, workload)?;
-    check_some("batch_size", workload.batch_size)?;
-    first(|sequence_length| {
-        let at = |precision| Workload {
-            sequence_length,
-            precision,
-            ..workload.clone()
-        };
-        let peak = |precision| peak_bytes(config, &at(precision));
-        Ok(peak(workload.precision)? < peak(Precision::F32)?)
-    })
 }
 
 /// The first size from 1 on for which `holds`, which holds for all after it too.

@@ -1,11 +1,11 @@
-//! The memory of planned attention and of its layer: the plan's.
+//! The memory of plans: of any, of attention alone and of its layer.
 
-use super::layer::traced;
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
 use crate::attention::Algorithm;
-use crate::compile::{Batch, Category, PlanKind, Step, StepConfig, Target};
-use crate::graph::{self, MemoryStep};
+use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig, Target};
+use crate::graph;
 use crate::nn::CausalSelfAttention;
+use crate::ops::lowering::Workspace;
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
@@ -99,25 +99,15 @@ pub fn planned_attention_breakdown(
             width,
         );
     if (w.algorithm, kernels) == (Algorithm::Flash, Kernels::Cpu) {
-        let graph = traced(kernels, true, || w.forward())?;
-        let steps = graph
-            .nodes()
-            .flat_map(|node| node.forward.iter().chain(&node.backward));
-        let rooms = steps.filter_map(|step| match step {
-            MemoryStep::Take(room) | MemoryStep::Pass(room) => Some(room),
-            _ => None,
-        });
-        let largest = rooms.max_by(|a, b| a.elements.total_cmp(&b.elements));
-        return Ok(largest.into_iter().fold(breakdown, |breakdown, room| {
-            let (what, formula) = (room.what, room.formula);
-            breakdown.with(
-                MemoryKind::Scratch,
+        return Ok(match plan.kernel_workspace() {
+            None => breakdown,
+            Some(Workspace {
                 what,
                 formula,
-                room.elements,
-                room.element_bytes,
-            )
-        }));
+                elements,
+                element_bytes,
+            }) => breakdown.with(MemoryKind::Scratch, what, formula, elements, element_bytes),
+        });
     }
     // There before backward too.
     Ok(match plan.workspace_bytes() {
@@ -184,6 +174,86 @@ pub fn planned_self_attention_breakdown(
             rest as f64,
             1,
         ))
+}
+
+/// What a plan's memory holds ([`Plan::total_bytes`]): of the arena, the buffers that are alive at the call at which
+/// the most are, and the rest of it; beside it parameters, the optimizer's state and what else lies elsewhere. It is
+/// exact, before anything runs, for whatever the plan is of: a model's step on one of several ranks, with accumulation,
+/// within a memory budget. Left out is what kernels take for themselves on the CPU while they run.
+///
+/// ```
+/// use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};
+/// use tallow::distributed::{FullyShardConfig, Shard};
+/// use tallow::memory::{MemoryKind, planned_breakdown};
+/// use tallow::model::TransformerConfig;
+///
+/// let own = Shard { rank: 0, world_size: 8 };
+/// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), own);
+/// let config = StepConfig { ranks, ..Default::default() };
+/// let batch = Batch::hollow(4, 256)?;
+/// let (plan, _) = Step::plan_of(Target::Cuda, &TransformerConfig::small(), &config, batch)?;
+/// let breakdown = planned_breakdown(&plan);
+/// assert_eq!(breakdown.peak_bytes(), plan.total_bytes());
+/// let state = breakdown.bytes_of(MemoryKind::Optimizer);
+/// assert!(state < 8 * 128_625_408 / 8 + 1000); // 8 bytes a parameter, an eighth of them
+/// println!("{breakdown}");
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
+    let buffers = || plan.buffers().iter();
+    let moment = plan.busiest_call();
+    let is_alive = |buffer: &&Buffer| buffer.live.contains(&moment);
+    let mut in_arena = 0;
+    let mut breakdown = MemoryBreakdown::new(format!("{} calls", plan.calls().len()));
+    for category in Category::ALL {
+        let of_category = || buffers().filter(|buffer| buffer.category == category);
+        let elsewhere = of_category().filter(|buffer| !buffer.is_in_arena());
+        let alive = of_category()
+            .filter(|buffer| buffer.is_in_arena())
+            .filter(is_alive);
+        let [elsewhere, alive] = [
+            elsewhere.map(Buffer::bytes).sum::<u64>(),
+            alive.map(Buffer::bytes).sum(),
+        ];
+        in_arena += alive;
+        for (bytes, place) in [(elsewhere, "its own memory"), (alive, "of the arena")] {
+            if bytes > 0 {
+                let (kind, what) = (kind_of(category), category.name());
+                breakdown = breakdown.with(kind, what, place, bytes as f64, 1);
+            }
+        }
+    }
+    let rest = plan.peak_bytes().saturating_sub(in_arena);
+    let (workspace, kind) = (plan.workspace_bytes(), MemoryKind::Scratch);
+    let breakdown = breakdown
+        .with(
+            kind,
+            "what nothing needs at that call",
+            "of the arena",
+            rest as f64,
+            1,
+        )
+        .with(kind, "workspace", "beside the arena", workspace as f64, 1);
+    let elsewhere = buffers().filter(|buffer| !buffer.is_in_arena());
+    MemoryBreakdown {
+        before_backward_bytes: plan.alive_bytes(plan.backward_begins())
+            + workspace
+            + elsewhere.map(Buffer::bytes).sum::<u64>(),
+        ..breakdown
+    }
+}
+
+fn kind_of(category: Category) -> MemoryKind {
+    match category {
+        Category::Parameter => MemoryKind::Weights,
+        Category::WeightCopy => MemoryKind::WeightCasts,
+        Category::OptimizerState => MemoryKind::Optimizer,
+        Category::Input => MemoryKind::Inputs,
+        Category::Output => MemoryKind::Logits,
+        Category::Gradient => MemoryKind::Gradients,
+        Category::Activation => MemoryKind::Activations,
+        Category::Temporary | Category::Scratch => MemoryKind::Scratch,
+    }
 }
 
 /// An error for a tensor of so many bytes that no address reaches its end.

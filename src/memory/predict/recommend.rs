@@ -1,6 +1,6 @@
 //! What must be run again for a step to fit.
 
-use super::stack;
+use super::model;
 use super::workload::{check, check_some, optimizer_state};
 use super::{Mode, Workload};
 use crate::model::TransformerConfig;
@@ -118,7 +118,7 @@ fn peak(
         checkpointing,
         ..workload.clone()
     };
-    stack::peak_bytes(config, &workload)
+    model::peak_bytes(config, &workload)
 }
 
 /// What no checkpointing changes: weights, and as far as the mode has them gradients and the optimizer's state.

@@ -1,13 +1,14 @@
-//! The memory of a self-attention layer: its trace, replayed.
+//! The memory of a self-attention layer, from its trace.
 
 use super::layer::{self, Layer};
-use super::replay::{Buffer, Formula, What, elements};
+use super::letters::{Letter, other_head_dim};
+use super::lifetimes::{Buffer, elements};
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind};
 use crate::attention::{Algorithm, Mask};
 use crate::nn::CausalSelfAttention;
 use crate::precision::Precision;
 use crate::{Result, graph};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 /// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,6 +69,16 @@ impl SelfAttentionWorkload {
         }
     }
 
+    /// It, of hollow weights, to be traced.
+    fn forward(&self) -> Result<Tensor> {
+        let shape = (self.batch_size, self.sequence_length, self.d_model);
+        let weights = graph::weights(self.dtype);
+        let layer = CausalSelfAttention::new(self.d_model, self.heads, None, weights)?;
+        let x = graph::input("x", shape, self.dtype)?;
+        let layer = layer.with_attention(self.algorithm);
+        self.precision.run(|| layer.forward(&x))
+    }
+
     /// What projections and attention are computed in: a region leaves f64 alone.
     pub(crate) fn compute_dtype(&self) -> DType {
         match self.precision.policy() {
@@ -80,7 +91,7 @@ impl SelfAttentionWorkload {
 /// What one self-attention layer holds on the CPU at its worst moment, with its weights and its input: predicted, for
 /// deciding whether it fits.
 ///
-/// It is traced and replayed, as [`estimate_graph`](super::estimate_graph()) does for any function.
+/// It is predicted from its trace, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
 /// The worst moment is the backward of attention or, where D is large beside B T, that of the last weight, when the
 /// other three's gradients exist already. In an autocast region weights, x and the weights' gradients are f32, and
@@ -100,36 +111,36 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     let w = workload;
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let attention = w.attention();
-    let resident = |kind, what, formula, elements| Buffer {
-        kind,
-        what: What::Named(what),
-        formula: Formula::Letters(formula),
-        elements,
-        width: w.dtype.size_in_bytes(),
-        count: 1.0,
-    };
+    let width = w.dtype.size_in_bytes();
+    let resident =
+        |kind, what, formula, elements| Buffer::new(kind, what, formula, elements, width);
     let (weight, x) = (elements(&[d, d]), elements(&[b, t, d]));
     let width = attention.dtype.size_in_bytes();
+    let dh = attention.head_dim;
+    let (head_dim, of_head_dim) = other_head_dim(dh);
     layer::breakdown(Layer {
-        forward: || {
-            let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
-            let x = graph::input("x", (b, t, d), w.dtype)?;
-            let layer = layer.with_attention(w.algorithm);
-            w.precision.run(|| layer.forward(&x))
-        },
+        workload: w,
+        forward: SelfAttentionWorkload::forward,
         kernels: Kernels::Cpu,
         residents: vec![
             resident(MemoryKind::Weights, "weights", "4D^2", 4.0 * weight),
             resident(MemoryKind::Inputs, "x", "BTD", x),
         ],
         largest: weight.max(x).max(attention.largest()),
-        letters: &[
-            ("B", b),
-            ("T", t),
-            ("D", d),
-            ("H", h),
-            ("Dh", attention.head_dim),
+        letters: vec![
+            Letter::new("B", b, &[(3, 1)]),
+            Letter::new("H", h, &[(7, 1)]),
+            Letter::new("T", t, &[(5, 1)]),
+            Letter::new("D", d, &[(7, 1), of_head_dim]),
+            Letter::new("Dh", dh, &[of_head_dim]),
         ],
+        other: SelfAttentionWorkload {
+            batch_size: b.saturating_mul(3),
+            sequence_length: t.saturating_mul(5),
+            d_model: h.saturating_mul(7).saturating_mul(head_dim),
+            heads: h.saturating_mul(7),
+            ..*w
+        },
         sizes: format!("B {b}, T {t}, D {d}, H {h}, {width} bytes an element"),
     })
 }

@@ -2,8 +2,12 @@
 
 pub use crate::graph::Target as Kernels;
 
+use super::layer::traced;
+use super::lifetimes::elements;
 use crate::attention::Algorithm;
-use crate::model::TransformerConfig;
+use crate::graph::{self, Graph};
+use crate::model::depth::with_stack;
+use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::optim::Moments;
 use crate::precision::Precision;
@@ -70,6 +74,59 @@ pub struct Workload {
     pub moments: Moments,
 }
 
+impl Workload {
+    /// The graph of the pass on a model of [hollow](graph::weights()) weights, whatever region, `no_grad` or kernel
+    /// policy the caller is in: for [`estimate_graph`](super::estimate_graph()),
+    /// [`saved_tensors`](super::saved_tensors()) and [`node_table`](crate::profile::node_table()).
+    ///
+    /// ```
+    /// use tallow::memory::{Workload, saved_tensors};
+    /// use tallow::model::TransformerConfig;
+    ///
+    /// let workload = Workload { batch_size: 4, sequence_length: 256, ..Default::default() };
+    /// let graph = workload.trace(&TransformerConfig::tiny())?;
+    /// let saved = saved_tensors(&graph);
+    /// let (op, _, bytes) = &saved.by_op()[0]; // the most bytes
+    /// println!("{op}: {bytes} of {} bytes", saved.residual_bytes());
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`estimate`](super::estimate()); [`Error::OutOfMemory`] for parameters of 2^47 bytes, and for a tensor of
+    /// 2^63; [`Error::Config`] where the system starts no thread with the stack that so many blocks take.
+    pub fn trace(&self, config: &TransformerConfig) -> Result<Graph> {
+        check(config, self)?;
+        check_some("batch_size", self.batch_size)?;
+        check_some("sequence_length", self.sequence_length)?;
+        if is_beyond(config, self) {
+            return Err(Error::OutOfMemory {
+                what: "a pass of this model".into(),
+                wanted_bytes: u64::MAX,
+                available_bytes: MOST_BYTES,
+            });
+        }
+        let config = TransformerConfig {
+            checkpointing: self.checkpointing,
+            attention: self.attention,
+            ..reaching(config, self.sequence_length)
+        };
+        let shape = (self.batch_size, self.sequence_length);
+        let forward = || {
+            let weights = graph::weights(self.precision.parameter_dtype());
+            let model = TransformerLM::of_any_length(&config, weights)?;
+            let tokens = graph::input("tokens", shape, DType::U32)?;
+            self.precision.run(|| match self.mode {
+                Mode::Forward | Mode::ForwardKeepingGraph => model.forward(&tokens),
+                Mode::ForwardBackward | Mode::TrainStep => {
+                    model.loss(&tokens, &graph::input("targets", shape, DType::U32)?)
+                }
+            })
+        };
+        let trace = || traced(self.kernels, self.mode != Mode::Forward, forward);
+        with_stack(config.num_layers, trace)
+    }
+}
+
 /// The model that runs the workload: one of a shorter context is taken for one that reaches as far.
 pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> TransformerConfig {
     TransformerConfig {
@@ -84,7 +141,42 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
         attention: workload.attention,
         ..config.clone()
     };
-    config.validate()
+    config.validate()?;
+    match config.num_layers > MOST_BLOCKS && !has_too_many_parameters(&config) {
+        true => Err(
+            Error::config("TransformerConfig", "num_layers", config.num_layers).must_be(
+                format!("at most {MOST_BLOCKS} where memory is predicted"),
+                "every block is traced",
+            ),
+        ),
+        false => Ok(()),
+    }
+}
+
+/// As many blocks as are traced.
+const MOST_BLOCKS: usize = 4096;
+
+/// The addresses that a process has, on 64 bits.
+const MOST_BYTES: u64 = 1 << 47;
+
+fn has_too_many_parameters(config: &TransformerConfig) -> bool {
+    config.num_parameters() as f64 * size_of::<f32>() as f64 >= MOST_BYTES as f64
+}
+
+/// Whether the parameters have more bytes than a process has addresses, or one tensor of the pass more than any address
+/// reaches.
+pub(super) fn is_beyond(config: &TransformerConfig, workload: &Workload) -> bool {
+    let config = reaching(config, workload.sequence_length);
+    let rows = [workload.batch_size, workload.sequence_length];
+    let [heads, _] = config.attention_widths();
+    let widths = [config.d_model, config.d_ff, config.vocab_size, heads];
+    let widest = widths.into_iter().max().unwrap_or_default();
+    let scores = match workload.attention {
+        Algorithm::Naive => elements(&[config.num_heads, workload.sequence_length]),
+        Algorithm::Flash => 0.0,
+    };
+    let most = elements(&rows) * scores.max(widest as f64);
+    most * size_of::<f32>() as f64 >= isize::MAX as f64 || has_too_many_parameters(&config)
 }
 
 /// Refuses a workload of nothing.

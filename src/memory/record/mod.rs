@@ -5,10 +5,10 @@ mod snapshot;
 mod timeline;
 
 pub(crate) use recording::blocks_taken;
+pub(super) use recording::buffer;
 pub use recording::{
     Block, Holdings, MemoryRecording, Origin, PhaseSpan, RecordConfig, Recorder, record, record_on,
 };
-pub(super) use recording::{block_of, buffer};
 pub use snapshot::Snapshot;
 pub use timeline::timeline;
 

@@ -3,10 +3,10 @@
 use super::conditions::Conditions;
 use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
+use crate::Result;
 use crate::backward::{Attach, Slot, token};
 use crate::hardware::device_name;
 use crate::ops::record::{Entry, Node};
-use crate::{Result, probe};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Storage, Tensor, bail,
@@ -63,7 +63,6 @@ impl Segment {
         if attached.is_empty() {
             return Ok(output);
         }
-        let path = probe::op_path(NAME);
         let segment = Arc::new(Self {
             function,
             sources: attached,
@@ -75,7 +74,6 @@ impl Segment {
             output: Mutex::new(Some(output)),
         })?;
         segment.entry.write(&output, &segment);
-        probe::produced(path, &output);
         Ok(output)
     }
 

@@ -17,11 +17,10 @@ use super::cast::cast_for;
 use super::cast::operand;
 use super::cost::cost;
 use super::cpu::ids;
-use super::embedding::ids_room;
 use super::info::OpInfo;
 use super::linear::last_dim;
-use super::record::{Spec, elements_of, run, wide_input};
-use crate::graph::{self, Attribute, Room, Target};
+use super::record::{Spec, run, wide_input};
+use crate::graph::{self, Attribute, Target};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::cross_entropy as cuda_kernel;
 use crate::kernels::limits;
@@ -153,11 +152,6 @@ pub(super) struct Targets {
 }
 
 impl Targets {
-    /// What an op keeps of them.
-    pub(super) fn room(&self) -> Room {
-        ids_room(elements_of(self.ids.dims()))
-    }
-
     /// The attributes of a call: the id that is ignored, and the divisor where it is not the number of rows.
     pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let ignore = self.ignore.iter();
@@ -251,9 +245,5 @@ impl Spec for CrossEntropy {
             (logits.rows(), 2).into(),
             logits.wide_dtype(),
         )]
-    }
-
-    fn holds(&self) -> Option<Room> {
-        Some(self.0.room())
     }
 }

@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 use super::Operands;
 use super::{Accumulate, Slices};
-use crate::graph::{self, Attribute, Room};
+use crate::graph::{self, Attribute};
 use crate::kernels::Mask;
 use crate::ops::operand::check_granted;
 use crate::ops::{product, reserve_scratch};
@@ -66,7 +66,7 @@ pub struct Kernel {
     is_in_place: bool,
     flops: f64,
     scores: f64,
-    taking: Option<Room>,
+    workspace: Option<Workspace>,
     run: Run,
     is_on_gpu: bool,
     #[cfg(feature = "cuda")]
@@ -84,7 +84,7 @@ impl Kernel {
             is_in_place: false,
             flops: 0.0,
             scores: 0.0,
-            taking: None,
+            workspace: None,
             run,
             is_on_gpu: false,
             #[cfg(feature = "cuda")]
@@ -156,9 +156,9 @@ impl Kernel {
     }
 
     /// With what it takes for itself on the CPU, beside what it writes.
-    pub(crate) fn taking(self, room: Room) -> Self {
+    pub(crate) fn with_workspace(self, workspace: Workspace) -> Self {
         Self {
-            taking: Some(room),
+            workspace: Some(workspace),
             ..self
         }
     }
@@ -217,10 +217,12 @@ impl Kernel {
         self.flops
     }
 
-    /// What it takes for itself on the CPU, beside what it writes; of a product see
-    /// [`packed`](super::super::product::packed).
-    pub(crate) fn room(&self) -> Option<Room> {
-        self.taking
+    /// What it takes for itself on the CPU, beside what it writes, where its first operand is in this dtype.
+    pub(crate) fn workspace(&self, dtype: Option<DType>) -> Option<Workspace> {
+        match (self.is_product(), dtype) {
+            (true, Some(dtype)) => product::packed(self, dtype).ok(),
+            _ => self.workspace,
+        }
     }
 
     /// How many scores it computes and does not write, as attention does.
@@ -308,19 +310,34 @@ impl Kernel {
     /// Those of the kernel; [`Error::OutOfMemory`](crate::Error::OutOfMemory) where the allocator does not grant what
     /// it needs for itself.
     pub(crate) fn run(&self, slices: &Slices<'_>) -> Result<()> {
-        let room = match self.is_product() {
-            true => {
-                let dtype = slices.dtype()?;
-                reserve_scratch(dtype != DType::F32)?;
-                product::packed(self, dtype).ok()
-            }
-            false => self.taking,
-        };
-        if let Some(room) = room {
-            let bytes = room.elements * room.element_bytes as f64;
-            check_granted(room.what, bytes as u64)?;
+        let mut dtype = None;
+        if self.is_product() {
+            dtype = Some(slices.dtype()?);
+            reserve_scratch(dtype != Some(DType::F32))?;
+        }
+        if let Some(workspace) = self.workspace(dtype) {
+            check_granted(workspace.what, workspace.bytes() as u64)?;
         }
         (self.run)(self, slices)
+    }
+}
+
+/// Memory that a kernel takes for itself while it runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Workspace {
+    /// What it is for.
+    pub what: &'static str,
+    /// How many elements, in letters.
+    pub formula: &'static str,
+    /// How many elements. In f64: exact to 2^53, and no overflow beyond.
+    pub elements: f64,
+    /// Bytes an element.
+    pub element_bytes: usize,
+}
+
+impl Workspace {
+    pub(crate) fn bytes(&self) -> f64 {
+        self.elements * self.element_bytes as f64
     }
 }
 

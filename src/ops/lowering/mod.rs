@@ -16,8 +16,8 @@ mod slices;
 
 pub use accumulate::Accumulate;
 pub(crate) use convert::{CONVERTED, converted};
-pub use kernel::Kernel;
 pub(super) use kernel::PRODUCT;
+pub use kernel::{Kernel, Workspace};
 pub(crate) use kernel::{kernel, on_gpu};
 pub(super) use map::{map, map_backward, map_forward};
 pub use named::Named;
@@ -208,7 +208,7 @@ impl Calls {
             writes.push("partials", self.scratch(&[partials], DType::F32));
         }
         let (x, weight) = (&signature.inputs[0], &signature.inputs[1]);
-        let kernel = kernel.taking(graph::Room {
+        let kernel = kernel.with_workspace(Workspace {
             what: "partial sums of a norm",
             formula: "BTD / 32",
             elements: block_sums(x.rows(), weight.dims[0]),
@@ -252,6 +252,31 @@ impl Calls {
     pub fn writes_over_kept(&self) -> bool {
         let mut written = self.calls.iter().flat_map(|call| call.writes.iter());
         written.any(|slot| matches!(slot, Slot::Kept(_)))
+    }
+
+    /// What a kernel of these calls takes for itself on the CPU.
+    pub fn workspace(&self, call: &KernelCall, signature: &Signature<'_>) -> Option<Workspace> {
+        let first = call.reads.first().map(|slot| match *slot {
+            Slot::Input(i) | Slot::Gradient(i) => signature.inputs[i].dtype,
+            Slot::Output | Slot::OutputGradient => signature.output.dtype,
+            Slot::Read(i) => signature.reads[i].dtype,
+            Slot::Kept(i) => signature.kept[i].dtype,
+            Slot::Scratch(i) => self.scratch[i].1,
+        });
+        call.kernel.workspace(first)
+    }
+
+    /// The copy of the ids that are checked, which an eager op keeps on the host.
+    pub fn checked_ids(&self, signature: &Signature<'_>) -> Option<Workspace> {
+        match self.check {
+            Some((read, Check::Ids { .. })) => Some(Workspace {
+                what: "ids that ops keep",
+                formula: "BT",
+                elements: signature.reads[read].elements(),
+                element_bytes: size_of::<u32>(),
+            }),
+            _ => None,
+        }
     }
 
     /// A buffer for these calls.

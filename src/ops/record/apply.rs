@@ -147,7 +147,7 @@ custom_op!(
 /// Applies `op` to `inputs`, or writes the call down in the trace that is open.
 pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     match graph::is_tracing() {
-        true => Ok(traced(op.name(), op, inputs, None, false)?),
+        true => Ok(traced(op.name(), op, inputs, false)?),
         false => applied(inputs, op),
     }
 }
@@ -178,7 +178,6 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     };
     let y = y.map_err(|error| graph::refuse_hollow(name, inputs, error))?;
     node.entry.write(&y, &node);
-    probe::produced(path, &y);
     Ok(y)
 }
 

@@ -30,19 +30,16 @@ pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
-        let lowering = op.lowering.filter(|_| op.lowers_composed);
-        return Ok(traced(op.op, call, inputs, lowering, true).map_err(candle_core::Error::from)?);
+        return Ok(traced(op.op, call, inputs, true).map_err(candle_core::Error::from)?);
     }
     let (shape, dtype) = call.output(&[]);
-    let path = probe::op_path(op.op);
-    let range = probe::op(Kind::Op, op.op, path);
+    let range = probe::op(Kind::Op, op.op, probe::op_path(op.op));
     let y = match shape.dims().contains(&0) {
         true => zeros_of(op.op, shape, dtype, inputs)?,
         false => f()?,
     };
     if probe::is_listening() {
         leave(range, inputs, &y);
-        probe::produced(path, &y);
     }
     Ok(y)
 }

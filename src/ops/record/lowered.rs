@@ -11,7 +11,7 @@ use crate::ops::cpu;
 use crate::ops::dispatch::{Path, choose};
 use crate::ops::info::OpInfo;
 use crate::ops::lowering::{Lowering, Signature, Slot};
-use crate::probe::{self, Operand};
+use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -58,7 +58,7 @@ pub(crate) fn as_they_lie<const N: usize>(
         return Err(candle_core::Error::msg(format!("{} lowers to nothing", op.op)).into());
     };
     if graph::is_tracing() {
-        return traced(op.op, call, &inputs, Some(*lowering), false);
+        return traced(op.op, call, &inputs, false);
     }
     let op = Lowered {
         op,
@@ -118,10 +118,8 @@ impl<S: Spec> Lowered<S> {
             run.run(|_| true)?;
         }
         let mut tensors = Vec::with_capacity(kept.len());
-        for (i, (what, shape, _)) in kept.iter().enumerate() {
-            let tensor = run.tensor(Slot::Kept(i), shape)?;
-            probe::kept(what, &tensor);
-            tensors.push(tensor);
+        for (i, (_, shape, _)) in kept.iter().enumerate() {
+            tensors.push(run.tensor(Slot::Kept(i), shape)?);
         }
         self.spec.has_kept(&tensors);
         let output = run.storage(Slot::Output)?;

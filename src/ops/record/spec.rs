@@ -1,6 +1,6 @@
 //! What an op says of a call before it runs.
 
-use crate::graph::{Attribute, MemoryStep, Room, Target};
+use crate::graph::{Attribute, Target};
 use crate::probe::Operand;
 use candle_core::{DType, Result, Shape, Tensor};
 
@@ -34,55 +34,11 @@ pub(crate) trait Spec {
         x.contiguous()
     }
 
-    /// An eager forward is done: says what stays beside, hands out what the op's caller wants.
+    /// An eager forward is done: hands out what the op's caller wants of what is kept.
     fn has_kept(&self, _kept: &[Tensor]) {}
-
-    /// What it holds beside tensors for as long as it is there.
-    fn holds(&self) -> Option<Room> {
-        None
-    }
-
-    /// Whether forward drops the one of its reads with this index.
-    fn drops_read(&self, _index: usize) -> bool {
-        false
-    }
-
-    /// What forward does to memory on `target`, where that is not read off its lowering: of an op that computes itself.
-    /// By default it makes what it keeps and its output, and takes nothing else.
-    fn forward_steps(&self, inputs: &[Operand<'_>], target: Target) -> Vec<MemoryStep> {
-        made(self, inputs, target)
-    }
-
-    /// As [`forward_steps`](Self::forward_steps), of backward, where these inputs are tracked. By default it makes a
-    /// gradient for each.
-    fn backward_steps(
-        &self,
-        inputs: &[Operand<'_>],
-        _tracked: &[bool],
-        _target: Target,
-    ) -> Vec<MemoryStep> {
-        (0..inputs.len()).map(MemoryStep::Gradient).collect()
-    }
 
     /// Drops what forward does not leave for backward.
     fn forwarded(&self) {}
-}
-
-/// Forward makes what `op` keeps, and its output.
-pub(crate) fn made<S: Spec + ?Sized>(
-    op: &S,
-    inputs: &[Operand<'_>],
-    target: Target,
-) -> Vec<MemoryStep> {
-    let kept = op.kept(inputs, target).len();
-    let mut steps: Vec<MemoryStep> = (0..kept).map(MemoryStep::Keep).collect();
-    steps.push(MemoryStep::Output);
-    steps
-}
-
-/// How many elements, in f64: no overflow.
-pub(crate) fn elements_of(dims: &[usize]) -> f64 {
-    dims.iter().map(|dim| *dim as f64).product()
 }
 
 /// An output like the first input: what most ops have.

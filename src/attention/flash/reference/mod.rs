@@ -18,9 +18,10 @@ use crate::attention::first_keys::HostSeen;
 use crate::attention::nothing::{lse_of_nothing, nothing};
 use crate::attention::shapes::Shapes;
 use crate::grad::is_grad_enabled;
-use crate::graph::{self, Attribute, MemoryStep, Room, Target};
+use crate::graph::{self, Attribute, Target};
 use crate::kernels::DropoutMask;
 use crate::ops::check_float;
+use crate::ops::lowering::{Signature, Workspace};
 use crate::ops::record::{Spec, apply, like_first, traced, widen};
 use crate::probe::{self, Kind, Operand};
 use candle_core::{D, DType, Shape, Tensor};
@@ -53,7 +54,7 @@ pub fn reference(
     }
     if graph::is_tracing() {
         let config = config.clone();
-        let out = traced(NAME, Traced { shapes, config }, &[q, k, v], None, true)?;
+        let out = traced(NAME, Traced { shapes, config }, &[q, k, v], true)?;
         let lse = graph::kept_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
         let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
@@ -116,19 +117,16 @@ impl Spec for Traced {
             ("lse", softmax.into(), q.wide_dtype()),
         ]
     }
+}
 
-    fn backward_steps(&self, inputs: &[Operand<'_>], _: &[bool], _: Target) -> Vec<MemoryStep> {
-        let tiles = Room {
-            what: "gradients in tiles",
-            formula: "as q, k, v",
-            elements: inputs.iter().map(Operand::elements).sum(),
-            element_bytes: inputs[0].wide_dtype().size_in_bytes(),
-        };
-        let gradients = (0..3).map(MemoryStep::Gradient);
-        [MemoryStep::Take(tiles)]
-            .into_iter()
-            .chain(gradients)
-            .collect()
+/// What backward takes: the gradients, tile by tile, before they are put together.
+pub(super) fn backward_workspace(signature: &Signature<'_>) -> Workspace {
+    let inputs = &signature.inputs;
+    Workspace {
+        what: "gradients in tiles",
+        formula: "as q, k, v",
+        elements: inputs.iter().map(Operand::elements).sum(),
+        element_bytes: inputs[0].wide_dtype().size_in_bytes(),
     }
 }
 

@@ -1,0 +1,159 @@
+//! What the dimensions of traced values are called, `B`, `T` or `D`: found by tracing again with other sizes.
+//!
+//! Each size is multiplied by a prime of its own (or divided by it), and the primes by which a dimension grows say
+//! which sizes it is made of. So names follow from what depends on what, and never from numbers that are equal.
+
+use crate::graph::{Graph, ValueId};
+use std::cmp::Reverse;
+use std::fmt::Write;
+
+/// A size, and what it is called.
+pub(super) struct Letter {
+    pub name: &'static str,
+    pub size: usize,
+    /// What it is multiplied by in the other trace: primes, and their powers.
+    pub by: Vec<(usize, i32)>,
+}
+
+/// Another width of heads: half, as kernels have a widest head, unless RoPE's pairs would not come out.
+pub(super) fn other_head_dim(head_dim: usize) -> (usize, (usize, i32)) {
+    match head_dim.is_multiple_of(4) {
+        true => (head_dim / 2, (2, -1)),
+        false => (head_dim.saturating_mul(2), (2, 1)),
+    }
+}
+
+impl Letter {
+    pub fn new(name: &'static str, size: usize, by: &[(usize, i32)]) -> Self {
+        Self {
+            name,
+            size,
+            by: by.to_vec(),
+        }
+    }
+}
+
+/// What dimensions are named by.
+#[derive(Default)]
+pub(super) struct Letters {
+    /// One that is a product of others before these: D before H and Dh.
+    letters: Vec<Letter>,
+    /// The trace with other sizes.
+    other: Option<Graph>,
+}
+
+impl Letters {
+    /// Of `graph`. Without another trace, or if it has other ops (of widths that kernels do not take), all stays
+    /// numbers.
+    pub fn new(graph: &Graph, mut letters: Vec<Letter>, other: Option<Graph>) -> Self {
+        letters.sort_by_key(|letter| Reverse(letter.by.len()));
+        let ops = |graph: &Graph| graph.nodes().map(|node| node.op).collect::<Vec<_>>();
+        let is_same =
+            |other: &Graph| other.values.len() == graph.values.len() && ops(other) == ops(graph);
+        Self {
+            letters,
+            other: other.filter(is_same),
+        }
+    }
+
+    /// How many elements a value of `graph` has: `BHT^2`; `4 x 256` where no size has a letter.
+    pub fn formula(&self, graph: &Graph, id: ValueId) -> String {
+        let shape = &graph.value(id).shape;
+        if self.letters.is_empty() && !shape.is_empty() {
+            let dims: Vec<String> = shape.iter().map(usize::to_string).collect();
+            return dims.join(" x ");
+        }
+        let other = self.other.as_ref().map(|other| &other.value(id).shape);
+        let mut number = 1.0;
+        let mut found: Vec<(&str, i32)> = Vec::new();
+        for (place, dim) in shape.iter().enumerate() {
+            number *= *dim as f64;
+            let Some(mut other) = other.and_then(|other| other.get(place)).copied() else {
+                continue;
+            };
+            let mut dim = *dim;
+            for letter in &self.letters {
+                while let Some(rest) = without(letter, dim, other) {
+                    (dim, other) = rest;
+                    number /= letter.size as f64;
+                    match found.iter_mut().find(|(name, _)| *name == letter.name) {
+                        Some((_, power)) => *power += 1,
+                        None => found.push((letter.name, 1)),
+                    }
+                }
+            }
+        }
+        let mut text = String::new();
+        for (name, power) in found {
+            let _ = match power {
+                1 => write!(text, "{name}"),
+                _ => write!(text, "{name}^{power}"),
+            }; // a string takes all that is written
+        }
+        match number == 1.0 && !text.is_empty() {
+            true => text,
+            false => format!("{number}{text}"),
+        }
+    }
+}
+
+/// A dimension here and in the other trace without a letter that it has as a factor.
+fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> {
+    let mut grown = other;
+    let mut here = dim;
+    for (prime, power) in &letter.by {
+        let power_of = |mut size: usize| {
+            let mut power = 0;
+            while size > 0 && size.is_multiple_of(*prime) {
+                (size, power) = (size / prime, power + 1);
+            }
+            power
+        };
+        let growth = power_of(grown) - power_of(here);
+        if growth * power.signum() < power.abs() {
+            return None;
+        }
+        match *power > 0 {
+            true => grown /= prime.pow(power.unsigned_abs()),
+            false => here /= prime.pow(power.unsigned_abs()),
+        }
+    }
+    Some((here, grown))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{Target, input, trace};
+    use crate::ops;
+    use candle_core::DType;
+
+    /// B and H are as large as each other, and D is H Dh.
+    #[test]
+    fn sizes_that_are_equal_have_names_of_their_own() {
+        let traced = |b: usize, t: usize, h: usize, dh: usize| {
+            trace(Target::Cpu, || {
+                let x = input("x", (b, t, h * dh), DType::F32)?;
+                let heads = ops::split_heads(&x, h)?; // (B, H, T, Dh)
+                let scores = ops::matmul_transposed(&heads, &heads)?; // (B, H, T, T)
+                ops::concat(&[&scores, &scores], 3)
+            })
+        };
+        let graph = traced(4, 6, 4, 4).unwrap();
+        let (other_dim, by) = other_head_dim(4);
+        let others = traced(4 * 3, 6 * 5, 4 * 13, other_dim).ok();
+        let letters = vec![
+            Letter::new("B", 4, &[(3, 1)]),
+            Letter::new("H", 4, &[(13, 1)]),
+            Letter::new("T", 6, &[(5, 1)]),
+            Letter::new("D", 16, &[(13, 1), by]),
+            Letter::new("Dh", 4, &[by]),
+        ];
+        let letters = Letters::new(&graph, letters, others);
+        let formulas = (0..graph.values.len()).map(|i| letters.formula(&graph, ValueId(i)));
+        let formulas: Vec<String> = formulas.collect();
+        assert_eq!(formulas, ["BTD", "BHTDh", "BHT^2", "2BHT^2"]);
+        let numbers = Letters::default();
+        assert_eq!(numbers.formula(&graph, ValueId(0)), "4 x 6 x 16");
+    }
+}

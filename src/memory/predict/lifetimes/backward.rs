@@ -1,0 +1,333 @@
+//! Backward, as [`backward`](crate::backward()) runs it, node by node in candle's order.
+
+use super::pass::Pass;
+use super::segments::is_copy;
+use super::{Buffer, END, Formula, What};
+use crate::graph::{Node, Source, Target, ValueId, ValueRef, View};
+use crate::memory::MemoryKind;
+use crate::op_table::{self, lowering_of};
+use crate::ops::lowering::{Signature, Slot};
+use crate::ops::strided::put_back;
+use candle_core::DType;
+use std::collections::{BTreeMap, HashSet};
+
+/// A gradient that is there.
+#[derive(Clone, Copy)]
+pub(super) struct Gradient {
+    buffer: usize,
+    /// Whether no other gradient has its buffer, so that it can be added to.
+    is_own: bool,
+}
+
+impl Gradient {
+    pub fn shared(buffer: usize) -> Self {
+        Self {
+            buffer,
+            is_own: false,
+        }
+    }
+
+    fn own(buffer: usize) -> Self {
+        Self {
+            buffer,
+            is_own: true,
+        }
+    }
+}
+
+/// The gradients of values, so far.
+pub(super) type Gradients = BTreeMap<ValueId, Gradient>;
+
+impl<'a> Pass<'a> {
+    /// Backward from `root`, whose gradient is among `gradients`.
+    pub(super) fn backward(&mut self, root: ValueId, gradients: &mut Gradients) {
+        for event in self.order(root) {
+            self.now += 1;
+            match (self.segment_ended_by(event), self.node(event)) {
+                (Some(segment), _) => self.backward_of_segment(segment, gradients),
+                (None, Some(node)) => self.backward_of(event, node, gradients),
+                (None, None) => {}
+            }
+        }
+    }
+
+    /// The nodes behind `root`, each before all that it depends on, in the order in which candle visits them.
+    fn order(&self, root: ValueId) -> Vec<usize> {
+        let mut order = Vec::new();
+        let mut seen = HashSet::new();
+        let mut path: Vec<(usize, &[ValueRef], usize)> = Vec::new();
+        let mut next = Some(root);
+        loop {
+            let found = next.take().and_then(|value| self.maker_behind(value));
+            if let Some(event) = found
+                && seen.insert(event)
+            {
+                path.push((event, self.depends_on(event), 0));
+            }
+            let Some((event, inputs, place)) = path.last_mut() else {
+                break;
+            };
+            match inputs.get(*place) {
+                Some(input) => {
+                    *place += 1;
+                    next = input.tracked.then_some(input.value);
+                }
+                None => {
+                    order.push(*event);
+                    path.pop();
+                }
+            }
+        }
+        order.reverse();
+        order
+    }
+
+    /// The event behind a value that has one in candle's graph: not behind a variable, which a segment's copy of an
+    /// input is.
+    fn maker_behind(&self, value: ValueId) -> Option<usize> {
+        let event = self.makers[value.0]?;
+        let is_leaf = self.node(event).is_some_and(is_copy);
+        (self.graph.value(value).tracked && !is_leaf).then_some(event)
+    }
+
+    /// What a node's gradients go to.
+    fn depends_on(&self, event: usize) -> &[ValueRef] {
+        match (self.segment_ended_by(event), self.node(event)) {
+            (Some(segment), _) => &self.segments[segment].inputs,
+            (None, Some(node)) => &node.inputs,
+            (None, None) => &[],
+        }
+    }
+
+    /// Backward comes to a node, which has had until now what it holds.
+    fn need_held(&mut self, event: usize) {
+        let Some(node) = self.node(event) else {
+            return;
+        };
+        let operands = self.depends_on(event).iter().chain(&node.reads);
+        let held = operands.map(|operand| operand.value);
+        let held = held.chain(node.kept.iter().map(|kept| kept.value));
+        let held: Vec<ValueId> = held.chain([node.output]).collect();
+        held.into_iter().for_each(|value| self.need_value(value));
+        if let Some(ids) = self.ids.remove(&event) {
+            self.need(ids);
+        }
+    }
+
+    fn backward_of(&mut self, event: usize, node: &'a Node, gradients: &mut Gradients) {
+        let Some(incoming) = gradients.remove(&node.output) else {
+            return self.need_held(event);
+        };
+        let again = self.make_again(node);
+        let signature = Signature::of(self.graph, node);
+        let mut made: Vec<(Slot, usize)> = Vec::new();
+        let mut passed_on: Vec<(usize, Gradient)> = Vec::new();
+        match lowering_of(node).map(|lowering| (lowering.backward)(&signature)) {
+            Some(calls) => {
+                let wants = |input: usize| node.inputs[input].tracked;
+                self.call(
+                    &signature,
+                    &calls,
+                    &mut made,
+                    wants,
+                    |pass, slot| match slot {
+                        Slot::Gradient(i) => Some(pass.make_like(&node.inputs[i], BETWEEN)),
+                        Slot::Read(i) => pass.of[node.reads[i].value.0],
+                        _ => None,
+                    },
+                );
+                let same = Gradient {
+                    is_own: incoming.is_own && calls.same.len() == 1,
+                    ..incoming
+                };
+                let inputs = calls.same.iter().filter(|input| wants(**input));
+                passed_on.extend(inputs.map(|input| (*input, same)));
+            }
+            None => {
+                self.now += 1;
+                let taken = op_table::of(node.op).and_then(|info| info.composed_backward);
+                if let Some(taken) = taken {
+                    self.make_workspace(MemoryKind::Scratch, taken(&signature));
+                }
+                for (i, input) in node.inputs.iter().enumerate() {
+                    made.push((Slot::Gradient(i), self.make_like(input, BETWEEN)));
+                }
+            }
+        }
+        for value in again {
+            self.of[value.0] = None;
+        }
+        let of_inputs = made.into_iter().filter_map(|(slot, buffer)| match slot {
+            Slot::Gradient(input) => Some((input, Gradient::own(buffer))),
+            _ => None,
+        });
+        let mut of_inputs: Vec<(usize, Gradient)> = of_inputs.collect();
+        of_inputs.extend(passed_on);
+        of_inputs
+            .iter()
+            .for_each(|(_, gradient)| self.need(gradient.buffer));
+        self.need_held(event);
+        self.need(incoming.buffer);
+        for (i, gradient) in of_inputs {
+            if node.inputs[i].tracked {
+                self.add_gradient(&node.inputs[i], gradient, gradients);
+            }
+        }
+    }
+
+    /// Adds `gradient` to that of the value that `input` shows.
+    fn add_gradient(&mut self, input: &ValueRef, gradient: Gradient, gradients: &mut Gradients) {
+        self.now += 1;
+        let new = match &input.view {
+            None => gradient,
+            Some(view) => self.of_whole(input, view, gradient),
+        };
+        let sum = match gradients.remove(&input.value) {
+            None => new,
+            Some(before) => {
+                let sum = match (before.is_own, new.is_own) {
+                    (true, _) => before,
+                    (false, true) => new,
+                    (false, false) => Gradient::own(self.make_like(&whole(input), BETWEEN)),
+                };
+                for part in [before, new] {
+                    let is_shared = |other: &Gradient| other.buffer == part.buffer;
+                    match part.buffer == sum.buffer || gradients.values().any(is_shared) {
+                        true => self.need(part.buffer),
+                        false => self.buffers[part.buffer].until = self.now,
+                    }
+                }
+                sum
+            }
+        };
+        if let Source::Weight(_) = self.graph.value(input.value).source {
+            let buffer = &mut self.buffers[sum.buffer];
+            buffer.kind = MemoryKind::Gradients;
+            buffer.what = What::Weight(input.value);
+            buffer.formula = Formula::Of(input.value);
+            buffer.until = END;
+        }
+        gradients.insert(input.value, sum);
+    }
+
+    /// The gradient of a value from that of a view of it: as it is, in another order, or among zeros.
+    fn of_whole(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
+        let value = self.graph.value(input.value);
+        let order = put_back(view, &value.shape);
+        // A dimension of 1 has no place.
+        let long = |dim: &&usize| view.shape[**dim] != 1;
+        if order
+            .as_ref()
+            .is_some_and(|order| order.iter().filter(long).is_sorted())
+        {
+            return gradient;
+        }
+        self.need(gradient.buffer);
+        // Among zeros, half precision is summed in f32 and then rounded.
+        if order.is_none() && value.dtype.size_in_bytes() < 4 {
+            self.make_like_in(&whole(input), "sums in f32", DType::F32);
+        }
+        Gradient::own(self.make_like(&whole(input), BETWEEN))
+    }
+
+    /// The graph inside is made again, and backward comes through it. Gradients found inside are then added outside.
+    fn backward_of_segment(&mut self, index: usize, gradients: &mut Gradients) {
+        let segment = &self.segments[index];
+        let (end, output, inside) = (segment.end, segment.output, segment.inside.clone());
+        let inputs = segment.inputs.clone();
+        let copies = segment.copies.clone();
+        let Some(node) = self.node(end) else {
+            return;
+        };
+        let Some(incoming) = gradients.remove(&node.output) else {
+            return self.need_held(end);
+        };
+        let there = self.of.clone();
+        let made_again = self.run(inside, true);
+        let mut found = Gradients::new();
+        found.insert(output, Gradient::shared(incoming.buffer));
+        self.backward(output, &mut found);
+        let with_segment = copies.iter().chain(&made_again);
+        with_segment.for_each(|value| self.need_value(*value));
+        self.of = there;
+        self.need_held(end);
+        self.need(incoming.buffer);
+        let of_inputs: Vec<Option<Gradient>> =
+            copies.iter().map(|copy| found.remove(copy)).collect();
+        of_inputs
+            .iter()
+            .flatten()
+            .for_each(|gradient| self.need(gradient.buffer));
+        for (value, gradient) in found {
+            let whole = ValueRef {
+                value,
+                view: None,
+                tracked: true,
+            };
+            self.add_gradient(&whole, gradient, gradients);
+        }
+        for (input, gradient) in inputs.iter().zip(of_inputs) {
+            if let Some(gradient) = gradient {
+                self.add_gradient(input, gradient, gradients);
+            }
+        }
+    }
+
+    /// The graph goes. What is returned beside the first output lives until now, and what nothing has dropped or needed
+    /// since the moment `began`.
+    pub(super) fn end(&mut self, began: usize) {
+        for output in self.graph.outputs.iter().skip(1) {
+            self.need_value(output.value);
+        }
+        let held = self.of.iter().flatten().chain(self.ids.values());
+        for buffer in held.copied().collect::<Vec<_>>() {
+            if self.buffers[buffer].until < began {
+                self.need(buffer);
+            }
+        }
+    }
+
+    /// What comes between backward and the optimizer where the loss was scaled and gradients are f16: each is divided
+    /// by the scale into f32, from the first weight to the last; the f16 one goes when that is done.
+    pub(super) fn unscale(&mut self) {
+        let in_f16 = self.graph.weights().any(|(id, _)| {
+            let weight = self.graph.value(id);
+            weight.tracked && weight.dtype == DType::F16
+        });
+        if !in_f16 {
+            return;
+        }
+        let gradients = self.buffers.iter().enumerate();
+        let gradients = gradients
+            .filter(|(_, buffer)| buffer.kind == MemoryKind::Gradients && buffer.until == END);
+        let gradients: Vec<(usize, Buffer)> = gradients.map(|(i, buffer)| (i, *buffer)).collect();
+        // Backward has made them from the last to the first.
+        for (place, half) in gradients.into_iter().rev() {
+            self.now += 1;
+            let wide = self.add(Buffer { width: 4, ..half });
+            self.buffers[wide].until = END;
+            if self.graph.target == Target::Cuda {
+                // Widened before it is multiplied, and times 0 to find what is not finite.
+                let (what, formula) = ("a gradient as it is unscaled", "of the largest");
+                self.add(Buffer::new(
+                    MemoryKind::Scratch,
+                    what,
+                    formula,
+                    half.elements,
+                    4,
+                ));
+            }
+            self.buffers[place].until = self.now;
+        }
+    }
+}
+
+/// What a gradient is called on its way.
+const BETWEEN: &str = "gradients between ops";
+
+fn whole(operand: &ValueRef) -> ValueRef {
+    ValueRef {
+        view: None,
+        ..*operand
+    }
+}

@@ -1,0 +1,300 @@
+//! Forward, event by event, and what a pass makes and needs.
+
+use super::segments::{Segment, node, segments};
+use super::{Buffer, Formula, What, elements};
+use crate::graph::{Graph, Node, Target, TraceEvent, ValueId, ValueRef};
+use crate::memory::MemoryKind;
+use crate::op_table::lowering_of;
+use crate::ops::WEIGHT_CAST;
+use crate::ops::lowering::{Calls, Signature, Slot, Workspace};
+use candle_core::DType;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// A pass, moment by moment.
+pub(super) struct Pass<'a> {
+    pub graph: &'a Graph,
+    /// Which event makes each value.
+    pub makers: Vec<Option<usize>>,
+    /// What somebody reads beside the op that keeps it.
+    pub is_read: Vec<bool>,
+    pub segments: Vec<Segment>,
+    pub buffers: Vec<Buffer>,
+    pub now: usize,
+    /// Each value's buffer, from when it is made until it is dropped.
+    pub of: Vec<Option<usize>>,
+    /// The copy of the ids that the node that is this event checks.
+    pub ids: HashMap<usize, usize>,
+}
+
+impl<'a> Pass<'a> {
+    pub fn new(graph: &'a Graph, residents: impl IntoIterator<Item = Buffer>) -> Self {
+        let mut is_read = vec![false; graph.values.len()];
+        let read = graph
+            .nodes()
+            .flat_map(|node| node.inputs.iter().chain(&node.reads));
+        for operand in read.chain(&graph.outputs) {
+            is_read[operand.value.0] = true;
+        }
+        Self {
+            graph,
+            makers: graph.makers(),
+            is_read,
+            segments: segments(graph),
+            buffers: residents.into_iter().collect(),
+            now: 0,
+            of: vec![None; graph.values.len()],
+            ids: HashMap::new(),
+        }
+    }
+
+    pub fn node(&self, event: usize) -> Option<&'a Node> {
+        node(self.graph, event)
+    }
+
+    /// The segment that the node stands for which is this event.
+    pub fn segment_ended_by(&self, event: usize) -> Option<usize> {
+        self.segments.binary_search_by_key(&event, |s| s.end).ok()
+    }
+
+    /// Makes a buffer.
+    pub fn add(&mut self, buffer: Buffer) -> usize {
+        self.buffers.push(Buffer {
+            from: self.now,
+            until: self.now,
+            ..buffer
+        });
+        self.buffers.len() - 1
+    }
+
+    /// Something needs this buffer now.
+    pub fn need(&mut self, buffer: usize) {
+        let until = &mut self.buffers[buffer].until;
+        *until = self.now.max(*until);
+    }
+
+    pub fn need_value(&mut self, value: ValueId) {
+        if let Some(buffer) = self.of[value.0] {
+            self.need(buffer);
+        }
+    }
+
+    /// Makes a value.
+    pub fn make(&mut self, event: usize, id: ValueId) -> usize {
+        let (kind, what) = self.named(event, id);
+        let value = self.graph.value(id);
+        let (elements, width) = (elements(&value.shape), value.dtype.size_in_bytes());
+        let buffer = self.add(Buffer::new(kind, what, id, elements, width));
+        self.of[id.0] = Some(buffer);
+        buffer
+    }
+
+    fn named(&self, event: usize, id: ValueId) -> (MemoryKind, What) {
+        let Some(node) = self.node(event) else {
+            return (MemoryKind::Activations, What::Output(event));
+        };
+        if node.op == WEIGHT_CAST {
+            return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
+        }
+        let mut results = self.graph.outputs.iter();
+        let kind = match results.any(|output| output.value == node.output) {
+            true => MemoryKind::Logits,
+            false => MemoryKind::Activations,
+        };
+        match node.kept.iter().find(|kept| kept.value == id) {
+            Some(kept) => (kind, What::Named(kept.name)),
+            None => (kind, What::Output(event)),
+        }
+    }
+
+    /// Makes scratch with as many elements as `like`, in its dtype.
+    pub fn make_like(&mut self, like: &ValueRef, what: &'static str) -> usize {
+        self.make_like_in(like, what, self.graph.value(like.value).dtype)
+    }
+
+    /// As [`make_like`](Self::make_like), in another dtype.
+    pub fn make_like_in(&mut self, like: &ValueRef, what: &'static str, dtype: DType) -> usize {
+        let formula = match like.view {
+            None => Formula::Of(like.value),
+            Some(_) => "of a view".into(),
+        };
+        let elements = elements(self.graph.shape_of(like));
+        let width = dtype.size_in_bytes();
+        self.add(Buffer::new(
+            MemoryKind::Scratch,
+            what,
+            formula,
+            elements,
+            width,
+        ))
+    }
+
+    pub fn make_workspace(&mut self, kind: MemoryKind, workspace: Workspace) -> usize {
+        let Workspace {
+            what,
+            formula,
+            elements,
+            element_bytes,
+        } = workspace;
+        self.add(Buffer::new(kind, what, formula, elements, element_bytes))
+    }
+
+    /// Forward of these events: of all, or of a segment's again, for which what is gone outside is made again and
+    /// returned.
+    pub fn run(&mut self, events: Range<usize>, is_again: bool) -> Vec<ValueId> {
+        let mut made_again = Vec::new();
+        let end = events.end;
+        for event in events {
+            self.now += 1;
+            match &self.graph.events[event] {
+                TraceEvent::Node(node) => {
+                    if is_again {
+                        made_again.extend(self.make_again(node));
+                    }
+                    self.forward_of(event, node, end);
+                }
+                TraceEvent::Drop(value) => self.drop_value(*value),
+                TraceEvent::Enter | TraceEvent::Leave | TraceEvent::AutocastEnd => {}
+            }
+        }
+        made_again
+    }
+
+    /// Makes what a node reads and is gone.
+    pub fn make_again(&mut self, node: &Node) -> Vec<ValueId> {
+        let mut made = Vec::new();
+        for operand in node.inputs.iter().chain(&node.reads) {
+            let value = operand.value;
+            if let (None, Some(maker)) = (self.of[value.0], self.makers[value.0]) {
+                self.make(maker, value);
+                made.push(value);
+            }
+        }
+        made
+    }
+
+    /// The last tensor of a value goes, and the node behind it.
+    fn drop_value(&mut self, value: ValueId) {
+        self.need_value(value);
+        self.of[value.0] = None;
+        if let Some(event) = self.makers[value.0]
+            && let Some(node) = self.node(event)
+            && node.output == value
+        {
+            self.drop_node(event, node);
+        }
+    }
+
+    /// What an op keeps goes with it, but for what others read.
+    fn drop_node(&mut self, event: usize, node: &Node) {
+        for kept in &node.kept {
+            if !self.is_read[kept.value.0] {
+                self.need_value(kept.value);
+                self.of[kept.value.0] = None;
+            }
+        }
+        if let Some(ids) = self.ids.remove(&event) {
+            self.need(ids);
+        }
+    }
+
+    /// Forward of a node, of events that end at `end`.
+    fn forward_of(&mut self, event: usize, node: &'a Node, end: usize) {
+        let signature = Signature::of(self.graph, node);
+        let calls = lowering_of(node).map(|lowering| (lowering.forward)(&signature));
+        let mut made: Vec<(Slot, usize)> = Vec::new();
+        if let Some(calls) = &calls {
+            if let Some(copy) = calls.checked_ids(&signature) {
+                let copy = self.make_workspace(MemoryKind::Inputs, copy);
+                self.ids.insert(event, copy);
+            }
+            self.call(
+                &signature,
+                calls,
+                &mut made,
+                |_| true,
+                |pass, slot| match slot {
+                    Slot::Output => Some(pass.make(event, node.output)),
+                    Slot::Kept(i) => Some(pass.make(event, node.kept.get(i)?.value)),
+                    Slot::Read(i) => pass.of[node.reads.get(i)?.value.0],
+                    _ => None,
+                },
+            );
+        }
+        let slots = (0..node.kept.len()).map(Slot::Kept).chain([Slot::Output]);
+        for slot in slots {
+            let value = match slot {
+                Slot::Kept(i) => node.kept[i].value,
+                _ => node.output,
+            };
+            match made.iter().find(|(other, _)| *other == slot) {
+                Some((_, buffer)) => self.need(*buffer),
+                None => {
+                    self.make(event, value); // a copy, or of an op that is composed
+                }
+            }
+        }
+        // What is read beside goes when it was read last, if nobody else has it.
+        let drops = self.graph.events[event + 1..end].iter();
+        let drops = drops.map_while(|event| match event {
+            TraceEvent::Drop(value) => Some(*value),
+            _ => None,
+        });
+        let dropped: Vec<ValueId> = drops.collect();
+        for operand in &node.reads {
+            match calls.is_some() && dropped.contains(&operand.value) {
+                true => self.of[operand.value.0] = None,
+                false => self.need_value(operand.value),
+            }
+        }
+        node.inputs
+            .iter()
+            .for_each(|operand| self.need_value(operand.value));
+        if !self.graph.value(node.output).tracked {
+            self.drop_node(event, node);
+        }
+        // A segment's node has copied what was made inside.
+        if let Some(segment) = self.segment_ended_by(event) {
+            self.drop_value(self.segments[segment].output);
+        }
+    }
+
+    /// Calls the kernels of a pass, a moment each. `find` makes or finds what is no scratch; `made` is what was
+    /// written.
+    pub fn call(
+        &mut self,
+        signature: &Signature<'_>,
+        calls: &Calls,
+        made: &mut Vec<(Slot, usize)>,
+        wants: impl Fn(usize) -> bool,
+        mut find: impl FnMut(&mut Self, Slot) -> Option<usize>,
+    ) {
+        for (kernel, _) in calls.needed(wants) {
+            self.now += 1;
+            for slot in kernel.reads.iter().chain(kernel.writes.iter()) {
+                let there = made.iter().find(|(other, _)| other == slot);
+                let buffer = match (there, *slot) {
+                    (Some((_, buffer)), _) => Some(*buffer),
+                    (None, Slot::Scratch(i)) => {
+                        let (shape, dtype) = &calls.scratch[i];
+                        let (elements, width) = (elements(shape), dtype.size_in_bytes());
+                        let scratch = MemoryKind::Scratch;
+                        Some(self.add(Buffer::new(scratch, "scratch", "", elements, width)))
+                    }
+                    (None, slot) => find(self, slot),
+                };
+                let Some(buffer) = buffer else {
+                    continue;
+                };
+                self.need(buffer);
+                if there.is_none() {
+                    made.push((*slot, buffer));
+                }
+            }
+            if signature.target == Target::Cpu {
+                let workspace = calls.workspace(kernel, signature);
+                workspace.map(|workspace| self.make_workspace(MemoryKind::Scratch, workspace));
+            }
+        }
+    }
+}

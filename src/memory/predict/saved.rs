@@ -1,0 +1,193 @@
+//! What a pass saves for backward, tensor by tensor.
+
+use super::lifetimes::after_forward;
+use crate::graph::{Graph, Source, ValueId};
+use crate::report::{Column, Fields, Report};
+use candle_core::DType;
+
+/// A tensor that is there for backward.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SavedTensor {
+    /// The op that makes it, with its place: `layers.0/attn/q_proj/linear`; a parameter's name.
+    pub path: String,
+    /// The outermost module that the op is in, `layers.0`; in none, the op's name.
+    pub block: String,
+    /// The op's name; empty for a parameter.
+    pub op: &'static str,
+    /// `output`, `parameter`, or what the op calls what it keeps beside its output: `probabilities`, `lse`.
+    pub what: &'static str,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its dtype.
+    pub dtype: DType,
+    /// The bytes of its elements.
+    pub bytes: u64,
+}
+
+/// The `what` of a leaf.
+const PARAMETER: &str = "parameter";
+
+impl SavedTensor {
+    /// A [`Var`](candle_core::Var), which is there without a graph too.
+    pub fn is_parameter(&self) -> bool {
+        self.what == PARAMETER
+    }
+}
+
+/// What a pass saves for backward, each tensor once, in the order of forward.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SavedTensors {
+    /// All of it, parameters included.
+    pub tensors: Vec<SavedTensor>,
+}
+
+impl SavedTensors {
+    /// What is there because of the graph: all but the parameters.
+    pub fn residuals(&self) -> impl Iterator<Item = &SavedTensor> {
+        self.tensors.iter().filter(|tensor| !tensor.is_parameter())
+    }
+
+    /// The size of the residuals.
+    pub fn residual_bytes(&self) -> u64 {
+        self.residuals().map(|tensor| tensor.bytes).sum()
+    }
+
+    /// The size of the parameters that the graph ends in.
+    pub fn parameter_bytes(&self) -> u64 {
+        let parameters = self.tensors.iter().filter(|tensor| tensor.is_parameter());
+        parameters.map(|tensor| tensor.bytes).sum()
+    }
+
+    /// Number and size of the residuals of each part of the model ([`SavedTensor::block`]), in the order of forward.
+    pub fn by_block(&self) -> Vec<(String, usize, u64)> {
+        self.by(|tensor| tensor.block.clone())
+    }
+
+    /// Number and size of the residuals by op and what it keeps, the largest first.
+    pub fn by_op(&self) -> Vec<(String, usize, u64)> {
+        let mut sums = self.by(|tensor| format!("{}: {}", tensor.op, tensor.what));
+        sums.sort_by_key(|(_, _, bytes)| std::cmp::Reverse(*bytes)); // stable
+        sums
+    }
+
+    fn by(&self, name: impl Fn(&SavedTensor) -> String) -> Vec<(String, usize, u64)> {
+        let mut sums: Vec<(String, usize, u64)> = Vec::new();
+        for tensor in self.residuals() {
+            let name = name(tensor);
+            match sums.iter_mut().find(|(known, ..)| *known == name) {
+                Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + tensor.bytes),
+                None => sums.push((name, 1, tensor.bytes)),
+            }
+        }
+        sums
+    }
+
+    /// The `count` largest residuals, the largest first.
+    pub fn largest(&self, count: usize) -> Vec<&SavedTensor> {
+        let mut tensors: Vec<&SavedTensor> = self.residuals().collect();
+        tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes)); // stable: of equals the first
+        tensors.truncate(count);
+        tensors
+    }
+
+    /// The five largest, and the sum of each part of the model, as a table.
+    pub fn report(&self) -> Report {
+        let mut rows = Vec::new();
+        for tensor in self.largest(5) {
+            let mut row = Fields::new();
+            row.insert("origin", tensor.path.as_str());
+            row.insert("what", tensor.what);
+            row.insert("shape", format!("{:?}", tensor.shape));
+            row.insert("dtype", tensor.dtype.as_str());
+            row.insert("count", 1);
+            row.insert("bytes", tensor.bytes);
+            rows.push(row);
+        }
+        let all = self.residuals().count();
+        let sums = self.by_block().into_iter();
+        let sums = sums.map(|(block, count, bytes)| (format!("all of {block}"), count, bytes));
+        for (name, count, bytes) in sums.chain([("all".into(), all, self.residual_bytes())]) {
+            let mut row = Fields::new();
+            row.insert("origin", name);
+            for key in ["what", "shape", "dtype"] {
+                row.insert(key, "");
+            }
+            row.insert("count", count);
+            row.insert("bytes", bytes);
+            rows.push(row);
+        }
+        Report {
+            columns: vec![
+                Column::text("origin", "Saved for backward"),
+                Column::text("what", "What"),
+                Column::text("shape", "Shape"),
+                Column::text("dtype", "Dtype"),
+                Column::count("count", "Tensors"),
+                Column::mib("bytes", "Size"),
+            ],
+            rows,
+            ..Default::default()
+        }
+    }
+}
+
+/// What a traced function saves for backward: parameters that it reads, and what it makes that is still there when
+/// forward is done. Views of a tensor are that tensor. Inputs and constants are no part of it.
+///
+/// Nothing is saved where no gradient leaves the function's first output.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::{graph, memory, ops};
+///
+/// let weight = graph::weights(DType::F32).get((7, 5), "weight")?;
+/// let x = graph::input("x", (3, 5), DType::F32)?;
+/// let graph = graph::trace(graph::Target::Cpu, || ops::sum(&ops::linear(&x, &weight)?))?;
+/// let saved = memory::saved_tensors(&graph);
+/// let of: Vec<_> = saved.tensors.iter().map(|t| (t.path.as_str(), t.what, t.bytes)).collect();
+/// assert_eq!(of, [("weight", "parameter", 4 * 7 * 5), ("linear", "output", 4 * 3 * 7), ("sum", "output", 4)]);
+/// assert_eq!(saved.residual_bytes(), 4 * (3 * 7 + 1));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn saved_tensors(graph: &Graph) -> SavedTensors {
+    let is_tracked = graph.outputs.first().is_some_and(|output| output.tracked);
+    if !is_tracked {
+        return SavedTensors::default();
+    }
+    let parameters = graph.values.iter().enumerate().filter_map(|(i, value)| {
+        let name = match &value.source {
+            Source::Weight(name) if value.tracked => name.clone(),
+            _ => return None,
+        };
+        let (block, op) = (String::new(), "");
+        Some(tensor(graph, ValueId(i), (name, block, op), PARAMETER))
+    });
+    let made = after_forward(graph).into_iter().map(|(id, node)| {
+        let kept = node.kept.iter().find(|kept| kept.value == id);
+        let block = node.module.names().into_iter().next();
+        let block = block.unwrap_or_else(|| node.op.to_string());
+        let of = (node.path.clone(), block, node.op);
+        tensor(graph, id, of, kept.map_or("output", |kept| kept.name))
+    });
+    SavedTensors {
+        tensors: parameters.chain(made).collect(),
+    }
+}
+
+fn tensor(
+    graph: &Graph,
+    id: ValueId,
+    (path, block, op): (String, String, &'static str),
+    what: &'static str,
+) -> SavedTensor {
+    let value = graph.value(id);
+    SavedTensor {
+        path,
+        block,
+        op,
+        what,
+        shape: value.shape.clone(),
+        dtype: value.dtype,
+        bytes: value.bytes() as u64,
+    }
+}
