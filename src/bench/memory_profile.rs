@@ -83,7 +83,7 @@ impl EndToEnd {
         }
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;
-        let saved = self.workload(device).trace(&self.config)?;
+        let saved = memory::saved_tensors(&self.workload(device).trace(&self.config)?);
         ops::reserve_scratch(self.precision.dtype() != DType::F32)?;
         let meter = Meter::new(device);
         meter.settle()?; // what an earlier run has dropped is not this one's
@@ -128,7 +128,7 @@ impl EndToEnd {
             peak_bytes: peak_bytes.saturating_sub(baseline_bytes),
             reserved_peak_bytes: meter.reserved_peak_bytes(),
             allocations,
-            saved: memory::saved_tensors(&saved),
+            saved,
         })
     }
 

@@ -5,9 +5,7 @@ use super::letters::Letters;
 use super::lifetimes::{Buffer, Lifetimes, What, elements};
 use super::model;
 use super::naming::Naming;
-use super::workload::{
-    Mode, Workload, check, check_some, is_beyond, optimizer_state, place, reaching,
-};
+use super::workload::{Mode, Workload, check_pass, is_beyond, optimizer_state, place, reaching};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
@@ -115,9 +113,7 @@ pub struct Estimate {
 /// A configuration that is no model's, or not one of the workload's attention; more than 4,096 blocks; no sequences, or
 /// empty ones.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
-    check(config, workload)?;
-    check_some("batch_size", workload.batch_size)?;
-    check_some("sequence_length", workload.sequence_length)?;
+    check_pass(config, workload)?;
     let reached = &reaching(config, workload.sequence_length);
     let residents = model::residents(reached, workload);
     let sizes = model::sizes(config, workload);
@@ -247,8 +243,8 @@ impl Estimate {
         let breakdown = naming.breakdown(sizes, lifetimes);
         // Without a graph nothing is left when forward is done.
         let forwards = match mode {
-            Mode::Forward => lifetimes.peak().1,
-            _ => lifetimes.after_forward(),
+            Mode::Forward => &lifetimes.at_peak,
+            _ => &lifetimes.after_forward,
         };
         let of_forward = |kind| {
             let buffers = forwards.iter().filter(|buffer| buffer.kind == kind);
@@ -267,7 +263,7 @@ impl Estimate {
             logit_bytes: of_forward(MemoryKind::Logits),
             transient_bytes: breakdown.bytes_of(MemoryKind::Scratch),
             after_forward_bytes: breakdown.before_backward_bytes,
-            peak_bytes: lifetimes.peak().0 as u64,
+            peak_bytes: lifetimes.peak_bytes as u64,
             breakdown,
         }
     }

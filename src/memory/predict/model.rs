@@ -124,5 +124,5 @@ pub(super) fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Res
     let graph = workload.trace(config)?;
     let residents = residents(&reaching(config, workload.sequence_length), workload);
     let lifetimes = Lifetimes::of(&graph, workload.mode, residents);
-    Ok(lifetimes.peak().0)
+    Ok(lifetimes.peak_bytes)
 }

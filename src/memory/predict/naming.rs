@@ -19,11 +19,10 @@ type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 impl Naming<'_> {
     /// The peak of a pass as terms: buffers that are alike as one.
     pub fn breakdown(&self, sizes: String, lifetimes: &Lifetimes) -> MemoryBreakdown {
-        let after_forward = lifetimes.after_forward();
-        let after_forward_bytes: f64 = after_forward.iter().map(Buffer::bytes).sum();
+        let after_forward_bytes: f64 = lifetimes.after_forward.iter().map(Buffer::bytes).sum();
         MemoryBreakdown {
             before_backward_bytes: after_forward_bytes as u64, // saturates
-            ..self.of(sizes, &lifetimes.peak().1)
+            ..self.of(sizes, &lifetimes.at_peak)
         }
     }
 

@@ -234,11 +234,9 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
             1,
         )
         .with(kind, "workspace", "beside the arena", workspace as f64, 1);
-    let elsewhere = buffers().filter(|buffer| !buffer.is_in_arena());
+    let beside_arena = plan.total_bytes() - plan.peak_bytes();
     MemoryBreakdown {
-        before_backward_bytes: plan.alive_bytes(plan.backward_begins())
-            + workspace
-            + elsewhere.map(Buffer::bytes).sum::<u64>(),
+        before_backward_bytes: beside_arena + plan.alive_bytes(plan.backward_begins()),
         ..breakdown
     }
 }

@@ -1,7 +1,7 @@
 //! What must be run again for a step to fit.
 
 use super::model;
-use super::workload::{check, check_some, optimizer_state};
+use super::workload::{check_pass, optimizer_state};
 use super::{Mode, Workload};
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
@@ -43,9 +43,7 @@ pub fn recommend(
     workload: &Workload,
     available_bytes: u64,
 ) -> Result<Option<Checkpointing>> {
-    check(config, workload)?;
-    check_some("batch_size", workload.batch_size)?;
-    check_some("sequence_length", workload.sequence_length)?;
+    check_pass(config, workload)?;
     let layers = config.num_layers;
     if least_bytes(config, workload) > available_bytes as f64 {
         return Ok(None);
@@ -93,9 +91,7 @@ pub fn most_frugal(
     config: &TransformerConfig,
     workload: &Workload,
 ) -> Result<(Checkpointing, u64)> {
-    check(config, workload)?;
-    check_some("batch_size", workload.batch_size)?;
-    check_some("sequence_length", workload.sequence_length)?;
+    check_pass(config, workload)?;
     let mut best = (Checkpointing::None, f64::INFINITY);
     for strategy in [Checkpointing::None]
         .into_iter()

@@ -95,9 +95,7 @@ impl Workload {
     /// As [`estimate`](super::estimate()); [`Error::OutOfMemory`] for parameters of 2^47 bytes, and for a tensor of
     /// 2^63; [`Error::Config`] where the system starts no thread with the stack that so many blocks take.
     pub fn trace(&self, config: &TransformerConfig) -> Result<Graph> {
-        check(config, self)?;
-        check_some("batch_size", self.batch_size)?;
-        check_some("sequence_length", self.sequence_length)?;
+        check_pass(config, self)?;
         if is_beyond(config, self) {
             return Err(Error::OutOfMemory {
                 what: "a pass of this model".into(),
@@ -177,6 +175,13 @@ pub(super) fn is_beyond(config: &TransformerConfig, workload: &Workload) -> bool
     };
     let most = elements(&rows) * scores.max(widest as f64);
     most * size_of::<f32>() as f64 >= isize::MAX as f64 || has_too_many_parameters(&config)
+}
+
+/// Refuses what has no breakdown, and a workload of nothing.
+pub(super) fn check_pass(config: &TransformerConfig, workload: &Workload) -> Result<()> {
+    check(config, workload)?;
+    check_some("batch_size", workload.batch_size)?;
+    check_some("sequence_length", workload.sequence_length)
 }
 
 /// Refuses a workload of nothing.

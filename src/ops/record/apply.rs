@@ -147,7 +147,7 @@ custom_op!(
 /// Applies `op` to `inputs`, or writes the call down in the trace that is open.
 pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     match graph::is_tracing() {
-        true => Ok(traced(op.name(), op, inputs, false)?),
+        true => Ok(traced(op.name(), op, inputs, true)?), // no kernel has made it
         false => applied(inputs, op),
     }
 }

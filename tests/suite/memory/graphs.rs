@@ -651,11 +651,12 @@ fn a_plans_memory_by_kind() {
 fn attention_of_nothing_takes_nothing() {
     for algorithm in Algorithm::ALL {
         for (batch_size, sequence_length) in [(0, 8), (2, 0)] {
-            for kernels in [Kernels::Cpu, Kernels::Cuda] {
+            for (kernels, documents) in [(Kernels::Cpu, 1), (Kernels::Cuda, 1), (Kernels::Cpu, 2)] {
                 let workload = AttentionWorkload {
                     algorithm,
                     batch_size,
                     sequence_length,
+                    documents,
                     ..Default::default()
                 };
                 let breakdown = attention_breakdown(&workload, kernels).unwrap();

@@ -109,12 +109,14 @@ impl Buffer {
     }
 }
 
-/// The buffers of a pass.
+/// What is alive in a pass when it matters.
 pub(super) struct Lifetimes {
-    buffers: Vec<Buffer>,
-    /// The moment between forward and backward.
-    after_forward: usize,
-    last: usize,
+    /// The most that is alive at once, in bytes. In f64, which goes on where bytes in 64 bits end.
+    pub peak_bytes: f64,
+    /// What is alive then,
+    pub at_peak: Vec<Buffer>,
+    /// and when forward is done.
+    pub after_forward: Vec<Buffer>,
 }
 
 impl Lifetimes {
@@ -142,42 +144,37 @@ impl Lifetimes {
         } else {
             pass.end(END);
         }
+        let (peak_bytes, peak) = peak(&pass.buffers, pass.now);
+        let alive = |moment| {
+            let buffers = pass.buffers.iter().filter(|buffer| buffer.is_alive(moment));
+            buffers.copied().collect()
+        };
         Self {
-            after_forward,
-            last: pass.now,
-            buffers: pass.buffers,
+            peak_bytes,
+            at_peak: alive(peak),
+            after_forward: alive(after_forward),
         }
     }
+}
 
-    /// The most that is alive at once, in bytes, and what that is. In f64, which goes on where bytes in 64 bits end.
-    pub fn peak(&self) -> (f64, Vec<Buffer>) {
-        let mut change = vec![0.0; self.last + 2];
-        for buffer in &self.buffers {
-            change[buffer.from] += buffer.bytes();
-            if buffer.until <= self.last {
-                change[buffer.until + 1] -= buffer.bytes();
-            }
+/// The most bytes that are alive at once until the moment `last`, and when.
+fn peak(buffers: &[Buffer], last: usize) -> (f64, usize) {
+    let mut change = vec![0.0; last + 2];
+    for buffer in buffers {
+        change[buffer.from] += buffer.bytes();
+        if buffer.until <= last {
+            change[buffer.until + 1] -= buffer.bytes();
         }
-        let mut alive_bytes = 0.0;
-        let (mut peak_bytes, mut peak) = (0.0, 0);
-        for (moment, change) in change.iter().enumerate().take(self.last + 1) {
-            alive_bytes += change;
-            if alive_bytes > peak_bytes {
-                (peak_bytes, peak) = (alive_bytes, moment);
-            }
+    }
+    let mut alive_bytes = 0.0;
+    let (mut peak_bytes, mut peak) = (0.0, 0);
+    for (moment, change) in change.iter().enumerate().take(last + 1) {
+        alive_bytes += change;
+        if alive_bytes > peak_bytes {
+            (peak_bytes, peak) = (alive_bytes, moment);
         }
-        (peak_bytes, self.at(peak))
     }
-
-    /// What is alive when forward is done.
-    pub fn after_forward(&self) -> Vec<Buffer> {
-        self.at(self.after_forward)
-    }
-
-    fn at(&self, moment: usize) -> Vec<Buffer> {
-        let alive = self.buffers.iter().filter(|buffer| buffer.is_alive(moment));
-        alive.copied().collect()
-    }
+    (peak_bytes, peak)
 }
 
 /// The values that forward makes and that are there when it is done, with the nodes that make or keep them.

@@ -215,8 +215,8 @@ impl<'a> Pass<'a> {
                 |_| true,
                 |pass, slot| match slot {
                     Slot::Output => Some(pass.make(event, node.output)),
-                    Slot::Kept(i) => Some(pass.make(event, node.kept.get(i)?.value)),
-                    Slot::Read(i) => pass.of[node.reads.get(i)?.value.0],
+                    Slot::Kept(i) => Some(pass.make(event, node.kept[i].value)),
+                    Slot::Read(i) => pass.of[node.reads[i].value.0],
                     _ => None,
                 },
             );
