@@ -118,6 +118,7 @@ mod error;
 #[cfg(feature = "files")]
 mod files;
 mod grad;
+mod gradients;
 pub mod graph;
 pub mod hardware;
 #[cfg(feature = "files")]

@@ -1,7 +1,7 @@
 //! Fully sharded data parallelism: weights divided over the ranks.
 
 use super::{Collective, Communicator, FullyShardConfig, Shard};
-use crate::optim::described;
+use crate::gradients::described;
 use crate::{Error, Result, graph, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};

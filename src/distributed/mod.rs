@@ -78,6 +78,7 @@
 mod collective;
 mod communicator;
 mod config;
+mod environment;
 mod fully_shard;
 #[cfg(feature = "cuda")]
 mod gpu_queue;

@@ -1,7 +1,7 @@
 //! Data parallelism: gradients averaged over the ranks.
 
 use super::{Communicator, Exchange, Reduce, ReplicatedConfig};
-use crate::optim::{MissingGradients, described, distinct};
+use crate::gradients::{MissingGradients, described, distinct};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};

@@ -21,7 +21,6 @@ pub(crate) mod cuda;
 pub(crate) mod cupti;
 #[cfg(feature = "report")]
 mod description;
-pub(crate) mod half_arithmetic;
 #[cfg(target_os = "linux")]
 mod host_memory;
 #[cfg(not(target_os = "linux"))]
@@ -30,9 +29,9 @@ mod host_memory;
 mod tf32;
 mod threads;
 
+pub use crate::kernels::cpu::half_arithmetic::{HalfArithmetic, half_arithmetic};
 #[cfg(feature = "report")]
 pub use description::description;
-pub use half_arithmetic::{HalfArithmetic, half_arithmetic};
 pub use tf32::{set_tf32, tf32};
 pub(crate) use threads::check_threads;
 

@@ -1,8 +1,8 @@
 //! The gradients of a batch that is too large for memory, from parts of it.
 
 use super::MissingGradients;
-use super::gradients::{Owners, distinct, find_gradient, missing};
 use crate::backward::empty_store;
+use crate::gradients::{Owners, distinct, find_gradient, missing};
 use crate::inplace;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};

@@ -2,10 +2,10 @@
 
 use super::MissingGradients;
 use super::config::{AdamWConfig, ParameterGroup};
-use super::gradients::{find_gradient, missing};
 use super::reference;
 use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu};
+use crate::gradients::{find_gradient, missing};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
 use crate::ops::{Path, check_granted_on, choose, laid_out};

@@ -1,8 +1,8 @@
 //! Gradient norms, and clipping by them.
 
-use super::gradients::{Owners, distinct, gradient_of, gradients_of};
 use super::guard::first_non_finite;
 use super::squares::sums_of_squares;
+use crate::gradients::{Owners, distinct, gradient_of, gradients_of};
 use crate::inplace;
 use crate::probe::{self, Kind};
 use crate::{Error, Result, ops};

@@ -1,7 +1,7 @@
 //! Numbers that must be finite, looked at before they spoil the weights.
 
-use super::gradients::{distinct, gradients_of};
 use super::squares::are_finite;
+use crate::gradients::{distinct, gradients_of};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 

@@ -36,10 +36,7 @@ mod cuda;
 #[cfg(feature = "files")]
 mod file;
 mod grad_scaler;
-mod gradients;
-pub(crate) use gradients::{described, distinct};
 pub(crate) mod guard;
-mod missing;
 mod planned;
 pub(crate) use planned::PlannedUpdate;
 mod reference;
@@ -49,11 +46,11 @@ mod slot;
 mod squares;
 mod state;
 
+pub use crate::gradients::MissingGradients;
 pub use accumulate::GradientAccumulator;
 pub use adamw::AdamW;
 pub use clip::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
 pub use config::{AdamWConfig, Moments, ParameterGroup, decay_matrices_only, parameters_of};
 pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};
 pub use guard::check_finite;
-pub use missing::MissingGradients;
 pub use schedule::Schedule;

@@ -1,9 +1,10 @@
 //! The optimizer's state divided among the ranks of a job.
 
+use super::AdamW;
 #[cfg(feature = "files")]
 use super::slot::Slot;
-use super::{AdamW, described};
 use crate::distributed::{Collective, Communicator, Shard};
+use crate::gradients::described;
 use crate::{Error, Result};
 #[cfg(feature = "files")]
 use candle_core::{DType, Device, Tensor, Var};

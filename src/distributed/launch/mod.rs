@@ -7,7 +7,8 @@ mod signals;
 #[cfg(test)]
 mod tests;
 
-use super::ranks::{made_token, outer_variables};
+use super::environment::outer_variables;
+use super::ranks::made_token;
 use crate::{Error, Result};
 use children::{Children, GRACE, Grace, end_with_parent};
 use relay::{Sink, relay};

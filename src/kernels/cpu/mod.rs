@@ -14,6 +14,7 @@ pub mod cast;
 pub mod dropout;
 mod elementwise;
 pub mod gemm;
+pub mod half_arithmetic;
 pub mod heads;
 pub mod normal;
 pub mod parallel;

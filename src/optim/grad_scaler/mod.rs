@@ -15,7 +15,7 @@ pub use config::GradScalerConfig;
 pub use state::GradScalerState;
 
 use super::adamw::AdamW;
-use super::gradients::distinct;
+use crate::gradients::distinct;
 use crate::ops::{cast, mul};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, TensorId, Var, backprop::GradStore};

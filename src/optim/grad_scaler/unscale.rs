@@ -1,8 +1,8 @@
 //! Gradients divided by the scale, and whether they are finite: on the CPU in one pass over each.
 
-use super::super::gradients::{Owners, gradient_of, gradients_of};
 use super::super::squares::are_finite;
 use super::{GradScaler, Progress, UNSCALE};
+use crate::gradients::{Owners, gradient_of, gradients_of};
 use crate::inplace::{Element, no_kernel, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};

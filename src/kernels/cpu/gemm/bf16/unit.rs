@@ -10,7 +10,7 @@ use super::{
     amx::{self, Registers},
     avx512,
 };
-use crate::hardware::half_arithmetic::{HalfArithmetic, half_arithmetic};
+use crate::kernels::cpu::half_arithmetic::{HalfArithmetic, half_arithmetic};
 use half::bf16;
 use std::any::TypeId;
 use std::sync::OnceLock;

@@ -1,5 +1,9 @@
 //! Parameters' gradients out of a store, checked, and which of them may be written where they lie.
 
+mod missing;
+
+pub use missing::MissingGradients;
+
 use crate::hardware::device_name;
 use crate::inplace::{is_supported, storage_address};
 use crate::{Error, Result};
@@ -25,7 +29,7 @@ pub(crate) fn described<'a>(parameters: impl Iterator<Item = &'a (String, Var)>)
 }
 
 /// The gradient of `var`: there, of its shape, of a float dtype, on its device.
-pub(super) fn gradient_of<'a>(
+pub(crate) fn gradient_of<'a>(
     op: &'static str,
     gradients: &'a GradStore,
     name: &str,
@@ -35,7 +39,7 @@ pub(super) fn gradient_of<'a>(
 }
 
 /// The error that a parameter has no gradient.
-pub(super) fn missing(op: &'static str, name: &str) -> Error {
+pub(crate) fn missing(op: &'static str, name: &str) -> Error {
     Error::MissingGradient {
         op,
         parameter: name.to_string(),
@@ -43,7 +47,7 @@ pub(super) fn missing(op: &'static str, name: &str) -> Error {
 }
 
 /// As [`gradient_of`], `None` where there is no gradient.
-pub(super) fn find_gradient<'a>(
+pub(crate) fn find_gradient<'a>(
     op: &'static str,
     gradients: &'a GradStore,
     name: &str,
@@ -83,7 +87,7 @@ pub(super) fn find_gradient<'a>(
 }
 
 /// The [gradient](gradient_of) of each parameter.
-pub(super) fn gradients_of<'a>(
+pub(crate) fn gradients_of<'a>(
     op: &'static str,
     gradients: &'a GradStore,
     parameters: &[(String, Var)],
@@ -97,10 +101,10 @@ pub(super) fn gradients_of<'a>(
 /// How many tensors lie on each storage: every gradient of a store, and the parameters themselves.
 ///
 /// What is alone on its storage can be overwritten without changing another.
-pub(super) struct Owners(HashMap<usize, usize>);
+pub(crate) struct Owners(HashMap<usize, usize>);
 
 impl Owners {
-    pub(super) fn new(gradients: &GradStore, parameters: &[(String, Var)]) -> Self {
+    pub(crate) fn new(gradients: &GradStore, parameters: &[(String, Var)]) -> Self {
         let mut owners = HashMap::new();
         let gradients = gradients.get_ids().filter_map(|id| gradients.get_id(*id));
         for tensor in gradients.chain(parameters.iter().map(|(_, var)| var.as_tensor())) {
@@ -110,7 +114,7 @@ impl Owners {
     }
 
     /// Whether a kernel may overwrite this gradient: contiguous, on the CPU, and not shared.
-    pub(super) fn is_alone(&self, gradient: &Tensor) -> bool {
+    pub(crate) fn is_alone(&self, gradient: &Tensor) -> bool {
         gradient.device().is_cpu()
             && gradient.is_contiguous()
             && self.0.get(&storage_address(gradient)) == Some(&1)

@@ -1,12 +1,12 @@
 //! Parameters that have no gradient.
 
-use super::gradients::{find_gradient, missing};
+use super::{find_gradient, missing};
 use crate::Result;
 use candle_core::{Var, backprop::GradStore};
 
 /// What happens to a parameter that has no gradient: an expert that no token chose, a branch that was not taken.
 ///
-/// It is set per parameter group, in [`AdamWConfig::missing_gradients`](super::AdamWConfig::missing_gradients), for
+/// It is set per parameter group, in [`AdamWConfig::missing_gradients`](crate::optim::AdamWConfig::missing_gradients), for
 /// eager and [planned](crate::compile::Step) steps. What takes a list of parameters ([`clip_grad_norm`],
 /// [`GradScaler::unscale`], [`check_finite`]) is given those that have a gradient, by
 /// [`with_gradients`](Self::with_gradients). [`GradientAccumulator::with_missing`] has it too.
@@ -36,10 +36,10 @@ use candle_core::{Var, backprop::GradStore};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
-/// [`clip_grad_norm`]: super::clip_grad_norm()
-/// [`check_finite`]: super::check_finite()
-/// [`GradScaler::unscale`]: super::GradScaler::unscale
-/// [`GradientAccumulator::with_missing`]: super::GradientAccumulator::with_missing
+/// [`clip_grad_norm`]: crate::optim::clip_grad_norm()
+/// [`check_finite`]: crate::optim::check_finite()
+/// [`GradScaler::unscale`]: crate::optim::GradScaler::unscale
+/// [`GradientAccumulator::with_missing`]: crate::optim::GradientAccumulator::with_missing
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
@@ -71,7 +71,7 @@ impl MissingGradients {
     }
 
     /// As [`with_gradients`](Self::with_gradients); errors name `op`.
-    pub(super) fn present(
+    pub(crate) fn present(
         self,
         op: &'static str,
         gradients: &GradStore,
