@@ -374,9 +374,11 @@ impl Flags {
                 optimizer.betas.0,
                 optimizer.betas.1,
                 optimizer.weight_decay,
-                match config.max_grad_norm {
-                    Some(norm) => format!("clipped at norm {norm}"),
-                    None => "not clipped".into(),
+                match (config.max_grad_norm, config.max_grad_value) {
+                    (None, None) => "not clipped".into(),
+                    (Some(norm), None) => format!("clipped at norm {norm}"),
+                    (None, Some(value)) => format!("clipped at {value}"),
+                    (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
                 }
             ),
         );

@@ -215,6 +215,25 @@ fn scale_as<T: Element>(tensor: &Tensor, factor: f64) -> candle_core::Result<()>
     })
 }
 
+/// `tensor = min(max(tensor, -bound), bound)` where it lies: a contiguous CPU tensor.
+pub(crate) fn clamp(tensor: &Tensor, bound: f64) -> Result<()> {
+    match tensor.dtype() {
+        DType::F32 => clamp_as::<f32>(tensor, bound),
+        DType::F64 => clamp_as::<f64>(tensor, bound),
+        DType::F16 => clamp_as::<f16>(tensor, bound),
+        DType::BF16 => clamp_as::<bf16>(tensor, bound),
+        other => no_kernel("clamp", other),
+    }?;
+    Ok(())
+}
+
+fn clamp_as<T: Element>(tensor: &Tensor, bound: f64) -> candle_core::Result<()> {
+    with_mut_slice(tensor, |x: &mut [T]| {
+        reduce::clamp(x, bound);
+        Ok(())
+    })
+}
+
 /// `sum += factor * tensor` where it lies: contiguous CPU tensors on storages of their own, `sum` of the wide type.
 pub(crate) fn add_scaled(sum: &Tensor, tensor: &Tensor, factor: f64) -> Result<()> {
     match tensor.dtype() {

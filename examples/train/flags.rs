@@ -168,6 +168,10 @@ pub struct TrainingFlags {
     #[arg(long, default_value_t = 1.0, value_parser = values::from_0)]
     pub clip: f64,
 
+    /// The largest value of a gradient's elements, either way; 0 clips nothing
+    #[arg(long, default_value_t = 0.0, value_parser = values::from_0)]
+    pub clip_value: f64,
+
     #[command(flatten)]
     pub precision: PrecisionFlags,
 
@@ -367,6 +371,7 @@ impl TrainingFlags {
                 ..Default::default()
             },
             max_grad_norm: (self.clip != 0.0).then_some(self.clip),
+            max_grad_value: (self.clip_value != 0.0).then_some(self.clip_value),
             precision,
             evaluate_every: self.evaluate_every,
             separator: self.separator,

@@ -102,6 +102,9 @@ pub struct StepConfig {
     /// Scale the gradients so that their norm is at most this, as
     /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) does; `None` for no clipping.
     pub clip_norm: Option<f64>,
+    /// Clip each element of the gradients to be from minus this to this, after `clip_norm`, as
+    /// [`clip_grad_value`](crate::optim::clip_grad_value) does; `None` for no clipping.
+    pub clip_value: Option<f64>,
     /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
     /// [`Step::run_scaled`](super::Step::run_scaled).
     pub loss_scaling: bool,
@@ -142,6 +145,7 @@ impl Default for StepConfig {
         Self {
             precision: Precision::F32,
             clip_norm: None,
+            clip_value: None,
             loss_scaling: false,
             accumulation: 1,
             memory_budget_bytes: None,
@@ -161,6 +165,7 @@ impl StepConfig {
             PlanKind::TrainStep => self.clone(),
             PlanKind::Gradients => Self {
                 clip_norm: None,
+                clip_value: None,
                 loss_scaling: false,
                 optimizer_in_backward: false,
                 ..self.clone()
@@ -179,13 +184,16 @@ impl StepConfig {
     /// Whether the fields go together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a norm that is not over 0, no micro-batches, a precision without f32
+    /// [`Error::Config`] naming the field: a norm or value to clip to that is not over 0, no micro-batches, a precision without f32
     /// parameters, an optimizer in backward beside clipping, accumulation or loss scaling.
     pub fn validate(&self) -> Result<()> {
         const CONFIG: &str = "StepConfig";
         check_count(CONFIG, "accumulation", self.accumulation)?;
         if let Some(norm) = self.clip_norm {
             check_clip_norm(norm)?;
+        }
+        if let Some(value) = self.clip_value {
+            check_clip_value("StepConfig", "clip_value", value)?;
         }
         check_precision(CONFIG, self.precision)?;
         self.ranks.validate()?;
@@ -238,6 +246,24 @@ fn check_count(config: &'static str, field: &'static str, count: usize) -> Resul
         expected: "from 1 to under 2^32".into(),
         got: count.to_string(),
         hint: "it is the number of micro-batches in a step; 1 does not accumulate".into(),
+    })
+}
+
+/// An error unless gradients can be clipped to this value.
+pub(crate) fn check_clip_value(
+    config: &'static str,
+    field: &'static str,
+    value: f64,
+) -> Result<()> {
+    if value > 0.0 {
+        return Ok(());
+    }
+    Err(Error::Config {
+        config,
+        field,
+        expected: "over 0".into(),
+        got: value.to_string(),
+        hint: "each element of a gradient is clipped to it; None does not clip".into(),
     })
 }
 

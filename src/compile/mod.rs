@@ -73,7 +73,7 @@
 //! | token ids and first keys that an op makes; ids in i64 that an op takes as numbers too | everywhere |
 //! | an output that is no float, and for a training step one that is not one f32 (f64 on the CPU) | everywhere |
 //! | a parameter that the loss does not depend on, unless its group [takes that](crate::optim::MissingGradients) | everywhere |
-//! | the optimizer in backward with clipping, accumulation, loss scaling or several ranks | everywhere |
+//! | the optimizer in backward with clipping by norm, accumulation, loss scaling or several ranks | everywhere |
 //! | gradients exchanged in bf16 | CPU |
 //!
 //! # Half precision
@@ -142,9 +142,9 @@ mod writer;
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use batch::{Batch, Inputs};
 pub use buffer::{Buffer, BufferId, Category, Location};
-#[cfg(feature = "train")]
-pub(crate) use config::check_precision;
 pub use config::{PlanKind, StepConfig, StepRanks};
+#[cfg(feature = "train")]
+pub(crate) use config::{check_clip_value, check_precision};
 #[cfg(feature = "report")]
 pub(crate) use least::of_forward as least_forward_bytes;
 #[cfg(feature = "report")]

@@ -199,6 +199,9 @@ impl PlannedStep {
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // somebody else has stepped
         }
+        for planned in &mut planned {
+            planned.update.clip_value = self.config.clip_value.unwrap_or(f64::INFINITY);
+        }
         let tensors = Tensors {
             parameters: &self.parameters,
             updates: &planned,

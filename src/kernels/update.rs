@@ -5,6 +5,8 @@
 pub struct Update {
     /// What moments in bf16 are rounded by: the parameter's random bits in this step.
     pub rounding: u32, // first: updates are told apart by it, where all differ
+    /// What gradients are clipped to, element by element: from minus this to this. Infinity does not clip.
+    pub clip_value: f64,
     /// What decay leaves of a parameter: `1 - lr * weight_decay`.
     pub decay: f64,
     /// The gradient's share of the first moment: `1 - beta1`.
@@ -28,6 +30,7 @@ impl Update {
         let step = step as f64;
         Self {
             rounding: 0,
+            clip_value: f64::INFINITY,
             decay: 1.0 - lr * weight_decay,
             first_share: 1.0 - beta1,
             beta2,

@@ -1,4 +1,4 @@
-//! Gradient norms, and clipping by them.
+//! Gradient norms, and clipping by norm and by value.
 
 use super::guard::first_non_finite;
 use super::squares::sums_of_squares;
@@ -68,6 +68,47 @@ pub fn clip_grad_norm_checked(
     Ok(norm)
 }
 
+/// Clips each element of `parameters`' gradients: `g = min(max(g, -max_value), max_value)`. NaN stays.
+///
+/// As PyTorch's `clip_grad_value_`. Gradients are overwritten where they lie unless they share their storage with
+/// another gradient or a parameter.
+///
+/// # Errors
+/// As [`grad_norm`]; [`Error::Config`] if `max_value` is not over 0.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::clip_grad_value;
+///
+/// let weight = Var::from_slice(&[3f64, -0.5, -4.0], 3, &Device::Cpu)?;
+/// let mut gradients = (weight.sqr()?.sum_all()? * 0.5)?.backward()?; // the gradient is the weight
+/// clip_grad_value(&mut gradients, &[("weight".to_string(), weight.clone())], 1.0)?;
+/// assert_eq!(gradients.get(&weight).unwrap().to_vec1::<f64>()?, [1.0, -0.5, -1.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn clip_grad_value(
+    gradients: &mut GradStore,
+    parameters: &[(String, Var)],
+    max_value: f64,
+) -> Result<()> {
+    let range = probe::op(Kind::Op, CLIP_VALUE, probe::op_path(CLIP_VALUE));
+    if max_value.is_nan() || max_value <= 0.0 {
+        return Err(Error::config(CLIP_VALUE, "max_value", max_value)
+            .must_be("over 0", "each element of a gradient is clipped to it"));
+    }
+    let parameters = distinct(parameters.iter().cloned());
+    gradients_of(CLIP_VALUE, gradients, &parameters)?;
+    let in_place = |gradient: &Tensor| inplace::clamp(gradient, max_value);
+    change_all(CLIP_VALUE, gradients, &parameters, in_place, |gradient| {
+        let bound = (gradient.ones_like()? * max_value)?;
+        let low = (&bound * -1.0)?;
+        let clipped = gradient.gt(&bound)?.where_cond(&bound, gradient)?;
+        Ok(clipped.lt(&low)?.where_cond(&low, &clipped)?) // NaN is neither
+    })?;
+    leave(range, &parameters);
+    Ok(())
+}
+
 /// An error that names the first parameter whose gradient is not finite, if the norm is not.
 ///
 /// # Errors
@@ -89,8 +130,9 @@ fn check_norm(norm: f64, gradients: &GradStore, parameters: &[(String, Var)]) ->
     })
 }
 
-/// The operation's name in errors.
+/// The operations' names in errors.
 const CLIP: &str = "clip_grad_norm";
+const CLIP_VALUE: &str = "clip_grad_value";
 
 fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
     let gradients = gradients_of(op, gradients, parameters)?;
@@ -111,35 +153,49 @@ fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) 
     if !norm.is_finite() || factor >= 1.0 {
         return Ok(norm);
     }
-    let owners = Owners::new(gradients, parameters);
-    for (name, var) in parameters {
-        let gradient = gradient_of(CLIP, gradients, name, var)?;
-        if owners.is_alone(gradient) {
-            inplace::scale(gradient, factor)?;
-        } else {
-            let scaled = scaled_copy(gradient, factor)?;
-            gradients.insert(var, scaled);
-        }
-    }
-    if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
-        let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
-        range.leave_flat(elements, first.dtype());
-    }
+    let in_place = |gradient: &Tensor| inplace::scale(gradient, factor);
+    change_all(CLIP, gradients, parameters, in_place, |gradient| {
+        Ok((gradient * factor)?)
+    })?;
+    leave(range, parameters);
     Ok(norm)
 }
 
-/// `gradient * factor` on a storage of its own, outside of any graph.
-fn scaled_copy(gradient: &Tensor, factor: f64) -> Result<Tensor> {
-    let gradient = gradient.detach();
-    if gradient.device().is_cpu() {
-        ops::check_granted_on(gradient.device(), gradient.dims(), gradient.dtype())?;
-        let copy = gradient.force_contiguous()?;
-        inplace::scale(&copy, factor)?;
-        Ok(copy)
-    } else {
-        // candle rounds a factor to the tensor's dtype.
-        let dtype = gradient.dtype();
-        let scaled = (gradient.to_dtype(inplace::wide(dtype))? * factor)?;
-        Ok(scaled.to_dtype(dtype)?)
+/// Changes each gradient: on the CPU by `in_place`, elsewhere to what `changed` returns of it in the type that is
+/// computed in.
+fn change_all(
+    op: &'static str,
+    gradients: &mut GradStore,
+    parameters: &[(String, Var)],
+    in_place: impl Fn(&Tensor) -> Result<()>,
+    changed: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<()> {
+    let owners = Owners::new(gradients, parameters);
+    for (name, var) in parameters {
+        let gradient = gradient_of(op, gradients, name, var)?;
+        if owners.is_alone(gradient) {
+            in_place(gradient)?;
+            continue;
+        }
+        let (gradient, dtype) = (gradient.detach(), gradient.dtype());
+        let replacement = if gradient.device().is_cpu() {
+            ops::check_granted_on(gradient.device(), gradient.dims(), dtype)?;
+            let copy = gradient.force_contiguous()?;
+            in_place(&copy)?;
+            copy
+        } else {
+            // candle rounds a factor to the tensor's dtype.
+            changed(&gradient.to_dtype(inplace::wide(dtype))?)?.to_dtype(dtype)?
+        };
+        gradients.insert(var, replacement);
+    }
+    Ok(())
+}
+
+/// Tells who listens what has been done to the parameters' gradients.
+fn leave(range: probe::RangeGuard, parameters: &[(String, Var)]) {
+    if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
+        let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
+        range.leave_flat(elements, first.dtype());
     }
 }

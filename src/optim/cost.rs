@@ -35,6 +35,13 @@ const CLIP: OpInfo = OpInfo::new("clip_grad_norm").costing(
     None,
 );
 
+const CLIP_VALUE: OpInfo = OpInfo::new("clip_grad_value").costing(
+    "2 an element",
+    "gradients, read and written",
+    |o| o.elementwise(2.0),
+    None,
+);
+
 const UNSCALE: OpInfo = OpInfo::new("GradScaler::unscale").costing(
     "1 an element",
     "gradients, read and written",
@@ -42,4 +49,4 @@ const UNSCALE: OpInfo = OpInfo::new("GradScaler::unscale").costing(
     None,
 );
 
-pub(crate) const INFOS: &[OpInfo] = &[ADAMW, STEP_INFO, CLIP, UNSCALE];
+pub(crate) const INFOS: &[OpInfo] = &[ADAMW, STEP_INFO, CLIP, CLIP_VALUE, UNSCALE];

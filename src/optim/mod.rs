@@ -49,7 +49,7 @@ mod state;
 pub use crate::gradients::MissingGradients;
 pub use accumulate::GradientAccumulator;
 pub use adamw::AdamW;
-pub use clip::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
+pub use clip::{clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
 pub use config::{AdamWConfig, Moments, ParameterGroup, decay_matrices_only, parameters_of};
 pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};
 pub use guard::check_finite;

@@ -1,6 +1,6 @@
 //! What a run is told.
 
-use crate::compile::check_precision;
+use crate::compile::{check_clip_value, check_precision};
 use crate::optim::{AdamWConfig, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
@@ -39,6 +39,10 @@ pub struct TrainConfig {
     pub optimizer: AdamWConfig,
     /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
     pub max_grad_norm: Option<f64>,
+    /// Each element of the gradients is clipped to be from minus this to this, after `max_grad_norm`; `None` leaves them
+    /// as they are, and so does a saved run that says nothing.
+    #[serde(default)]
+    pub max_grad_value: Option<f64>,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
     /// parameters are in f32. f32 where a saved run says nothing.
     #[serde(default)]
@@ -102,6 +106,7 @@ impl Default for TrainConfig {
                 ..Default::default()
             },
             max_grad_norm: Some(1.0),
+            max_grad_value: None,
             precision: Precision::F32,
             loss_scaling: GradScalerConfig::default(),
             optimizer_in_backward: false,
@@ -119,8 +124,8 @@ impl TrainConfig {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` that is not over 0, a precision that
-    /// is not planned, an optimizer in backward beside clipping, accumulation or loss scaling; and those of the
+    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` or `max_grad_value` that is not over
+    /// 0, a precision that is not planned, an optimizer in backward beside clipping, accumulation or loss scaling; and those of the
     /// schedule, the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
@@ -184,6 +189,9 @@ impl TrainConfig {
                 norm.to_string(),
                 "1.0 is usual; leave it out to clip nothing",
             );
+        }
+        if let Some(value) = self.max_grad_value {
+            check_clip_value("TrainConfig", "max_grad_value", value)?;
         }
         check_precision("TrainConfig", self.precision)?;
         if self.optimizer_in_backward && self.max_grad_norm.is_some() {

@@ -166,6 +166,7 @@ impl Trainer {
             precision: config.precision,
             loss_scaling: self.scaler.is_some(),
             clip_norm: config.max_grad_norm.or(all_norms),
+            clip_value: config.max_grad_value,
             accumulation: self.batches().len(),
             memory_budget_bytes: config.memory_budget_bytes,
             optimizer_in_backward: config.optimizer_in_backward,

@@ -38,7 +38,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Plan, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Architecture, Checkpointing, Layer};
-use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked};
+use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked, clip_grad_value};
 use tallow::precision::Precision;
 
 const CPU: Device = Device::Cpu;
@@ -235,6 +235,9 @@ pub fn agree_of(
         if let Some(norm) = plan.clip_norm {
             let norm = clip_grad_norm_checked(&mut store, &eager.parameters(), norm).unwrap();
             assert_eq!(step.gradient_norm(), Some(norm));
+        }
+        if let Some(value) = plan.clip_value {
+            clip_grad_value(&mut store, &eager.parameters(), value).unwrap();
         }
         eager_optimizer.step(&store).unwrap();
         assert_eq!(bits(&planned), bits(&eager), "{what}, step {i}");

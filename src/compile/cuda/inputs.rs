@@ -11,9 +11,9 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 
-/// The largest norm f64, the inverse of the loss scale f64, the loss's gradient f32; then updates of eight f32 each.
+/// The largest norm f64, the inverse of the loss scale f64, the loss's gradient f32; then updates.
 const UPDATES: usize = 64;
-const UPDATE_BYTES: usize = 32;
+const UPDATE_BYTES: usize = 4 * adamw::WORDS;
 
 pub(super) struct Inputs {
     host: Vec<u8>,

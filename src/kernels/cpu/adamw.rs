@@ -3,6 +3,7 @@
 //! With decay `1 - lr * weight_decay` and bias corrections `c1 = 1 - beta1^t`, `c2 = 1 - beta2^t`:
 //!
 //! ```text
+//! g  = min(max(g, -clip), clip)   (NaN stays)
 //! p *= decay
 //! m += (1 - beta1) (g - m)
 //! v  = beta2 v + (1 - beta2) g^2
@@ -207,6 +208,7 @@ fn range<T: Real>(
     exp_avg_sq: &mut [T],
     update: &Update,
 ) {
+    let clip_value = T::real(update.clip_value);
     let decay = T::real(update.decay);
     let first_share = T::real(update.first_share);
     let beta2 = T::real(update.beta2);
@@ -220,8 +222,9 @@ fn range<T: Real>(
         .zip(exp_avg)
         .zip(exp_avg_sq);
     for (((p, g), m), v) in elements {
-        let first = *m + first_share * (*g - *m);
-        let second = *v * beta2 + second_share * *g * *g;
+        let g = simd::clamp(*g, clip_value);
+        let first = *m + first_share * (g - *m);
+        let second = *v * beta2 + second_share * g * g;
         let denominator = second.square_root() / second_correction + eps;
         *p = *p * decay - step_size * first / denominator;
         *m = first;

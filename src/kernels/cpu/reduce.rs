@@ -71,6 +71,18 @@ pub fn all_finite<T: Stored>(x: &[T]) -> bool {
 /// `x = x * factor`, rounded once.
 pub fn scale<T: Stored>(x: &mut [T], factor: f64) {
     let factor = T::Wide::real(factor);
+    in_place(x, |value| value * factor);
+}
+
+/// `x = min(max(x, -bound), bound)`; NaN stays.
+pub fn clamp<T: Stored>(x: &mut [T], bound: f64) {
+    let bound = T::Wide::real(bound);
+    in_place(x, |value| simd::clamp(value, bound));
+}
+
+/// `x = f(x)`, rounded once.
+#[inline(always)]
+fn in_place<T: Stored>(x: &mut [T], f: impl Fn(T::Wide) -> T::Wide + Sync) {
     parallel::for_rows(x, 1, |_, part| {
         simd::vectorized(
             #[inline(always)]
@@ -80,7 +92,7 @@ pub fn scale<T: Stored>(x: &mut [T], factor: f64) {
                     let wide = &mut buffer[..block.len()];
                     T::load(block, wide);
                     for value in wide.iter_mut() {
-                        *value *= factor;
+                        *value = f(*value);
                     }
                     T::store(wide, block);
                 }

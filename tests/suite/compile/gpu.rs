@@ -233,6 +233,14 @@ fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bo
     super::options::moments_in_bf16(model, &gpu, optimizer_in_backward);
 }
 
+#[test]
+#[ignore = "needs a CUDA device"]
+fn clipping_by_value_is_as_eager() {
+    let gpu = crate::gpu();
+    let model = |config: &TransformerConfig| model_on(config, &gpu).0;
+    super::options::clipping_by_value_to_the_bit(model, &gpu);
+}
+
 /// Vocabularies in several chunks, of whole 16 bytes or with some classes beyond, and one of less than 16 bytes.
 #[rstest]
 #[ignore = "needs a CUDA device"]

@@ -1,6 +1,7 @@
 //! Clipping, accumulation, checkpointing, budgets, the optimizer in backward; and that what is shared stays shared.
 
 use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
 use std::num::NonZeroUsize;
@@ -8,7 +9,9 @@ use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Category, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
-use tallow::optim::{AdamW, AdamWConfig, Moments, decay_matrices_only};
+use tallow::optim::{
+    AdamW, AdamWConfig, Moments, clip_grad_norm, clip_grad_value, decay_matrices_only,
+};
 use tallow::precision::Precision;
 
 /// B, T.
@@ -24,6 +27,69 @@ fn clipping(
         ..Default::default()
     };
     agree(&config(2, 2, 24, 56, attention), &plan, SIZES);
+}
+
+/// Elements are clipped after the norm, and with the optimizer in backward; the gradients that are given out are not.
+#[rstest]
+#[case(None, false)]
+#[case(Some(0.5), false)]
+#[case(None, true)]
+fn clipping_by_value(#[case] clip_norm: Option<f64>, #[case] optimizer_in_backward: bool) {
+    let plan = StepConfig {
+        clip_norm,
+        clip_value: Some(1e-3),
+        optimizer_in_backward,
+        ..Default::default()
+    };
+    agree(&config(2, 2, 24, 56, Algorithm::Flash), &plan, SIZES);
+}
+
+/// The bits of eager clipping and AdamW, of the planned gradients.
+pub fn clipping_by_value_to_the_bit(
+    model: impl Fn(&TransformerConfig) -> TransformerLM,
+    device: &Device,
+) {
+    let plan = StepConfig {
+        clip_norm: Some(0.5),
+        clip_value: Some(1e-3),
+        ..Default::default()
+    };
+    let made = || {
+        let model = model(&config(2, 2, 32, 72, Algorithm::Flash));
+        let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        (model, optimizer)
+    };
+    let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
+    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let parameters = eager.parameters();
+    for i in 0..3 {
+        let (tokens, targets) = batch(97, 2, 37, i);
+        let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
+        step.run(&mut optimizer, (&tokens, &targets)).unwrap();
+        let mut store = tallow::backward(eager.loss(&tokens, &targets).unwrap()).unwrap();
+        for ((_, var), (_, gradient)) in parameters.iter().zip(step.gradients().unwrap()) {
+            store.insert(var, gradient.to_device(device).unwrap());
+        }
+        clip_grad_norm(&mut store, &parameters, 0.5).unwrap();
+        let largest = |store: &GradStore| {
+            let gradients = parameters.iter().map(|(_, var)| store.get(var).unwrap());
+            let largest = gradients.map(|g| g.abs().unwrap().max_all().unwrap());
+            largest
+                .map(|x| x.to_scalar::<f32>().unwrap())
+                .fold(0.0, f32::max)
+        };
+        assert!(largest(&store) > 1e-3, "nothing to clip");
+        clip_grad_value(&mut store, &parameters, 1e-3).unwrap();
+        assert_eq!(largest(&store), 1e-3);
+        eager_optimizer.step(&store).unwrap();
+        assert_eq!(weights(&planned), weights(&eager), "step {i}");
+    }
+}
+
+#[test]
+fn clipping_by_value_is_as_eager() {
+    let model = |config: &TransformerConfig| model_and_optimizer(config).0;
+    clipping_by_value_to_the_bit(model, &super::CPU);
 }
 
 /// Matrices with running means in bf16 beside vectors with such in f32: as eagerly, but where a gradient's rounding

@@ -16,7 +16,8 @@ proptest! {
     fn planned_is_eager(
         (layers, heads, half_head, d_ff) in (1usize..4, 1usize..4, 1usize..16, 1usize..70),
         (batch_size, length, accumulation) in (1usize..4, 1usize..90, 1usize..4),
-        (clips, flash, segment) in (any::<bool>(), any::<bool>(), 0usize..4),
+        (clips, clip_value, flash, segment) in
+            (any::<bool>(), prop::option::of(1e-4..1e-1), any::<bool>(), 0usize..4),
         in_backward in any::<bool>(),
         precision in prop::sample::select(vec![Precision::F32, Precision::BF16]),
     ) {
@@ -26,6 +27,7 @@ proptest! {
         let plan = StepConfig {
             accumulation,
             clip_norm: clips.then_some(0.7),
+            clip_value,
             optimizer_in_backward: in_backward,
             precision,
             ..Default::default()

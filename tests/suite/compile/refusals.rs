@@ -25,6 +25,7 @@ fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
 #[case(StepConfig { accumulation: 0, ..Default::default() }, &["StepConfig", "accumulation", "got 0"])]
 #[case(StepConfig { clip_norm: Some(0.0), ..Default::default() }, &["clip_norm", "over 0"])]
 #[case(StepConfig { clip_norm: Some(f64::NAN), ..Default::default() }, &["clip_norm", "NaN"])]
+#[case(StepConfig { clip_value: Some(-1.0), ..Default::default() }, &["clip_value", "over 0"])]
 #[case(
     StepConfig { optimizer_in_backward: true, clip_norm: Some(1.0), ..Default::default() },
     &["optimizer_in_backward", "clip_norm"]

@@ -4,7 +4,7 @@ use super::{named, noise, noisy_gradient, relative, store, values, var};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use rstest::rstest;
 use tallow::Error;
-use tallow::optim::{clip_grad_norm, clip_grad_norm_checked, grad_norm};
+use tallow::optim::{clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
 
 /// PyTorch's own numbers.
 #[test]
@@ -105,6 +105,75 @@ fn in_place_where_a_gradient_is_alone_and_only_there() {
     clip_grad_norm(&mut gradients, &named(&[&a]), 0.5).unwrap();
     assert_eq!(values(&a), [1.0, 1.0]);
     assert!(!is_in_place(&a, &gradients, &a));
+}
+
+/// As PyTorch's: elements beyond the value become the value, in the gradient's dtype, and NaN stays.
+pub fn clips_by_value(device: &Device, dtype: DType) {
+    let a = Var::zeros(20_011, dtype, device).unwrap();
+    let before: Vec<f64> = noise(20_011, 3).iter().map(|x| 4.0 * x).collect();
+    let gradient = |values: &[f64]| {
+        let on_cpu = Tensor::new(values, &Device::Cpu).unwrap();
+        on_cpu.to_dtype(dtype).unwrap().to_device(device).unwrap()
+    };
+    let mut before = gradient(&before);
+    let bad = gradient(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
+    before.slice_set(&bad, 0, 7).unwrap();
+    let value = 0.3;
+    let mut gradients = store(&[(&a, before.copy().unwrap())]);
+    clip_grad_value(&mut gradients, &named(&[&a, &a]), value).unwrap();
+    let after = gradients.get(&a).unwrap();
+    assert_eq!(after.dtype(), dtype);
+    let rounded = values(&gradient(&[value]))[0];
+    let mut clipped = 0;
+    before = before.to_device(&Device::Cpu).unwrap();
+    for (before, after) in values(&before)
+        .iter()
+        .zip(values(&after.to_device(&Device::Cpu).unwrap()))
+    {
+        let wanted = match *before {
+            before if before > value => rounded,
+            before if before < -value => -rounded,
+            before => before,
+        };
+        clipped += usize::from(wanted != *before);
+        assert!(
+            after == wanted || after.is_nan() && wanted.is_nan(),
+            "{before}: {after} for {wanted}"
+        );
+    }
+    assert!(clipped > 1000, "{clipped}");
+}
+
+#[rstest]
+fn by_value(#[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType) {
+    clips_by_value(&Device::Cpu, dtype);
+}
+
+#[test]
+fn by_value_in_place_and_what_is_refused() {
+    let (a, b) = (var(&[2.0], DType::F32), var(&[1.0], DType::F32));
+    let [alone, shared] = [6f32, -8.0].map(|x| Tensor::new(&[x], &Device::Cpu).unwrap());
+    let mut gradients = store(&[(&a, alone.clone()), (&b, shared.clone())]);
+    clip_grad_value(&mut gradients, &named(&[&a]), 5.0).unwrap();
+    assert!(is_in_place(&alone, &gradients, &a) && values(&alone) == [5.0]);
+    let mut gradients = store(&[(&a, shared.clone()), (&b, shared.clone())]);
+    clip_grad_value(&mut gradients, &named(&[&a]), 5.0).unwrap();
+    assert_eq!(values(gradients.get(&a).unwrap()), [-5.0]);
+    assert_eq!(values(gradients.get(&b).unwrap()), [-8.0]);
+    for bad in [0.0, -1.0, f64::NAN] {
+        let error = clip_grad_value(&mut gradients, &named(&[&a]), bad).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("max_value must be over 0"), "{text}");
+    }
+    clip_grad_value(&mut gradients, &named(&[&a]), f64::INFINITY).unwrap();
+    assert_eq!(values(gradients.get(&a).unwrap()), [-5.0]);
+    let mut gradients = store(&[(&a, alone)]);
+    let error = clip_grad_value(&mut gradients, &named(&[&a, &b]), 1.0).unwrap_err();
+    assert!(
+        matches!(&error, Error::MissingGradient { parameter, .. } if parameter == "b"),
+        "{error}"
+    );
+    assert_eq!(values(gradients.get(&a).unwrap()), [5.0]);
 }
 
 #[test]

@@ -80,3 +80,9 @@ fn what_is_not_finite_is_named(
         }
     }
 }
+
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn clips_by_value(#[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType) {
+    super::clip::clips_by_value(&gpu(), dtype);
+}

@@ -6,7 +6,9 @@ use tallow::data::{Batch, RandomBatches, SequentialBatches};
 use tallow::nn::ForwardContext;
 use tallow::no_grad;
 use tallow::ops::DropoutKey;
-use tallow::optim::{AdamW, GradScaler, GradientAccumulator, clip_grad_norm, decay_matrices_only};
+use tallow::optim::{
+    AdamW, GradScaler, GradientAccumulator, clip_grad_norm, clip_grad_value, decay_matrices_only,
+};
 
 pub struct EagerLoop {
     model: TransformerLM,
@@ -71,6 +73,9 @@ impl EagerLoop {
         }
         let max_norm = self.config.max_grad_norm.unwrap_or(f64::INFINITY);
         let grad_norm = clip_grad_norm(&mut gradients, &self.parameters, max_norm).unwrap();
+        if let Some(value) = self.config.max_grad_value {
+            clip_grad_value(&mut gradients, &self.parameters, value).unwrap();
+        }
         let learning_rate = self.config.schedule.learning_rate(self.step);
         self.optimizer.set_learning_rate(learning_rate);
         let skipped = match &mut self.scaler {

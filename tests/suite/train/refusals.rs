@@ -23,6 +23,7 @@ type Change = fn(&mut TrainConfig);
 )]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(0.0), "TrainConfig: max_grad_norm must be over 0, got 0")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = Some(f64::NAN), "TrainConfig: max_grad_norm must be over 0, got NaN")]
+#[case(|c: &mut TrainConfig| c.max_grad_value = Some(0.0), "TrainConfig: max_grad_value must be over 0, got 0")]
 #[case(|c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: -1.0 }, "Schedule: lr must be")]
 #[case(|c: &mut TrainConfig| c.optimizer.betas.1 = 1.0, "AdamWConfig: betas.1 must be")]
 #[case(|c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: 1e300 }, "Schedule: lr must be")]
@@ -85,6 +86,7 @@ fn another_model(#[case] change: ChangeModel, #[case] text: &str) {
 #[case(|c: &mut TrainConfig| c.accumulation = 2, "saved with accumulation 1, resumed with 2")]
 #[case(|c: &mut TrainConfig| c.seed = 8, "saved with seed 7, resumed with 8")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = None, "saved with max_grad_norm 1.0, resumed with none")]
+#[case(|c: &mut TrainConfig| c.max_grad_value = Some(2.0), "saved with max_grad_value none, resumed with 2.0")]
 #[case(|c: &mut TrainConfig| c.optimizer.weight_decay = 0.0, "saved with optimizer.weight_decay 0.1, resumed with 0.0")]
 #[case(
     |c: &mut TrainConfig| c.schedule = Schedule::Constant { lr: 1.0 },

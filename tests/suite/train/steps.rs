@@ -12,13 +12,19 @@ use tallow::precision::{Precision, Regime};
 
 /// The same losses, norms and learning rates as eager steps, and the same evaluations.
 #[rstest]
-#[case(1, Some(1.0))]
-#[case(3, Some(0.5))]
-#[case(2, None)]
-fn the_curve_is_the_eager_one(#[case] accumulation: usize, #[case] max_grad_norm: Option<f64>) {
+#[case(1, Some(1.0), None)]
+#[case(3, Some(0.5), None)]
+#[case(2, None, None)]
+#[case(1, None, Some(1e-3))]
+fn the_curve_is_the_eager_one(
+    #[case] accumulation: usize,
+    #[case] max_grad_norm: Option<f64>,
+    #[case] max_grad_value: Option<f64>,
+) {
     let config = TrainConfig {
         accumulation,
         max_grad_norm,
+        max_grad_value,
         ..settings()
     };
     let mut eager = EagerLoop::new(model(), config.clone());

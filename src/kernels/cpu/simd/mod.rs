@@ -94,6 +94,16 @@ pub fn max<T: Real>(x: &[T]) -> T {
     lanes.into_iter().fold(T::NEG_INFINITY, T::larger)
 }
 
+/// `min(max(x, -bound), bound)`; NaN stays.
+#[inline(always)]
+pub fn clamp<T: Real>(x: T, bound: T) -> T {
+    match x {
+        _ if x > bound => bound,
+        _ if x < -bound => -bound,
+        _ => x,
+    }
+}
+
 /// FLOP/s in f32 of every thread of the pool running independent fused multiply-adds on registers; the best of several
 /// tries, about 0.1 s in all.
 pub fn measure_multiply_add_rate() -> f64 {

@@ -26,6 +26,7 @@ struct Chunk {
 struct Update {
     float decay, first_share, beta2, second_share, step_size, second_correction, eps;
     unsigned rounding; // the key by which moments in bf16 are rounded
+    float clip_value;  // gradients are clipped to it, element by element
 };
 
 struct Clip {

@@ -1,6 +1,6 @@
 // AdamW on many tensors in one launch. Behind tables.cuh.
 //
-//   g *= factor;  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
+//   g = min(max(g factor, -clip_value), clip_value);  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //   p = p decay - step_size m / (sqrt(v) / second_correction + eps)
 //
 // with decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), second_correction = sqrt(1 - beta2^t). Every
@@ -12,6 +12,7 @@
 // CPU's bits too (kernels/stochastic.rs).
 
 __device__ __forceinline__ void step(float* p, float g, float* m, float* v, const Update& u) {
+    g = g > u.clip_value ? u.clip_value : g < -u.clip_value ? -u.clip_value : g; // NaN stays
     *m = add(*m, mul(u.first_share, sub(g, *m)));
     *v = add(mul(*v, u.beta2), mul(mul(u.second_share, g), g));
     float denominator = add(__fdiv_rn(__fsqrt_rn(*v), u.second_correction), u.eps);

@@ -15,7 +15,7 @@ pub(crate) fn prepare(gpu: &CudaDevice) -> Result<()> {
 }
 
 impl Tables {
-    /// Updates some of the entries in place. `updates` (8 for each update) f32 are [`words`]; `clip` (3) f64, where
+    /// Updates some of the entries in place. `updates` ([`WORDS`] for each update) f32 are [`words`]; `clip` (3) f64, where
     /// there is one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow) write.
     pub(crate) fn adamw(
         &self,
@@ -61,8 +61,11 @@ pub(crate) fn step(
     tables.adamw(gpu, 0..tables.len(), updates_view, None)
 }
 
+/// How many words the kernel reads an update in.
+pub(crate) const WORDS: usize = 9;
+
 /// An update as the kernel reads it.
-pub(crate) fn words(update: &Update) -> [f32; 8] {
+pub(crate) fn words(update: &Update) -> [f32; WORDS] {
     let words = [
         update.decay,
         update.first_share,
@@ -74,5 +77,6 @@ pub(crate) fn words(update: &Update) -> [f32; 8] {
     ];
     let words = words.map(|word| word as f32);
     let [a, b, c, d, e, f, g] = words;
-    [a, b, c, d, e, f, g, f32::from_bits(update.rounding)]
+    let (rounding, clip_value) = (f32::from_bits(update.rounding), update.clip_value as f32);
+    [a, b, c, d, e, f, g, rounding, clip_value]
 }
