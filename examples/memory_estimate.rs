@@ -7,10 +7,12 @@
 //! cargo run --example memory_estimate -- --size 2.7b --precision bf16 --attention flash --memory-limit-gib 80
 //! cargo run --example memory_estimate -- --size medium --context-length 1024 --budget --memory-limit-gib 8
 //! cargo run --example memory_estimate -- --size small --compile --precision bf16 --world-size 8 --strategy fully-shard
+//! cargo run --example memory_estimate -- --size xl --compile --precision bf16 --device cuda --memory-limit-gib 80
 //! cargo run --example memory_estimate -- --verify
 //! ```
 //!
-//! `--compile` predicts the planned step, with its options and ranks; without it the eager one, and what fits.
+//! `--compile` predicts the planned step, with its options and ranks; without it the eager one, with more answers. The
+//! GPU of `--device cuda` need not be there.
 //!
 //! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether
 //! all of them are near.
@@ -35,6 +37,7 @@ use common::modes::{ModeFlag, modes};
 use common::precision::PrecisionFlags;
 use common::{Effects, Output, values};
 use std::process::ExitCode;
+use tallow::compile::Target;
 use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Workload, estimate, planned_breakdown};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -88,7 +91,7 @@ struct Flags {
     #[command(flatten)]
     output: Output,
 
-    /// Whose kernels are predicted: cpu, cuda:0, metal:0
+    /// Whose kernels are predicted: cpu, cuda:0, metal:0; cuda need not be there
     #[arg(long, default_value = "cpu")]
     device: String,
 }
@@ -143,19 +146,17 @@ impl Flags {
                 &["strategy", "exchange", "bucket-mib", "exchange-bf16"],
                 |flags| flags.step.has_ranks(),
             )
-            .only(
-                "without --compile",
-                &["budget", "memory-limit-gib"],
-                |flags| !flags.step.compile,
-            )
+            .only("without --compile", &["budget"], |flags| {
+                !flags.step.compile
+            })
     }
 
     /// Whether every prediction that was checked is near.
     fn run(&self) -> Result<bool> {
         self.output.check_with([])?;
-        let device = tallow::device(&self.device)?;
+        let device = self.device()?;
         let mut report = Report {
-            environment: common::environment(&device),
+            environment: common::environment(device.as_ref().unwrap_or(&Device::Cpu)),
             ..Default::default()
         };
         let near = match self.verify {
@@ -164,7 +165,7 @@ impl Flags {
                 verify::verify(&mut report, self.threads.into())?
             }
             false => {
-                self.predict(&mut report, &device)?;
+                self.predict(&mut report, device.as_ref())?;
                 true
             }
         };
@@ -172,28 +173,56 @@ impl Flags {
         Ok(near)
     }
 
+    /// The device whose kernels are predicted; `None` for a GPU that is not there.
+    fn device(&self) -> Result<Option<Device>> {
+        match tallow::device(&self.device) {
+            Ok(device) => Ok(Some(device)),
+            Err(_) if self.device == "cuda" => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Every combination of the flags' lists, a row for each term of its account.
-    fn predict(&self, report: &mut Report, device: &Device) -> Result<()> {
+    fn predict(&self, report: &mut Report, device: Option<&Device>) -> Result<()> {
         let longest = self.context_length.iter().copied().max();
         let models = self
             .models
             .models(longest.unwrap_or_default(), &self.variants.attention)?;
         let precisions = self.precision.precisions()?;
         report.configuration = describe(&models);
-        let workloads = self.workloads(&precisions, Kernels::of(device));
+        if device.is_none() {
+            report
+                .configuration
+                .insert("kernels", "those of a CUDA GPU, which is not here");
+        }
+        let kernels = device.map_or(Kernels::Cuda, Kernels::of);
+        let workloads = self.workloads(&precisions, kernels);
         report.columns = columns();
         self.output.check_columns([columns(), terms()])?;
         let mut analysis = Vec::new();
         if self.step.compile {
             step::check(&modes(&self.mode))?;
+            let target = device.map_or(Target::Cuda, Target::from);
+            let available_bytes = self.available_bytes(device);
             for Model { name, config } in &models {
                 for workload in &workloads {
-                    self.predict_planned(report, (name, config), workload, device)?;
+                    let model = (name.as_str(), config);
+                    let answers =
+                        self.predict_planned(report, model, workload, target, available_bytes)?;
+                    analysis.push(serde_json::to_value(answers).unwrap_or_default());
                 }
             }
+            report.analysis.insert("answers", analysis);
             return Ok(());
         }
-        let available_bytes = self.available_bytes()?;
+        let available_bytes = self.available_bytes(device);
+        let available_bytes = available_bytes.ok_or_else(|| Error::Config {
+            config: common::PROGRAM,
+            field: "--memory-limit-gib",
+            expected: "given".into(),
+            got: "nothing, where the system does not say what is available".into(),
+            hint: "name a number of GiB".into(),
+        })?;
         for Model { name, config } in &models {
             for workload in workloads.clone() {
                 let question = Question {
@@ -225,29 +254,37 @@ impl Flags {
         Ok(())
     }
 
-    /// The planned step of one combination.
+    /// The planned step of one combination, and what fits, for programs.
     fn predict_planned(
         &self,
         report: &mut Report,
         (name, config): (&str, &TransformerConfig),
         workload: &Workload,
-        device: &Device,
-    ) -> Result<()> {
-        let (plan, checkpointing) = self.step.plan(config, workload, device)?;
+        target: Target,
+        available_bytes: Option<u64>,
+    ) -> Result<Fields> {
+        let (plan, checkpointing) = self.step.plan(config, workload, target)?;
         let workload = &Workload {
             checkpointing, // a budget may choose another
             ..workload.clone()
         };
         let labels = labels(name, workload);
         let breakdown = add(report, &labels, &planned_breakdown(&plan));
+        let mut notes = breakdown.notes;
+        let mut answers = labels;
+        if let Some(available_bytes) = available_bytes {
+            let fits = (self.step).what_fits(config, workload, target, available_bytes)?;
+            notes.push(fits.0);
+            answers.merge(fits.1);
+        }
         report.details.push(Report {
             title: format!("{}, planned", title(name, workload)),
             columns: terms(),
             lines: breakdown.rows,
-            notes: breakdown.notes,
+            notes,
             ..Default::default()
         });
-        Ok(())
+        Ok(answers)
     }
 
     fn workloads(&self, precisions: &[Precision], kernels: Kernels) -> Vec<Workload> {
@@ -277,18 +314,10 @@ impl Flags {
         workloads
     }
 
-    fn available_bytes(&self) -> Result<u64> {
-        if let Some(gib) = self.memory_limit_gib {
-            return Ok(common::gib_bytes(gib));
-        }
-        let available_bytes = tallow::hardware::available_bytes_on(&tallow::device(&self.device)?);
-        available_bytes.ok_or_else(|| Error::Config {
-            config: common::PROGRAM,
-            field: "--memory-limit-gib",
-            expected: "given".into(),
-            got: "nothing, where the system does not say what is available".into(),
-            hint: "name a number of GiB".into(),
-        })
+    /// What is to hold it; `None` where nobody says.
+    fn available_bytes(&self, device: Option<&Device>) -> Option<u64> {
+        let limit = self.memory_limit_gib.map(common::gib_bytes);
+        limit.or_else(|| tallow::hardware::available_bytes_on(device?))
     }
 }
 

@@ -2,15 +2,17 @@
 
 use crate::common::ranks::{ExchangeFlags, Strategy};
 use crate::common::{self, values};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::Args;
 use tallow::Result;
-use tallow::compile::{Batch, Plan, Step, StepConfig, StepRanks};
+use tallow::compile::{Batch, Inputs, Plan, PlanKind, Step, StepConfig, StepRanks, Target};
 use tallow::distributed::Shard;
-use tallow::memory::{Mode, Workload};
-use tallow::model::TransformerConfig;
+use tallow::graph;
+use tallow::memory::{Mode, Workload, largest_that_fits};
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Checkpointing, DropoutRates};
 use tallow::optim::Moments;
+use tallow::report::{Fields, format_mib, group_digits};
 
 #[derive(Args)]
 #[command(next_help_heading = "Planned step")]
@@ -67,12 +69,12 @@ impl StepFlags {
         self.compile && self.world_size > 1
     }
 
-    /// The plan of the workload on `device`, and the blocks' checkpointing, which a budget may have chosen.
+    /// The plan of the workload on a device, and the blocks' checkpointing, which a budget may have chosen.
     pub fn plan(
         &self,
         config: &TransformerConfig,
         workload: &Workload,
-        device: &Device,
+        target: Target,
     ) -> Result<(Plan, Checkpointing)> {
         let model = TransformerConfig {
             attention: workload.attention,
@@ -91,14 +93,61 @@ impl StepFlags {
             ranks: self.ranks(),
             ..Default::default()
         };
+        if workload.mode == Mode::Forward {
+            let tokens = (workload.batch_size, workload.sequence_length);
+            let tokens = graph::input("tokens", tokens, DType::U32)?;
+            let model = TransformerLM::from_var_builder(&model, graph::weights(DType::F32))?;
+            let forward = |inputs: &Inputs| model.forward(&inputs.get("tokens")?);
+            let batch = [("tokens", &tokens)];
+            let plan = Step::plan_for(target, PlanKind::Forward, &step, batch, forward)?;
+            return Ok((plan, workload.checkpointing));
+        }
         let rows = workload.batch_size.saturating_mul(self.accumulation);
         let batch = Batch::hollow(rows, workload.sequence_length)?;
-        let (plan, checkpointing) = Step::plan_of(device, &model, &step, batch)?;
+        let (plan, checkpointing) = Step::plan_of(target, &model, &step, batch)?;
         let plan = match self.bf16_moments {
             true => plan.with_moments(Moments::Bf16 { seed: 0 }),
             false => plan,
         };
         Ok((plan, checkpointing))
+    }
+
+    /// The largest batch and the largest T that memory holds, in words, and the same for programs.
+    pub fn what_fits(
+        &self,
+        config: &TransformerConfig,
+        workload: &Workload,
+        target: Target,
+        available_bytes: u64,
+    ) -> Result<(String, Fields)> {
+        let bytes = |batch_size: usize, sequence_length: usize| {
+            let workload = Workload {
+                batch_size,
+                sequence_length,
+                ..workload.clone()
+            };
+            let config = TransformerConfig {
+                context_length: config.context_length.max(sequence_length),
+                ..config.clone()
+            };
+            Ok(self.plan(&config, &workload, target)?.0.total_bytes())
+        };
+        let [b, t] = [workload.batch_size, workload.sequence_length];
+        let batch = largest_that_fits(available_bytes, |batch_size| bytes(batch_size, t))?;
+        let length = largest_that_fits(available_bytes, |length| bytes(b, length))?;
+        let mut fields = Fields::new();
+        fields.insert("available_bytes", available_bytes);
+        fields.insert("largest_batch_size", batch);
+        fields.insert("largest_context_length", length);
+        let [batch, length] = [batch, length].map(|size| match size {
+            Some(size) => group_digits(size as u64),
+            None => "none".into(),
+        });
+        let note = format!(
+            "{} hold batches of up to {batch} at T {t}, and T up to {length} at batch {b}.",
+            format_mib(available_bytes)
+        );
+        Ok((note, fields))
     }
 
     fn ranks(&self) -> StepRanks {
@@ -117,14 +166,15 @@ impl StepFlags {
 
 /// Refuses what has no planned step.
 pub fn check(modes: &[Mode]) -> Result<()> {
-    match modes.iter().find(|mode| **mode != Mode::TrainStep) {
+    let is_planned = |mode: &Mode| matches!(mode, Mode::Forward | Mode::TrainStep);
+    match modes.iter().find(|mode| !is_planned(mode)) {
         None => Ok(()),
         Some(mode) => Err(tallow::Error::Config {
             config: common::PROGRAM,
             field: "--compile",
-            expected: "a training step (--mode train-step)".into(),
+            expected: "--mode forward or train-step".into(),
             got: mode.name().into(),
-            hint: "e2e_benchmark --compile runs other modes as planned, with their peaks".into(),
+            hint: "the plan of a training step is what runs forward and backward too".into(),
         }),
     }
 }

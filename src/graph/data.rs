@@ -62,6 +62,8 @@ pub enum Source {
 
 /// What makes a segment's output, as nodes name it.
 pub(crate) const CHECKPOINT: &str = "checkpoint";
+/// What makes a segment's own variable of an input, as nodes name it.
+pub(crate) const LEAF: &str = "copy";
 
 /// What happened in a forward.
 #[derive(Clone, Debug, PartialEq)]
@@ -103,6 +105,16 @@ pub struct Node {
 }
 
 impl Node {
+    /// Whether it stands for a segment, whose output it makes.
+    pub(crate) fn ends_segment(&self) -> bool {
+        self.op == CHECKPOINT
+    }
+
+    /// Whether it makes a segment's own variable of an input.
+    pub(crate) fn is_leaf(&self) -> bool {
+        self.op == LEAF
+    }
+
     /// Whether it takes a value as an input, or reads it beside.
     pub(crate) fn reads_value(&self, id: ValueId) -> bool {
         let mut read = self.inputs.iter().chain(&self.reads);

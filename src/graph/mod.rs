@@ -46,7 +46,7 @@ pub use hollow::{input, is_hollow, weights};
 pub use target::Target;
 pub use trace::{Outputs, name, trace};
 
-pub(crate) use data::CHECKPOINT;
+pub(crate) use data::{CHECKPOINT, LEAF};
 pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, hollow_weight, refuse_hollow};
 pub(crate) use record::{Call, kept_value, record};
 pub(crate) use segment::checkpoint;

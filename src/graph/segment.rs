@@ -1,6 +1,6 @@
 //! Segments of a trace: functions that backward recomputes.
 
-use super::data::{CHECKPOINT, Node, TraceEvent, ValueId};
+use super::data::{CHECKPOINT, LEAF, Node, TraceEvent, ValueId};
 use super::hollow::{Role, hollow};
 use super::record::{Call, record};
 use super::session::with_session;
@@ -60,7 +60,7 @@ fn leaf(x: &Tensor) -> Result<Tensor> {
         session.push(TraceEvent::Node(Node {
             path: probe::op_path(CHECKPOINT).to_string(),
             module: probe::current().outermost(),
-            op: "copy",
+            op: LEAF,
             attributes: Vec::new(),
             composed: true,
             inputs: vec![operand],

@@ -32,9 +32,9 @@ pub use breakdown::{MemoryBreakdown, MemoryKind, Part, smallest_beyond};
 pub use measure::{Measured, Meter, measure, system, tracker};
 pub use predict::{
     AttentionWorkload, Estimate, Kernels, Mode, SavedTensor, SavedTensors, SelfAttentionWorkload,
-    Workload, attention_breakdown, estimate, estimate_graph, largest_batch_size, most_frugal,
-    planned_attention_breakdown, planned_breakdown, planned_self_attention_breakdown, recommend,
-    saved_tensors, self_attention_breakdown, smallest_sequence_beyond,
+    Workload, attention_breakdown, estimate, estimate_graph, largest_batch_size, largest_that_fits,
+    most_frugal, planned_attention_breakdown, planned_breakdown, planned_self_attention_breakdown,
+    recommend, saved_tensors, self_attention_breakdown, smallest_sequence_beyond,
 };
 pub(crate) use record::blocks_taken;
 pub use record::{

@@ -1,5 +1,6 @@
 //! The sizes of a transformer language model.
 
+use super::transformer::HEAD;
 use crate::attention::Algorithm;
 use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling, SelfAttentionConfig};
 use crate::ops::{Gelu, RotaryPairs};
@@ -294,7 +295,7 @@ impl TransformerConfig {
         }
         add("ln_final", &[d], is_gpt2);
         if !self.tie_embeddings {
-            add("lm_head", &[vocab, d], false);
+            add(HEAD, &[vocab, d], false);
         }
         shapes
     }

@@ -39,5 +39,5 @@ pub(crate) use file::{HISTORY_PREFIX, STATE_PREFIX};
 pub(crate) use file::{WeightSource, without_prefixes};
 pub use generate::GenerateConfig;
 pub use toy::{ToyActivations, ToyModel};
-pub(crate) use transformer::Origin;
 pub use transformer::TransformerLM;
+pub(crate) use transformer::{HEAD, Origin};

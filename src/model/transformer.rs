@@ -14,6 +14,9 @@ use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
+/// The name of the head, a module and a weight.
+pub(crate) const HEAD: &str = "lm_head";
+
 /// A pre-norm transformer language model: token embedding, blocks, a final norm and an output head.
 ///
 /// Stanford CS336's model, name for name, so that its checkpoints load; by its [configuration](TransformerConfig) also
@@ -131,7 +134,7 @@ impl TransformerLM {
         let ln_final = Norm::new(architecture, width, eps, vb.pp("ln_final"))?;
         let lm_head = match config.tie_embeddings {
             true => Linear::from_weights(token_embeddings.weight().clone(), None)?,
-            false => Linear::new(width, vocab, vb.pp("lm_head"))?,
+            false => Linear::new(width, vocab, vb.pp(HEAD))?,
         };
         Ok(Self {
             config: config.clone(),
@@ -231,7 +234,7 @@ impl TransformerLM {
     /// As [`forward`](Self::forward); first keys of another shape.
     pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
-        in_module("lm_head", || self.lm_head.forward(&hidden)) // (B, T, V)
+        in_module(HEAD, || self.lm_head.forward(&hidden)) // (B, T, V)
     }
 
     /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32 or i64, the loss a scalar.
@@ -314,7 +317,7 @@ impl TransformerLM {
     ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         let head = self.lm_head.weight();
-        in_module("lm_head", || {
+        in_module(HEAD, || {
             ops::linear_cross_entropy::reduced(&hidden, head, targets, ignore, reduction)
         })
     }
@@ -428,6 +431,6 @@ impl Layer for TransformerLM {
             layer.visit(&join(path, &format!("layers.{i}")), visit);
         }
         self.ln_final.visit(&join(path, "ln_final"), visit);
-        self.lm_head.visit(&join(path, "lm_head"), visit);
+        self.lm_head.visit(&join(path, HEAD), visit);
     }
 }

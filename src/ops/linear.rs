@@ -56,11 +56,11 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// As [`linear()`].
 pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
-    let (x, weight) = (float_input("linear", x)?, float_input("linear", weight)?);
+    let (x, weight) = (float_input(LINEAR, x)?, float_input(LINEAR, weight)?);
     let (out, depth) = weight.dims2()?;
     let shape = with_last_dim(x.dims(), out);
     if depth == 0 {
-        return Ok(zeros_of("linear", shape, x.dtype(), &[&x, &weight])?);
+        return Ok(zeros_of(LINEAR, shape, x.dtype(), &[&x, &weight])?);
     }
     Ok(x.reshape((rows_of(&shape), depth))?
         .matmul(&weight.t()?)?
@@ -68,11 +68,11 @@ pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 }
 
 fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
-    check_same("linear", &[("x", x), ("weight", weight)])?;
+    check_same(LINEAR, &[("x", x), ("weight", weight)])?;
     let wanted = match (weight.dims(), x.dims().last()) {
         ([out, depth], Some(last)) if depth == last => {
             return check_size(
-                "linear",
+                LINEAR,
                 &with_last_dim(x.dims(), *out),
                 x.dtype(),
                 x.device(),
@@ -82,14 +82,17 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         _ => "weight (out, in)".into(),
     };
     Err(Error::Shape {
-        op: "linear",
+        op: LINEAR,
         expected: wanted,
         got: format!("x {:?}, weight {:?}", x.dims(), weight.dims()),
         hint: "weights are stored (out, in)".into(),
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("linear").on_gpu().planned(LOWERING).costing(
+/// The op's name.
+pub(crate) const LINEAR: &str = "linear";
+
+pub(super) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).costing(
     "2 N in out, backward 4",
     "x, W, y; backward x, W, dy, dx, dW",
     |o| o.products(o.output.size(), 2.0, 0.0),

@@ -81,6 +81,7 @@ pub use cast::{cast, cast_for};
 pub use concat::concat;
 pub use contiguous::contiguous;
 pub(crate) use cpu::reserve_scratch;
+pub(crate) use cross_entropy::is_cross_entropy;
 pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 #[cfg(feature = "cuda")]
 pub(crate) use dispatch::choose_where;
@@ -93,6 +94,7 @@ pub use embedding::{embedding, embedding_with_padding};
 pub use gelu::{Gelu, gelu};
 pub use heads::{merge_heads, split_heads};
 pub use layer_norm::layer_norm;
+pub(crate) use linear::LINEAR;
 pub use linear::linear;
 pub(crate) use linear::with_last_dim;
 pub use linear_bias::linear_bias;

@@ -153,12 +153,11 @@ fn named(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
 
 /// The value that a node gives out as it is: one that is copied for the sake of candle's graph.
 fn passed_on(graph: &Graph, node: &Node) -> Option<ValueId> {
-    const PASSING: &[&str] = &["copy", "checkpoint"];
     let [x] = &node.inputs[..] else {
         return None;
     };
     let is_whole = x.view.is_none() && graph.value(x.value).shape == graph.value(node.output).shape;
-    (PASSING.contains(&node.op) && is_whole).then_some(x.value)
+    ((node.is_leaf() || node.ends_segment()) && is_whole).then_some(x.value)
 }
 
 /// Whether a node hands a gradient to this input. A segment's end does, whose input is taken out of its graph.

@@ -35,14 +35,13 @@ pub fn largest_batch_size(
 ) -> Result<Option<usize>> {
     check(config, workload)?;
     check_some("sequence_length", workload.sequence_length)?;
-    let beyond = first(|batch_size| {
+    largest_that_fits(available_bytes, |batch_size| {
         let workload = Workload {
             batch_size,
             ..workload.clone()
         };
-        Ok(peak_bytes(config, &workload)? > available_bytes as f64)
-    })?;
-    Ok(Some(beyond.unwrap_or(LARGEST) - 1).filter(|batch_size| *batch_size > 0))
+        Ok(peak_bytes(config, &workload)? as u64)
+    })
 }
 
 /// The smallest T that `available_bytes` do not hold. The workload's own T and the configuration's context length are
@@ -71,33 +70,57 @@ pub fn smallest_sequence_beyond(
 ) -> Result<usize> {
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
-    let beyond = first(|sequence_length| {
+    let largest = largest_that_fits(available_bytes, |sequence_length| {
         let workload = Workload {
             sequence_length,
             ..workload.clone()
         };
-        Ok(peak_bytes(config, &workload)? > available_bytes as f64)
+        Ok(peak_bytes(config, &workload)? as u64)
     })?;
-    Ok(beyond.unwrap_or(LARGEST))
+    Ok(largest.unwrap_or(0) + 1)
 }
 
-/// The first size from 1 on for which `holds`, which holds for all after it too.
-fn first(holds: impl Fn(usize) -> Result<bool>) -> Result<Option<usize>> {
-    let mut not = 0; // the largest known not to, or none
-    let mut size = 1;
-    while !holds(size)? {
-        if size >= LARGEST {
-            return Ok(None);
+/// The largest size, of a batch, a length or anything of which more takes no less, whose peak `available_bytes` hold;
+/// `None` if theirs of size 1 is beyond.
+///
+/// ```
+/// use tallow::compile::{Batch, Step, StepConfig, Target};
+/// use tallow::memory::largest_that_fits;
+/// use tallow::model::TransformerConfig;
+///
+/// // The largest batch of planned steps on a GPU, which need not be there.
+/// let config = TransformerConfig::small();
+/// let batch_size = largest_that_fits(8 << 30, |batch_size| {
+///     let batch = Batch::hollow(batch_size, 256)?;
+///     let (plan, _) = Step::plan_of(Target::Cuda, &config, &StepConfig::default(), batch)?;
+///     Ok(plan.total_bytes())
+/// })?;
+/// assert!(batch_size.is_some_and(|batch_size| batch_size > 8));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of `peak_bytes`.
+pub fn largest_that_fits(
+    available_bytes: u64,
+    peak_bytes: impl Fn(usize) -> Result<u64>,
+) -> Result<Option<usize>> {
+    let fits = |size: usize| Ok::<_, crate::Error>(peak_bytes(size)? <= available_bytes);
+    let mut largest = 0; // known to fit
+    let mut beyond = 1;
+    while fits(beyond)? {
+        if beyond >= LARGEST {
+            return Ok(Some(LARGEST - 1));
         }
-        not = size;
-        size *= 2;
+        largest = beyond;
+        beyond *= 2;
     }
-    while size - not > 1 {
-        let middle = not + (size - not) / 2;
-        match holds(middle)? {
-            true => size = middle,
-            false => not = middle,
+    while beyond - largest > 1 {
+        let middle = largest + (beyond - largest) / 2;
+        match fits(middle)? {
+            true => largest = middle,
+            false => beyond = middle,
         }
     }
-    Ok(Some(size))
+    Ok(Some(largest).filter(|size| *size > 0))
 }

@@ -17,7 +17,7 @@ mod workload;
 
 pub use attention::{AttentionWorkload, attention_breakdown};
 pub use estimate::{Estimate, estimate, estimate_graph};
-pub use fit::{largest_batch_size, smallest_sequence_beyond};
+pub use fit::{largest_batch_size, largest_that_fits, smallest_sequence_beyond};
 pub use planned::{
     planned_attention_breakdown, planned_breakdown, planned_self_attention_breakdown,
 };

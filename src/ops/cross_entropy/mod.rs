@@ -200,6 +200,11 @@ impl Targets {
     }
 }
 
+/// Whether an op of this name takes the cross-entropy of logits.
+pub(crate) fn is_cross_entropy(op: &str) -> bool {
+    [INFO.op, super::linear_cross_entropy::INFO.op].contains(&op)
+}
+
 pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
     .on_gpu_up_to(limits::CROSS_ENTROPY_CLASSES)
     .planned(lowering::LOWERING)

@@ -31,6 +31,7 @@ pub(crate) use traced::traced;
 
 use super::info::OpInfo;
 use super::lowering::{CONVERTED, Calls, Lowering};
+use crate::graph::{CHECKPOINT, LEAF};
 
 /// What is the elements of its input, which lie in order in a plan.
 const SAME: Lowering = Lowering {
@@ -39,11 +40,11 @@ const SAME: Lowering = Lowering {
 };
 
 /// What candle copies, converts for itself, and where segments end: no ops to time.
-const COPY: OpInfo = OpInfo::new("copy").planned_composed(SAME);
+const COPY: OpInfo = OpInfo::new(LEAF).planned_composed(SAME);
 const TO_DTYPE: OpInfo = OpInfo::new("to_dtype").planned_composed(CONVERTED);
-const CHECKPOINT: OpInfo = OpInfo::new("checkpoint").planned(SAME);
+const SEGMENT: OpInfo = OpInfo::new(CHECKPOINT).planned(SAME);
 
 /// A copy in order.
 pub(super) const CONTIGUOUS: OpInfo = OpInfo::new("contiguous").moving().planned_composed(SAME);
 
-pub(super) const INFOS: &[OpInfo] = &[COPY, TO_DTYPE, CHECKPOINT, CONTIGUOUS];
+pub(super) const INFOS: &[OpInfo] = &[COPY, TO_DTYPE, SEGMENT, CONTIGUOUS];

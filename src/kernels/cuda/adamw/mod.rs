@@ -9,7 +9,7 @@ mod update;
 
 pub(crate) use gradients::{check_overflow, clip_factor};
 pub(crate) use tables::{Entry, Tables};
-pub(crate) use update::{prepare, step, words};
+pub(crate) use update::{WORDS, prepare, step, words};
 
 use super::source::{PRELUDE, Source};
 

@@ -1,7 +1,6 @@
 //! Backward, as [`backward`](crate::backward()) runs it, node by node in candle's order.
 
 use super::pass::Pass;
-use super::segments::is_copy;
 use super::{Buffer, END, Formula, What};
 use crate::graph::{Node, Source, Target, ValueId, ValueRef, View};
 use crate::memory::MemoryKind;
@@ -86,7 +85,7 @@ impl<'a> Pass<'a> {
     /// input is.
     fn maker_behind(&self, value: ValueId) -> Option<usize> {
         let event = self.makers[value.0]?;
-        let is_leaf = self.node(event).is_some_and(is_copy);
+        let is_leaf = self.node(event).is_some_and(Node::is_leaf);
         (self.graph.value(value).tracked && !is_leaf).then_some(event)
     }
 

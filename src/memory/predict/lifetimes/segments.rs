@@ -1,6 +1,6 @@
 //! Segments of a graph, which backward recomputes.
 
-use crate::graph::{CHECKPOINT, Graph, Node, TraceEvent, ValueId, ValueRef};
+use crate::graph::{Graph, Node, TraceEvent, ValueId, ValueRef};
 use std::ops::Range;
 
 /// A function that backward recomputes, where a gradient reaches what it returns.
@@ -42,13 +42,13 @@ pub(super) fn segments(graph: &Graph) -> Vec<Segment> {
                 else {
                     continue;
                 };
-                if last.op != CHECKPOINT {
+                if !last.ends_segment() {
                     continue;
                 }
                 let drops = graph.events[begin..i].iter().rev();
                 let inside = begin..i - drops.take_while(|event| is_drop(event)).count();
                 let copies = inside.clone().filter(|i| !is_drop(&graph.events[*i]));
-                let copies = copies.map_while(|i| node(graph, i).filter(|node| is_copy(node)));
+                let copies = copies.map_while(|i| node(graph, i).filter(|node| node.is_leaf()));
                 let copies: Vec<&Node> = copies.collect();
                 found.push(Segment {
                     end,
@@ -62,8 +62,4 @@ pub(super) fn segments(graph: &Graph) -> Vec<Segment> {
         }
     }
     found
-}
-
-pub(super) fn is_copy(node: &Node) -> bool {
-    node.op == "copy"
 }
