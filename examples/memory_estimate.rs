@@ -11,8 +11,8 @@
 //! cargo run --example memory_estimate -- --verify
 //! ```
 //!
-//! `--compile` predicts the planned step, with its options and ranks; without it the eager one, with more answers. The
-//! GPU of `--device cuda` need not be there.
+//! `--compile` predicts the planned step, with its options and ranks, and within `--memory-limit-gib` what fits; without
+//! it the eager one, with more answers. The GPU of `--device cuda` need not be there.
 //!
 //! `--verify` runs fifty small configurations and holds their peaks against the estimate; the exit code says whether
 //! all of them are near.
@@ -69,7 +69,7 @@ struct Flags {
     #[command(flatten)]
     precision: PrecisionFlags,
 
-    /// The memory that is to hold it, in GiB, instead of what is available
+    /// The memory that is to hold it, in GiB, instead of what is available; with --compile, which asks then what fits
     #[arg(long, value_parser = values::gib)]
     memory_limit_gib: Option<f64>,
 
@@ -149,6 +149,11 @@ impl Flags {
             .only("without --compile", &["budget"], |flags| {
                 !flags.step.compile
             })
+            .only(
+                "without --memory-budget-gib",
+                &["memory-limit-gib"],
+                |flags| !flags.step.has_budget(),
+            )
     }
 
     /// Whether every prediction that was checked is near.
@@ -203,12 +208,11 @@ impl Flags {
         if self.step.compile {
             step::check(&modes(&self.mode))?;
             let target = device.map_or(Target::Cuda, Target::from);
-            let available_bytes = self.available_bytes(device);
+            let limit = self.memory_limit_gib.map(common::gib_bytes);
             for Model { name, config } in &models {
                 for workload in &workloads {
                     let model = (name.as_str(), config);
-                    let answers =
-                        self.predict_planned(report, model, workload, target, available_bytes)?;
+                    let answers = self.predict_planned(report, model, workload, target, limit)?;
                     analysis.push(serde_json::to_value(answers).unwrap_or_default());
                 }
             }
@@ -261,7 +265,7 @@ impl Flags {
         (name, config): (&str, &TransformerConfig),
         workload: &Workload,
         target: Target,
-        available_bytes: Option<u64>,
+        limit: Option<u64>,
     ) -> Result<Fields> {
         let (plan, checkpointing) = self.step.plan(config, workload, target)?;
         let workload = &Workload {
@@ -272,8 +276,8 @@ impl Flags {
         let breakdown = add(report, &labels, &planned_breakdown(&plan));
         let mut notes = breakdown.notes;
         let mut answers = labels;
-        if let Some(available_bytes) = available_bytes {
-            let fits = (self.step).what_fits(config, workload, target, available_bytes)?;
+        if let Some(limit) = limit {
+            let fits = self.step.what_fits(config, workload, target, limit)?;
             notes.push(fits.0);
             answers.merge(fits.1);
         }

@@ -29,7 +29,7 @@ use tallow::nn::ForwardContext;
 use tallow::ops::DropoutKey;
 use tallow::optim::{
     AdamW, GradScaler, GradScalerConfig, GradientAccumulator, clip_grad_norm,
-    clip_grad_norm_checked, decay_matrices_only,
+    clip_grad_norm_checked, clip_grad_value, decay_matrices_only,
 };
 use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
@@ -188,6 +188,9 @@ impl Flags {
                     clip_grad_norm(&mut gradients, &parameters, max_norm)?; // what has overflowed is skipped below
                 } else {
                     clip_grad_norm_checked(&mut gradients, &parameters, max_norm)?;
+                }
+                if let Some(value) = config.max_grad_value {
+                    clip_grad_value(&mut gradients, &parameters, value)?;
                 }
                 optimizer.set_learning_rate(config.schedule.learning_rate(step));
                 let stepped = scaler.step(&mut optimizer, &mut gradients)?;

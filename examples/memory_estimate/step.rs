@@ -53,6 +53,9 @@ pub struct StepFlags {
     pub exchange: ExchangeFlags,
 }
 
+/// Plans of more tokens are not tried: the head's calls, some rows at a time, become many.
+const MOST_TOKENS: usize = 1 << 20;
+
 /// Those that only a planned step has.
 pub const NAMES: &[&str] = &[
     "accumulation",
@@ -67,6 +70,10 @@ pub const NAMES: &[&str] = &[
 impl StepFlags {
     pub fn has_ranks(&self) -> bool {
         self.compile && self.world_size > 1
+    }
+
+    pub fn has_budget(&self) -> bool {
+        self.memory_budget_gib.is_some()
     }
 
     /// The plan of the workload on a device, and the blocks' checkpointing, which a budget may have chosen.
@@ -121,6 +128,9 @@ impl StepFlags {
         available_bytes: u64,
     ) -> Result<(String, Fields)> {
         let bytes = |batch_size: usize, sequence_length: usize| {
+            if batch_size.saturating_mul(sequence_length) > MOST_TOKENS {
+                return Ok(u64::MAX);
+            }
             let workload = Workload {
                 batch_size,
                 sequence_length,
@@ -139,7 +149,10 @@ impl StepFlags {
         fields.insert("available_bytes", available_bytes);
         fields.insert("largest_batch_size", batch);
         fields.insert("largest_context_length", length);
-        let [batch, length] = [batch, length].map(|size| match size {
+        let [batch, length] = [(batch, t), (length, b)].map(|(size, other)| match size {
+            Some(size) if (size + 1).saturating_mul(other) > MOST_TOKENS => {
+                format!("{} and more", group_digits(size as u64))
+            }
             Some(size) => group_digits(size as u64),
             None => "none".into(),
         });

@@ -15,7 +15,8 @@ const OP: &str = "attention::FirstKeys";
 /// With [`Mask::Causal`](super::Mask::Causal), several documents in one sequence attend each to itself alone; positions
 /// count on through them, which rotary attention does not notice. Tiles of keys that a whole tile of queries does not
 /// see are not computed by [`flash`](super::flash()), forward or backward, so that the time is about that of the
-/// documents one by one. [`naive`](super::naive()) computes all scores. What a loss should not learn, the first token
+/// documents one by one. [`naive`](super::naive()) leaves out keys that no query of a block sees
+/// on the CPU, and computes all scores on a GPU. What a loss should not learn, the first token
 /// of a document from the last of the one before, its targets ignore
 /// ([`ops::linear_cross_entropy_ignoring`](crate::ops::linear_cross_entropy_ignoring)).
 ///

@@ -20,7 +20,6 @@
 //! ```
 
 mod algorithm;
-pub(crate) mod blocked;
 mod computed;
 pub(crate) mod cost;
 pub(crate) mod first_keys;

@@ -103,7 +103,7 @@ pub struct StepConfig {
     /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) does; `None` for no clipping.
     pub clip_norm: Option<f64>,
     /// Clip each element of the gradients to be from minus this to this, after `clip_norm`, as
-    /// [`clip_grad_value`](crate::optim::clip_grad_value) does; `None` for no clipping.
+    /// [`clip_grad_value`](crate::optim::clip_grad_value) does, in the dtype of the update; `None` for no clipping.
     pub clip_value: Option<f64>,
     /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
     /// [`Step::run_scaled`](super::Step::run_scaled).
@@ -120,8 +120,8 @@ pub struct StepConfig {
     /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive
     /// at a time, on a GPU those of one block, whose matrices one launch updates. The peak falls where gradients are
     /// what it is made of: of models that are large beside their batch, or with checkpointing (gradients lie where
-    /// activations were, so that a step with all activations peaks before there are many). Goes with neither clipping,
-    /// accumulation nor loss scaling, which need all gradients first.
+    /// activations were, so that a step with all activations peaks before there are many). Goes with neither
+    /// `clip_norm`, accumulation nor loss scaling, which need all gradients first.
     ///
     /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: only the update sees them,
     /// and it has 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
@@ -184,8 +184,8 @@ impl StepConfig {
     /// Whether the fields go together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a norm or value to clip to that is not over 0, no micro-batches, a precision without f32
-    /// parameters, an optimizer in backward beside clipping, accumulation or loss scaling.
+    /// [`Error::Config`] naming the field: a norm or value to clip to that is not over 0, no micro-batches, a precision
+    /// without f32 parameters, an optimizer in backward beside `clip_norm`, accumulation or loss scaling.
     pub fn validate(&self) -> Result<()> {
         const CONFIG: &str = "StepConfig";
         check_count(CONFIG, "accumulation", self.accumulation)?;
@@ -210,8 +210,8 @@ impl StepConfig {
                 field: "optimizer_in_backward",
                 expected: expected.into(),
                 got: "true".into(),
-                hint: "clipping, accumulation, loss scaling and averages over ranks need all gradients before the \
-                       first update; leave one out"
+                hint: "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients before \
+                       the first update; leave one out"
                     .into(),
             }),
             _ => Ok(()),

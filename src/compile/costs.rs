@@ -17,7 +17,7 @@ impl Plan {
     ///
     /// let model = TransformerConfig::small();
     /// let batch = Batch::hollow(4, 256)?;
-    /// let (plan, _) = Step::plan_of(Target::Cpu { threads: 2 }, &model, &StepConfig::default(), batch)?;
+    /// let (plan, _) = Step::plan_of(Target::Cpu, &model, &StepConfig::default(), batch)?;
     /// for part in plan.costs() {
     ///     println!("{} {}: {}: {} FLOPs", part.phase, part.path, part.ops.join(", "), part.cost.flops());
     /// }

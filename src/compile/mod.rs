@@ -96,9 +96,8 @@
 //!
 //! [`Plan::peak_bytes`] is the arena's allocation. On a GPU [`Plan::workspace_bytes`] is what lies beside it, and with
 //! [`Plan::total_bytes`] a step's peak is met to 0.1 MiB. On the CPU kernels keep packing buffers of 0.75 MiB a thread,
-//! in half precision 2.5, whatever the sizes, and flash attention's backward takes a few tiles a thread. The scratch of
-//! naive attention is in the arena, for as many threads as the pool has when the plan is made; a plan run in a larger
-//! pool uses that many.
+//! in half precision 2.5, whatever the sizes; flash attention takes a few tiles a thread, naive attention
+//! what [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts.
 //!
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
@@ -139,6 +138,7 @@ mod traced;
 mod update;
 mod writer;
 
+pub use crate::graph::Target;
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use batch::{Batch, Inputs};
 pub use buffer::{Buffer, BufferId, Category, Location};
@@ -156,4 +156,3 @@ pub use plan::{BufferRange, Call, Phase, Plan};
 pub use planned_step::ScaledStep;
 pub use step::Step;
 pub use timeline::{Rates, Timeline};
-pub use traced::Target;

@@ -314,9 +314,8 @@ impl Plan {
         }
     }
 
-    /// bf16 or f16 if an operand of the call is in it, else f32. No call has both, but that attention on bf16 keeps its
-    /// exponentials in f16: the first is what is meant. `None` for a call of another plan whose buffers this plan does
-    /// not have.
+    /// bf16 or f16 if an operand of the call is in it, else f32. `None` for a call of another plan whose buffers this
+    /// plan does not have.
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))
     }

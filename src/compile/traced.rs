@@ -1,6 +1,6 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
-use crate::graph::{self, Graph, Source, Traced, ValueId, ValueRef, View};
+use crate::graph::{self, Graph, Source, Target, Traced, ValueId, ValueRef, View};
 use crate::inplace::storage_address;
 use crate::ops::cpu::{cpu_storage, for_stored};
 use crate::ops::cross_entropy::Reduction;
@@ -39,41 +39,6 @@ pub(super) struct TracedFunction {
     pub reduction: Reduction,
 }
 
-/// The kind of device that a plan is made for, which need not be there: kernels differ in what they take at once, and
-/// in the room they work in. [`Target::from`] gives that of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// The CPU.
-    Cpu {
-        /// The number of threads that there is scratch for.
-        threads: usize,
-    },
-    /// A CUDA GPU.
-    Cuda,
-}
-
-/// The CPU with the threads of the current pool, or a CUDA GPU.
-impl From<&Device> for Target {
-    fn from(device: &Device) -> Self {
-        match device {
-            Device::Cuda(_) => Self::Cuda,
-            _ => Self::Cpu {
-                threads: rayon::current_num_threads(),
-            },
-        }
-    }
-}
-
-impl Target {
-    /// What a trace for it is told.
-    pub(super) fn of_trace(self) -> graph::Target {
-        match self {
-            Self::Cpu { .. } => graph::Target::Cpu,
-            Self::Cuda => graph::Target::Cuda,
-        }
-    }
-}
-
 impl TracedFunction {
     /// Traces `function`, whose variables are `parameters`: real ones, or hollow ones where only a plan is wanted.
     ///
@@ -85,7 +50,7 @@ impl TracedFunction {
         parameters: impl Iterator<Item = (&'p str, &'p Tensor)>,
         function: impl FnOnce() -> Result<Vec<Tensor>>,
     ) -> Result<Self> {
-        let traced = graph::trace_with_tensors(target.of_trace(), function)?;
+        let traced = graph::trace_with_tensors(target, function)?;
         Self::of(op, target, parameters, traced)
     }
 
@@ -98,7 +63,7 @@ impl TracedFunction {
         target: Target,
         function: impl FnOnce() -> Result<Vec<Tensor>>,
     ) -> Result<Self> {
-        let traced = graph::trace_with_tensors(target.of_trace(), function)?;
+        let traced = graph::trace_with_tensors(target, function)?;
         let weights = traced.graph.weights();
         let weights = weights.map(|(id, name)| (name.to_string(), traced.tensors[id.0].clone()));
         let hollow = weights.filter(|(_, weight)| graph::is_hollow(weight));

@@ -86,8 +86,8 @@ impl Ranks {
     ///   keeps jobs apart without it.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) naming the variable that is missing, or has a value that cannot be, or the two that contradict
-    /// each other.
+    /// [`Error::Config`](crate::Error::Config) naming the variable that is missing, or has a value that cannot be, or
+    /// the two that contradict each other.
     pub fn from_env() -> Result<Option<Self>> {
         // What is not Unicode becomes text that no check passes, instead of a variable that seems missing.
         read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))

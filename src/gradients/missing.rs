@@ -6,8 +6,8 @@ use candle_core::{Var, backprop::GradStore};
 
 /// What happens to a parameter that has no gradient: an expert that no token chose, a branch that was not taken.
 ///
-/// It is set per parameter group, in [`AdamWConfig::missing_gradients`](crate::optim::AdamWConfig::missing_gradients), for
-/// eager and [planned](crate::compile::Step) steps. What takes a list of parameters ([`clip_grad_norm`],
+/// It is set per parameter group, in [`AdamWConfig::missing_gradients`](crate::optim::AdamWConfig::missing_gradients),
+/// for eager and [planned](crate::compile::Step) steps. What takes a list of parameters ([`clip_grad_norm`],
 /// [`GradScaler::unscale`], [`check_finite`]) is given those that have a gradient, by
 /// [`with_gradients`](Self::with_gradients). [`GradientAccumulator::with_missing`] has it too.
 ///

@@ -26,3 +26,10 @@ impl Target {
         }
     }
 }
+
+/// [`Target::of`].
+impl From<&Device> for Target {
+    fn from(device: &Device) -> Self {
+        Self::of(device)
+    }
+}

@@ -65,6 +65,7 @@ impl Mask {
     }
 
     /// How many keys before its own a query sees at most, where that is limited.
+    #[cfg(feature = "cuda")]
     pub(crate) fn window(self) -> Option<NonZeroUsize> {
         match self {
             Mask::Window(keys_seen) => Some(keys_seen),

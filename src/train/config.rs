@@ -39,8 +39,8 @@ pub struct TrainConfig {
     pub optimizer: AdamWConfig,
     /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
     pub max_grad_norm: Option<f64>,
-    /// Each element of the gradients is clipped to be from minus this to this, after `max_grad_norm`; `None` leaves them
-    /// as they are, and so does a saved run that says nothing.
+    /// Each element of the gradients is clipped to be from minus this to this, after `max_grad_norm`; `None` leaves
+    /// them as they are, and so does a saved run that says nothing.
     #[serde(default)]
     pub max_grad_value: Option<f64>,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
@@ -125,8 +125,8 @@ impl TrainConfig {
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` or `max_grad_value` that is not over
-    /// 0, a precision that is not planned, an optimizer in backward beside clipping, accumulation or loss scaling; and those of the
-    /// schedule, the optimizer and the loss scale.
+    /// 0, a precision that is not planned, an optimizer in backward beside `max_grad_norm`, accumulation or loss
+    /// scaling; and those of the schedule, the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TrainConfig", field, got).must_be(expected, hint))

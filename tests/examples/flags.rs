@@ -280,7 +280,7 @@ const CASES: &[Case] = &[
                 "memory-limit-gib",
                 &[
                     "--verify --memory-limit-gib 1",
-                    "--compile --memory-limit-gib 1",
+                    "--compile --memory-budget-gib 9 --memory-limit-gib 1",
                 ],
             ),
             ("budget", &["--verify --budget", "--compile --budget"]),
@@ -386,7 +386,7 @@ const CASES: &[Case] = &[
                 "weight-decay",
                 "bf16-moments",
             ],
-            &["betas", "clip", "evaluate-every"],
+            &["betas", "clip", "clip-value", "evaluate-every"],
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
@@ -491,6 +491,7 @@ const CASES: &[Case] = &[
             &[
                 "betas",
                 "clip",
+                "clip-value",
                 "evaluate-every",
                 "checkpoint",
                 "out",

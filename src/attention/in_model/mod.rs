@@ -1,6 +1,6 @@
-//! Attention in the model's dimension, as plans have it: projections (B, T, H*Dh) are cut into heads, rotated to their
-//! positions, compared and merged again without lying apart. Causal. Naive attention has as many heads of k and v as of
-//! q there, and on the CPU rotates adjacent pairs.
+//! Attention in the model's dimension, as plans for GPUs have it: projections (B, T, H*Dh) are cut into heads, rotated
+//! to their positions, compared and merged again without lying apart. Causal. Naive attention has as many heads of k
+//! and v as of q there.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -9,18 +9,14 @@ use super::attributes;
 use super::flash::lowering::KERNELS;
 #[cfg(feature = "cuda")]
 use super::lowering::sizes;
-use super::lowering::{dropout_mask, first_keys};
 use crate::graph::Attribute;
 use crate::kernels::attention::Sizes;
-use crate::kernels::cpu::attention::flash::{self, Heads, Tiles};
-use crate::kernels::cpu::attention::rotary;
-use crate::kernels::cpu::attention::rotary_heads::{self, Angles};
-use crate::kernels::cpu::heads::{self, HeadSizes};
-use crate::kernels::cpu::{Real, Stored};
 use crate::kernels::{Dropout, Mask};
+#[cfg(any(feature = "cuda", test))]
 use crate::ops::dropout::of_attributes;
-use crate::ops::lowering::{Kernel, Slices, kernel, on_gpu};
+use crate::ops::lowering::{Kernel, on_gpu};
 use crate::ops::rope::HALVES;
+#[cfg(any(feature = "cuda", test))]
 use candle_core::Result;
 
 /// The sizes of attention in a model.
@@ -88,37 +84,8 @@ impl InModel {
         }
     }
 
-    /// As naive attention's kernel on the CPU takes them.
-    pub fn rotary(&self) -> rotary::Sizes {
-        rotary::Sizes {
-            heads: self.heads(),
-            scale: self.scale,
-        }
-    }
-
-    /// As the kernels on heads take them.
-    fn heads(&self) -> HeadSizes {
-        HeadSizes {
-            batch: self.batch,
-            length: self.length,
-            heads: self.heads,
-            head_dim: self.head_dim,
-        }
-    }
-
-    /// The strides of a (B, T, heads*Dh), by batch, head, position and element.
-    fn in_rows(&self, heads: usize) -> [usize; 4] {
-        let row = heads * self.head_dim;
-        [self.length * row, self.head_dim, row, 1]
-    }
-
-    /// Those of a (B, H, T, Dh).
-    fn by_head(&self) -> [usize; 4] {
-        let head = self.length * self.head_dim;
-        [self.heads * head, head, self.head_dim, 1]
-    }
-
     /// The sizes that a kernel has.
+    #[cfg(any(feature = "cuda", test))]
     pub fn of(k: &Kernel) -> Result<Self> {
         Ok(Self {
             batch: k.count("B")?,
@@ -160,74 +127,21 @@ impl InModel {
     }
 
     /// Rotates heads to their positions, in place. Reads `cos`, `sin` (T, Dh/2); writes `x` (B, T, H*Dh), or q and k of
-    /// what is packed on a GPU.
+    /// what is packed.
     pub fn rotate(&self) -> Kernel {
-        let kernel = kernel!("rotate", of "x", |T, k, s| {
-            let sizes = Self::of(k)?;
-            let (heads, x) = (sizes.heads(), s.y::<T>("x")?);
-            rotary_heads::rotate_in_place(heads, angles(s)?, sizes.by_halves, x);
-        });
+        let kernel = Kernel::of_gpus("rotate");
         let kernel = on_gpu!(kernel, |k, l| gpu::rotate(k, l, false));
         self.given_to(kernel).in_place()
     }
 
-    /// Rotates gradients of rotated heads back, in place. Operands as [`rotate`](Self::rotate). On a GPU.
+    /// Rotates gradients of rotated heads back, in place. Operands as [`rotate`](Self::rotate).
     pub fn rotate_back(&self) -> Kernel {
         let kernel = Kernel::of_gpus("rotate_back");
         let kernel = on_gpu!(kernel, |k, l| gpu::rotate(k, l, true));
         self.given_to(kernel).in_place()
     }
 
-    /// Reads `x` (B, H, T, Dh); writes `y` (B, T, H*Dh).
-    pub fn merge(&self) -> Kernel {
-        let kernel = kernel!("merge_heads", |T, k, s| {
-            heads::merge(Self::of(k)?.heads(), s.x::<T>("x")?, s.y("y")?);
-        });
-        self.given_to(kernel)
-    }
-
-    /// Reads `x` (B, H, T, Dh), `cos`, `sin`; writes `y` (B, T, H*Dh), rotated back.
-    pub fn merge_rotated_back(&self) -> Kernel {
-        let kernel = kernel!("merge_rotated_back", |T, k, s| {
-            let (x, y) = (s.x::<T>("x")?, s.y("y")?);
-            let sizes = Self::of(k)?;
-            let heads = sizes.heads();
-            rotary_heads::merge_rotated_back(heads, angles(s)?, sizes.by_halves, x, y);
-        });
-        self.given_to(kernel)
-    }
-
-    /// Naive attention with q and k rotated by the kernel. Reads `q`, `k`, `v` (B, T, H*Dh), `cos`, `sin` (T, Dh/2);
-    /// writes `out` (B, T, H*Dh), `scratch` and, where backward wants it, `p` (its triangle). On the CPU.
-    pub fn rotating(&self) -> Kernel {
-        let kernel = kernel!("attention", |T, k, s| {
-            let outputs = rotary::Outputs {
-                p: s.some_y("p")?,
-                out: s.y("out")?,
-            };
-            let inputs = rotated::<T>(s)?;
-            rotary::forward(&Self::of(k)?.rotary(), inputs, outputs, s.y("scratch")?);
-        });
-        self.compared_by(kernel, 1.0)
-    }
-
-    /// Reads `d_out`, `q`, `k`, `v` (B, T, H*Dh), `p`, `cos`, `sin`; writes `dq`, `dk`, `dv` (B, T, H*Dh), `scratch`.
-    /// On the CPU.
-    pub fn rotating_backward(&self) -> Kernel {
-        let kernel = kernel!("attention_backward", |T, k, s| {
-            let gradients = rotary::Gradients {
-                dq: s.y("dq")?,
-                dk: s.y("dk")?,
-                dv: s.y("dv")?,
-            };
-            let (p, d_out, scratch) = (s.x("p")?, s.x("d_out")?, s.y("scratch")?);
-            let inputs = rotated::<T>(s)?;
-            rotary::backward(&Self::of(k)?.rotary(), inputs, p, d_out, gradients, scratch);
-        });
-        self.compared_by(kernel, 2.0)
-    }
-
-    /// Naive attention on a GPU. Reads `q`, `k` (rotated), `v`, or all three as `qkv` where they are packed; writes
+    /// Naive attention. Reads `q`, `k` (rotated), `v`, or all three as `qkv` where they are packed; writes
     /// `out` (B, T, H*Dh), the probabilities `p` (B, H, T, T) and, in half precision, the `scores` of some heads (..,
     /// T, T) in f32.
     pub fn naive(&self) -> Kernel {
@@ -238,7 +152,7 @@ impl InModel {
 
     /// Reads `d_out` (B, T, H*Dh), `q`, `k`, `v`, or `qkv`, the probabilities `p` (B, H, T, T); writes `dq`, `dk`,
     /// `dv`, or `dqkv`, as those lie, not rotated back, `dp` of some heads (.., T, T) in f32 and, in half precision,
-    /// `dscores` of them (.., T, T). On a GPU.
+    /// `dscores` of them (.., T, T).
     pub fn naive_backward(&self) -> Kernel {
         let kernel = Kernel::of_gpus("naive_attention_backward");
         let kernel = on_gpu!(kernel, |k, l| gpu::naive_backward(&Self::of(k)?, l));
@@ -246,64 +160,20 @@ impl InModel {
     }
 
     /// Attention in tiles. Reads `q`, `k` (rotated), `v`, or `qkv`, `first_keys` (B, T) if there are any, and a
-    /// `dropout_key` (4) where probabilities are dropped; writes `out`, `lse` (parts, B, H, T), on a GPU `workspace`
-    /// and, in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H, T, Dh). out
-    /// is (B, H, T, Dh) on the CPU; on a GPU (B, T, H*Dh).
+    /// `dropout_key` (4) where probabilities are dropped; writes `out`, `lse` (parts, B, H, T), `workspace` and,
+    /// in half precision where backward wants it, `rounding_error`, what rounding took from out (B, H, T, Dh). out is
+    /// (B, T, H*Dh).
     pub fn tiled(&self) -> Kernel {
-        let kernel = kernel!(KERNELS[0], |T, k, s| {
-            let sizes = Self::of(k)?;
-            let [q] = lying::<T, 1>(s, ["q"], sizes.in_rows(sizes.heads))?;
-            let [k, v] = lying::<T, 2>(s, ["k", "v"], sizes.in_rows(sizes.kv_heads))?;
-            let inputs = flash::ForwardInputs {
-                q,
-                k,
-                v,
-                first_keys: first_keys(s)?,
-                dropout: dropout_mask(sizes.dropout, s, sizes.length)?,
-            };
-            let outputs = flash::Outputs {
-                out: s.y("out")?,
-                rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
-                lse: s.y("lse")?,
-            };
-            let tiles = Tiles::for_head_dim(sizes.head_dim);
-            flash::forward(&sizes.flash(), &tiles, inputs, outputs);
-        });
+        let kernel = Kernel::of_gpus(KERNELS[0]);
         let kernel = on_gpu!(kernel, |k, l| gpu::tiled(k, l));
         self.compared_by(kernel, 1.0)
     }
 
     /// Reads `d_out`, `q`, `k`, `v`, or `qkv`, `out` (as forward wrote it), `lse` (parts, B, H, T), the `first_keys`
     /// and `dropout_key` that forward had and, in half precision, `rounding_error` (B, H, T, Dh); writes `dq`, `dk`,
-    /// `dv`: (B, H, T, Dh) and twice (B, Hkv, T, Dh) on the CPU; on a GPU as q, k and v lie, and `workspace`.
+    /// `dv`, as q, k and v lie, and `workspace`.
     pub fn tiled_backward(&self) -> Kernel {
-        let kernel = kernel!(KERNELS[1], |T, k, s| {
-            let sizes = Self::of(k)?;
-            let names = ["d_out", "q", "out"];
-            let [d_out, q, out] = lying::<T, 3>(s, names, sizes.in_rows(sizes.heads))?;
-            let [k, v] = lying::<T, 2>(s, ["k", "v"], sizes.in_rows(sizes.kv_heads))?;
-            let inputs = flash::Inputs {
-                d_out,
-                q,
-                k,
-                v,
-                out,
-                rounding_error: match s.has_x("rounding_error") {
-                    true => Some(lying::<T, 1>(s, ["rounding_error"], sizes.by_head())?[0]),
-                    false => None,
-                },
-                lse: s.x("lse")?,
-                first_keys: first_keys(s)?,
-                dropout: dropout_mask(sizes.dropout, s, sizes.length)?,
-            };
-            let gradients = flash::Gradients {
-                dq: s.y("dq")?,
-                dk: s.y("dk")?,
-                dv: s.y("dv")?,
-            };
-            let tiles = Tiles::for_head_dim(sizes.head_dim);
-            flash::backward(&sizes.flash(), &tiles, inputs, gradients);
-        });
+        let kernel = Kernel::of_gpus(KERNELS[1]);
         let kernel = on_gpu!(kernel, |k, l| gpu::tiled_backward(k, l));
         self.compared_by(kernel, 2.0)
     }
@@ -317,33 +187,4 @@ pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
     is_flash
         .then(|| sizes(kernel).or_else(in_model).ok())
         .flatten()
-}
-
-fn angles<'a, R: Real>(s: &Slices<'a>) -> Result<Angles<'a, R>> {
-    Ok(Angles {
-        cos: s.x("cos")?,
-        sin: s.x("sin")?,
-    })
-}
-
-fn rotated<'a, T: Stored>(s: &Slices<'a>) -> Result<rotary::Inputs<'a, T>> {
-    Ok(rotary::Inputs {
-        q: s.x("q")?,
-        k: s.x("k")?,
-        v: s.x("v")?,
-        angles: angles(s)?,
-    })
-}
-
-/// What is read by these names, by these strides.
-fn lying<'a, T: Stored, const N: usize>(
-    s: &Slices<'a>,
-    names: [&str; N],
-    strides: [usize; 4],
-) -> Result<[Heads<'a, T>; N]> {
-    let mut all = [Heads { data: &[], strides }; N];
-    for (heads, name) in all.iter_mut().zip(names) {
-        heads.data = s.x::<T>(name)?;
-    }
-    Ok(all)
 }

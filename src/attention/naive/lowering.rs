@@ -13,13 +13,11 @@ use crate::kernels::workspace;
 use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu};
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::{Kernel, Operands};
-use crate::ops::reserve_scratch;
 use candle_core::{DType, Result};
 
 pub(in crate::attention) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("naive_attention", |T, k, s| {
-            reserve_scratch(s.dtype()? != DType::F32)?; // for its products
             let sizes = sizes(k)?;
             let lse = s.some_y("lse")?.unwrap_or_default();
             naive::forward(&sizes, operands::<T>(s)?, s.y("p")?, lse, s.y("out")?);
@@ -42,7 +40,6 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
     },
     backward: |signature| {
         let kernel = kernel!("naive_attention_backward", |T, k, s| {
-            reserve_scratch(s.dtype()? != DType::F32)?;
             let sizes = sizes(k)?;
             let (d_out, p) = (s.x("d_out")?, s.x("p")?);
             let gradients = [s.y("dq")?, s.y("dk")?, s.y("dv")?];

@@ -40,16 +40,15 @@ pub(super) const INFO: OpInfo = cost::info(
 /// many as there are; (T, Dh) alone is one head.
 ///
 /// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query
-/// attention, and multi-query attention where Hkv is 1. Nothing is copied for it. All scores are computed, also those
-/// that [first keys](super::FirstKeys) or a window hide.
+/// attention, and multi-query attention where Hkv is 1. Nothing is copied for it.
 ///
 /// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the
 /// cost which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
 /// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them. 4 B H
-/// Tq Tk Dh FLOPs forward, twice that backward, whatever the mask. Without keys out is zeros, and so are gradients.
+/// Tq Tk Dh FLOPs forward, twice that backward, if every key is seen. Without keys out is zeros, and so are gradients.
 ///
-/// On the CPU scores are overwritten by their softmax, one head after another, so that a head's scores are still in
-/// cache by then; p is f32 for half precision, or gradients would inherit its rounding. On a GPU products are
+/// On the CPU 64 queries at a time go through scores, softmax and weighted sum, with the keys that one of them sees:
+/// the rest of p is zeros. p is f32 for half precision, or gradients would inherit its rounding. On a GPU products are
 /// cuBLAS's, with sums in f32. Scores and the gradients of p are f32 in every dtype; p and the scores' gradients are in
 /// the dtype of q, k and v, as they are multiplied with those. In f32 p takes the scores' place, and backward has the
 /// gradients of as many heads at once as 1 GiB holds; in half precision both have scores of as many heads as 32 MiB

@@ -84,7 +84,7 @@ impl Lower<'_> {
         }
         let runs = Runs {
             first_run_only: match target {
-                Target::Cpu { .. } => 0..0,
+                Target::Cpu => 0..0,
                 Target::Cuda => 0..before,
             },
             per_micro_batch,
@@ -95,7 +95,7 @@ impl Lower<'_> {
         let (parts, kept) = (self.plan.parts, self.plan.kept);
         let (plan, numbers) = Plan::new(calls, parts, buffers, tables, runs, &kept);
         let plan = match target {
-            Target::Cpu { .. } => plan,
+            Target::Cpu => plan,
             Target::Cuda => {
                 let bytes = workspace_bytes(&plan);
                 plan.with_workspace(bytes)

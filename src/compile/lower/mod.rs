@@ -3,8 +3,7 @@
 //! The graph's nodes, without those that only pass a value on ([`program`]), are grouped into *forms* ([`form`]), each
 //! of which writes its calls down, forward and backward. A form is found by a pass ([`passes`]), one file each:
 //!
-//! - [`attention`]: heads, rotated, compared and merged in the model's dimension; [`heads`], the same of heads as they
-//!   lie;
+//! - [`attention`]: on a GPU, heads rotated, compared and merged in the model's dimension;
 //! - [`linear`]: linear maps of one input, which on a GPU in half precision are one product;
 //! - [`gated`]: SwiGLU with its two maps, whose backward needs no memory of its own;
 //! - [`norm`]: RMSNorm of a sum, with the addition;
@@ -26,7 +25,6 @@ mod form;
 mod gated;
 mod gradients;
 mod head;
-mod heads;
 mod linear;
 mod loss;
 mod node;
@@ -45,9 +43,9 @@ pub(super) use recompute::Recompute;
 use super::config::{PlanKind, StepConfig};
 use super::parts::PartCost;
 use super::plan::{BufferRange, Phase, Plan};
-use super::traced::{Target, TracedFunction};
+use super::traced::TracedFunction;
 use super::writer::Writer;
-use crate::graph::{self, ValueId};
+use crate::graph::{self, Target, ValueId};
 use crate::ops::cost::Cost;
 use crate::ops::lowering::Check;
 use crate::optim::MissingGradients;

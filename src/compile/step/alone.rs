@@ -3,10 +3,10 @@
 use super::super::config::{PlanKind, StepConfig};
 use super::super::loss::{Job, Loss};
 use super::super::plan::Plan;
-use super::super::traced::Target;
 use super::super::{Batch, Inputs, least, model};
 use super::{OP, Step};
 use crate::Result;
+use crate::graph::Target;
 use crate::model::TransformerConfig;
 use crate::nn::Checkpointing;
 use candle_core::Tensor;

@@ -52,8 +52,8 @@ impl fmt::Display for HalfArithmetic {
 /// The half-precision arithmetic of the CPU that this runs on, as it says itself; empty where it has none, and on
 /// architectures other than x86-64 and AArch64.
 ///
-/// [`bf16_products`](crate::hardware::bf16_products) says which of it this crate uses: products of bf16. All other kernels
-/// read and write half precision and compute in f32.
+/// [`bf16_products`](crate::hardware::bf16_products) says which of it this crate uses: products of bf16. All other
+/// kernels read and write half precision and compute in f32.
 ///
 /// ```
 /// let units = tallow::hardware::half_arithmetic();

@@ -193,32 +193,6 @@ pub(crate) fn block_sums(rows: usize, width: usize) -> f64 {
     rows.div_ceil(BLOCK_ROWS) as f64 * width as f64
 }
 
-/// As [`for_tasks_with`], each thread's scratch being `size` elements of `scratch`: as many threads work as there is
-/// room for. For callers that know their memory beforehand.
-pub fn for_tasks_in<T: Send>(
-    tasks: usize,
-    scratch: &mut [T],
-    size: usize,
-    f: impl Fn(&mut [T], usize) + Sync,
-) {
-    assert!(scratch.len() >= size, "{size} of {}", scratch.len());
-    let room = scratch.len().checked_div(size).unwrap_or(usize::MAX);
-    let workers = tasks.min(rayon::current_num_threads()).min(room);
-    let scratch = Shared::new(scratch);
-    let next = AtomicUsize::new(0);
-    run(workers, 1, &|worker| {
-        // SAFETY: part `worker` is this worker's.
-        let scratch = unsafe { scratch.part(worker, size) };
-        loop {
-            let task = next.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                return;
-            }
-            f(scratch, task);
-        }
-    });
-}
-
 /// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in
 /// order.
 pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {

@@ -164,9 +164,9 @@ impl AttentionWorkload {
 /// whether it fits. Predicted from its trace, as
 /// [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
-/// Naive overwrites its scores with the probabilities, so they exist once. On the CPU its backward takes a matrix of
-/// (T, T) for each of B H, one a thread at a time; in half precision the probabilities are f32 all the same, and a head
-/// is widened while it is worked on; products pack blocks of their factors, a few MiB whatever the sizes. On a GPU
+/// Naive keeps the probabilities, not the scores. On the CPU a thread has keys and values of a head, in backward their
+/// gradients too, and the scores of 64 queries, and where there are few heads each part of one has sums of its own; in
+/// half precision the probabilities are f32 all the same. On a GPU
 /// probabilities are in the dtype of q, k and v, and backward takes matrices of (T, T) for as many of B H as 1 GiB
 /// holds in f32, one at least; in half precision forward and backward as many as 32 MiB hold in f32, and backward half
 /// as much again.

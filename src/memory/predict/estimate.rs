@@ -52,7 +52,7 @@ use std::fmt;
 /// beside them.
 ///
 /// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool
-/// that asks: the blocks that matrix products pack, flash attention's tiles, matrices that naive attention works in.
+/// that asks: the blocks that matrix products pack, attention's tiles.
 /// Threads that find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out:
 /// the records of tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first
 /// step, the drawing of the weights, the largest of which exists once more. [`measure()`](crate::memory::measure())

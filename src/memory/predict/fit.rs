@@ -35,12 +35,12 @@ pub fn largest_batch_size(
 ) -> Result<Option<usize>> {
     check(config, workload)?;
     check_some("sequence_length", workload.sequence_length)?;
-    largest_that_fits(available_bytes, |batch_size| {
+    largest(|batch_size| {
         let workload = Workload {
             batch_size,
             ..workload.clone()
         };
-        Ok(peak_bytes(config, &workload)? as u64)
+        Ok(peak_bytes(config, &workload)? <= available_bytes as f64)
     })
 }
 
@@ -70,12 +70,12 @@ pub fn smallest_sequence_beyond(
 ) -> Result<usize> {
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
-    let largest = largest_that_fits(available_bytes, |sequence_length| {
+    let largest = largest(|sequence_length| {
         let workload = Workload {
             sequence_length,
             ..workload.clone()
         };
-        Ok(peak_bytes(config, &workload)? as u64)
+        Ok(peak_bytes(config, &workload)? <= available_bytes as f64)
     })?;
     Ok(largest.unwrap_or(0) + 1)
 }
@@ -105,7 +105,11 @@ pub fn largest_that_fits(
     available_bytes: u64,
     peak_bytes: impl Fn(usize) -> Result<u64>,
 ) -> Result<Option<usize>> {
-    let fits = |size: usize| Ok::<_, crate::Error>(peak_bytes(size)? <= available_bytes);
+    largest(|size| Ok(peak_bytes(size)? <= available_bytes))
+}
+
+/// The largest size from 1 on that fits, as all before it do.
+fn largest(fits: impl Fn(usize) -> Result<bool>) -> Result<Option<usize>> {
     let mut largest = 0; // known to fit
     let mut beyond = 1;
     while fits(beyond)? {

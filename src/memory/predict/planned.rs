@@ -2,7 +2,7 @@
 
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
 use crate::attention::Algorithm;
-use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig, Target};
+use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
 use crate::graph;
 use crate::nn::CausalSelfAttention;
 use crate::ops::lowering::Workspace;
@@ -12,7 +12,7 @@ use candle_core::Device;
 /// The memory that a [`Step`] of attention alone, whose parameters are q, k and v, holds for forward and
 /// [backward](Step::forward_backward_from) where `kernels` compute it.
 ///
-/// It is what the plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, for flash on the CPU what its
+/// It is what the plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, on the CPU what its
 /// kernels take for themselves, if all threads of the pool that asks find work.
 ///
 /// The arena is there as a whole from the first run on: what of it is needed before backward is an activation, the rest
@@ -25,13 +25,9 @@ pub fn planned_attention_breakdown(
     kernels: Kernels,
 ) -> Result<MemoryBreakdown> {
     let w = workload;
-    let target = match kernels {
-        Kernels::Cpu => Target::from(&Device::Cpu),
-        Kernels::Cuda => Target::Cuda,
-    };
     check_addressable(w.dtype.size_in_bytes() as f64 * w.largest(), &Device::Cpu)?;
     let (kind, config) = (PlanKind::Gradients, StepConfig::default());
-    let plan = Step::plan_for(target, kind, &config, Batch::new([]), |_| w.forward())?;
+    let plan = Step::plan_for(kernels, kind, &config, Batch::new([]), |_| w.forward())?;
     let [leaves, d_out] = [Category::Parameter, Category::Input];
     let inputs = plan.category_bytes(leaves) + plan.category_bytes(d_out);
     let kept = plan.category_bytes(Category::Activation);
@@ -54,9 +50,9 @@ pub fn planned_attention_breakdown(
     let kept_width = kept_buffer.map_or(width, |buffer| buffer.dtype.size_in_bytes());
     let (kept_name, kept_formula, rest_name) = match (w.algorithm, kernels) {
         (Algorithm::Naive, Kernels::Cpu) => (
-            "exponentials, as the mask leaves them",
+            "probabilities",
             "BHT^2",
-            "the rest of the arena: dq, dk, dv, scratch",
+            "the rest of the arena: dq, dk, dv",
         ),
         (Algorithm::Naive, Kernels::Cuda) => (
             "probabilities",
@@ -98,7 +94,7 @@ pub fn planned_attention_breakdown(
             elements(rest),
             width,
         );
-    if (w.algorithm, kernels) == (Algorithm::Flash, Kernels::Cpu) {
+    if kernels == Kernels::Cpu {
         return Ok(match plan.kernel_workspace() {
             None => breakdown,
             Some(Workspace {

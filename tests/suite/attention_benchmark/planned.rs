@@ -57,9 +57,9 @@ fn it_runs_out_of_memory_in_a_row_too() {
     assert_eq!(rows.len(), 1);
     assert_eq!(text(&rows[0], "status"), "OOM");
     assert!(is_missing(&rows[0], "mean_ms"));
-    // 3 x 2 x 16,384 x (16,384 + 16) x 4 bytes, and 4 a row.
+    // 3 x 2 x 16,384 x 16,384 x 4 bytes.
     let reason = text(&rows[0], "reason");
-    assert!(reason.contains("BHT^2 6,150.4 MiB"), "{reason}");
+    assert!(reason.contains("BHT^2 6,144.0 MiB"), "{reason}");
     // Beyond what a plan can count.
     let absurd = AttentionWorkload {
         sequence_length: 500_000_000,
@@ -136,10 +136,7 @@ fn check_memory(run: &AttentionRun) {
         5 * heads <= before && before + 3 * heads <= peak,
         "{before} of {peak}"
     );
-    let scratch = match w.algorithm {
-        Algorithm::Naive => 0.0,
-        Algorithm::Flash => peak as f64, // the kernels' own, if all threads find work
-    };
+    let scratch = peak as f64; // the kernels' own, if all threads find work
     for row in rows(run) {
         let expected = [
             ("before_backward_bytes", before, 0.0),

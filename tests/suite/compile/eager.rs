@@ -90,11 +90,13 @@ fn forward_alone(
         let wanted = eager(precision).unwrap();
         let got = forward.forward([("tokens", &tokens)]).unwrap();
         assert_eq!(got.dtype(), precision.dtype());
-        let error = distance(&got, &wanted);
-        let allowed = match precision {
-            Precision::F32 => 2e-6,
+        let (error, allowed) = match precision {
+            Precision::F32 => (distance(&got, &wanted), 2e-6),
             // Of what rounding itself does: now and then a number falls on the other side of a tie.
-            _ => 0.5 * distance(&wanted, &eager(Precision::F32).unwrap()),
+            _ => {
+                let exact = eager(Precision::F32).unwrap();
+                (distance(&got, &exact), 1.5 * distance(&wanted, &exact))
+            }
         };
         assert!(error <= allowed, "{error:.1e}, {allowed:.1e}");
     }
@@ -185,7 +187,7 @@ fn confident_logits() {
     let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
     let got = step.run(&mut optimizer, (&batch.0, &batch.1)).unwrap();
     assert!(
-        loss < 1.0 && (got - loss).abs() <= 1e-6 * loss,
+        loss < 1.0 && (got - loss).abs() <= f32::EPSILON * largest, // a difference of such logits
         "{got} for {loss}"
     );
     let judge = Judge {

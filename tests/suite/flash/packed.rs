@@ -93,6 +93,24 @@ fn by_others(
     }
 }
 
+/// Naive attention over several blocks of queries, and with other numbers of heads of q than of k and v, which cut
+/// their queries into other chunks forward and backward.
+#[test]
+fn naive_over_blocks() {
+    let documents = Sizes::new((1, 16, 4), (1024, 1024), 24);
+    let documents = Problem::random(documents, Mask::Causal, None, 55);
+    let documents = documents.with_first_keys(of_lengths(&[&[200, 110, 714]]));
+    let windows = Sizes::new((1, 8, 4), (768, 768), 24);
+    let windows = Problem::random(windows, window(300), None, 56);
+    for problem in problems(24).into_iter().chain([documents, windows]) {
+        let oracle = Oracle::of(&problem);
+        for dtype in dtypes_with_kernels() {
+            judge(&problem, &oracle, dtype, naive_there)
+                .unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.config));
+        }
+    }
+}
+
 pub fn naive_there(
     q: &Tensor,
     k: &Tensor,

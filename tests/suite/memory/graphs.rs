@@ -613,7 +613,7 @@ fn a_plans_memory_by_kind() {
     let alone = StepConfig::default();
     let parameters = 4 * TransformerConfig::tiny().num_parameters() as u64;
     let batch = Batch::hollow(8, 128).unwrap();
-    for target in [compile::Target::Cpu { threads: 2 }, compile::Target::Cuda] {
+    for target in [compile::Target::Cpu, compile::Target::Cuda] {
         let of = |config: &StepConfig| {
             let plan = Step::plan_of(target, &TransformerConfig::tiny(), config, &batch);
             let (plan, _) = plan.unwrap();

@@ -20,8 +20,11 @@ pub(in crate::compile::lower) fn find(
     forms: &mut Forms,
 ) -> Vec<Vec<usize>> {
     let mut packed = Vec::new();
+    if job.function.target != Target::Cuda {
+        return packed;
+    }
     for i in 0..program.nodes.len() {
-        let Some((mut form, nodes)) = around(program, job, i) else {
+        let Some((mut form, nodes)) = around(program, i) else {
             continue;
         };
         if form.sizes.packed {
@@ -50,7 +53,7 @@ pub(in crate::compile::lower) fn find(
 
 /// The attention node `i`, with what cuts its operands into heads, rotates them and merges its output: a form of those
 /// nodes, the last one last.
-fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, Vec<usize>)> {
+fn around(program: &Program<'_>, i: usize) -> Option<(Attention, Vec<usize>)> {
     let (graph, node) = (program.graph, &program.nodes[i]);
     let is_naive = match node.op {
         "attention::naive" => true,
@@ -79,7 +82,6 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
     let alike = k.shape == of_kv && v.shape == of_kv && !q.shape.contains(&0) && kv_heads > 0;
     let grouped = kv_heads != heads;
     let rotated_alike = k.angles == q.angles && v.angles.is_none() && q.by_halves == k.by_halves;
-    let on_gpu = job.function.target == Target::Cuda;
     let angles = q.angles.clone();
     let sizes = InModel {
         batch,
@@ -93,21 +95,17 @@ fn around(program: &Program<'_>, job: &Job<'_>, i: usize) -> Option<(Attention, 
         by_halves: q.by_halves,
         packed: false,
     };
-    // Parts of the rows of one projection, which the CPU's kernels do not take.
+    // Parts of the rows of one projection.
     let columns = sizes.columns();
     let row = columns.iter().sum();
     let firsts = [0, columns[0], columns[0] + columns[1]];
     let parts = [&q, &k, &v].map(|x| x.part);
     let in_one = parts == firsts.map(|first| Some(Part { first, row }))
         && q.projection == k.projection
-        && k.projection == v.projection
-        && on_gpu;
+        && k.projection == v.projection;
     let dtype = graph.value(node.output).dtype;
     let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    // Naive attention's kernels know no groups; the CPU's rotates by itself, adjacent pairs, and sees all keys before.
-    let sees_all = mask == Mask::Causal && node.reads.is_empty();
-    let rotates = q.angles.is_some() && !q.by_halves;
-    let takes = !is_naive || !grouped && (on_gpu || rotates && sees_all);
+    let takes = !is_naive || !grouped; // naive attention's kernels know no groups
     let nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
     // Rotated in place: nothing else reads a projection, nor does what makes it.
     let is_ours = [&q, &k, &v].iter().all(|x| {

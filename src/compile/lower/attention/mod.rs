@@ -1,12 +1,13 @@
-//! Attention in the model's dimension: projections cut into heads, rotated to their positions, compared, and merged
-//! again. Causal; in naive attention with as many heads of k and v as of q.
+//! Attention in the model's dimension, on a GPU: projections cut into heads, rotated to their positions, compared, and
+//! merged again. Causal; in naive attention with as many heads of k and v as of q. On the CPU copies of heads cost
+//! nothing that shows.
 
 mod find;
 
 pub(super) use find::find;
 
+use super::Lower;
 use super::form::Form;
-use super::{Lower, Target};
 use crate::Result;
 use crate::attention::in_model::InModel;
 use crate::compile::plan::BufferRange;
@@ -21,7 +22,7 @@ struct Attention {
     dtype: DType,
     is_naive: bool,
     /// The projections, (N, H Dh) and twice (N, Hkv Dh), or all three as one beside each other, three times; rotated in
-    /// place where a kernel does not rotate by itself.
+    /// place.
     qkv: [ValueId; 3],
     /// Cosines and sines, (T, Dh/2) each.
     angles: Option<[graph::ValueRef; 2]>,
@@ -128,7 +129,7 @@ impl Attention {
         }
     }
 
-    /// Naive attention's scores on a GPU, of as many heads as it has there at once.
+    /// Naive attention's scores, of as many heads as it has at once.
     fn scores_at_once(&self) -> [usize; 3] {
         let (heads, t) = (self.sizes.batch * self.sizes.heads, self.sizes.length);
         [
@@ -138,21 +139,7 @@ impl Attention {
         ]
     }
 
-    fn naive_forward(&self, lower: &mut Lower<'_>, threads: usize) -> Result<()> {
-        let kernel = self.sizes.rotary();
-        let reads = self.qkv(lower).and(self.angles(lower)?);
-        let out = lower.make(self.output, "out", &self.shape());
-        let scratch = lower.scratch(&[threads, kernel.forward_scratch_len()], DType::F32);
-        let p = self.is_wanted.then(|| {
-            let len = [kernel.probabilities_len()];
-            self.keep(lower, 0, "probabilities", &len, true)
-        });
-        let writes = Named::from([("out", out), ("scratch", scratch)]).with_some("p", p);
-        lower.plan.call(self.sizes.rotating(), reads, writes);
-        Ok(())
-    }
-
-    fn naive_forward_on_gpu(&self, lower: &mut Lower<'_>) {
+    fn naive_forward(&self, lower: &mut Lower<'_>) {
         let reads = self.compared(lower);
         let [b, h, t] = [self.sizes.batch, self.sizes.heads, self.sizes.length];
         let out = lower.make(self.output, "out", &self.shape());
@@ -164,6 +151,22 @@ impl Attention {
         lower.plan.call(self.sizes.naive(), reads, writes);
     }
 
+    fn naive_backward(
+        &self,
+        lower: &mut Lower<'_>,
+        reads: Named<BufferRange>,
+        gradients: &Named<BufferRange>,
+    ) {
+        let some = self.scores_at_once();
+        let d_probabilities = lower.scratch(&some, DType::F32);
+        let d_scores = self
+            .is_half()
+            .then(|| self.buffer(lower, "dscores", &some, false));
+        let writes = gradients.clone().with("dp", d_probabilities);
+        let writes = writes.with_some("dscores", d_scores);
+        lower.plan.call(self.sizes.naive_backward(), reads, writes);
+    }
+
     fn flash_forward(&self, lower: &mut Lower<'_>) {
         let reads = self.compared(lower);
         let [b, h, t, d] = [
@@ -172,27 +175,16 @@ impl Attention {
             self.sizes.length,
             self.sizes.head_dim,
         ];
-        let on_gpu = lower.is_on_gpu();
-        let heads = match on_gpu {
-            true => lower.make(self.output, "out", &self.shape()),
-            false => self.buffer(lower, "heads", &[b, h, t, d], false),
-        };
+        let out = lower.make(self.output, "out", &self.shape());
         let parts = workspace::flash_lse_parts(self.dtype);
         let lse = self.keep(lower, 0, "lse", &[parts, b, h, t], true);
-        let workspace = on_gpu.then(|| lower.scratch(&[workspace::flash_forward()], DType::U32));
+        let workspace = lower.scratch(&[workspace::flash_forward()], DType::U32);
         // Out's own rounding would be in every gradient.
         let rounding_error = (self.is_wanted && self.is_half())
             .then(|| self.keep(lower, 1, "rounded_off", &[b, h, t, d], false));
-        let writes = Named::from([("out", heads.clone()), ("lse", lse)]);
-        let writes = writes.with_some("workspace", workspace);
+        let writes = Named::from([("out", out), ("lse", lse), ("workspace", workspace)]);
         let writes = writes.with_some("rounding_error", rounding_error);
         lower.plan.call(self.sizes.tiled(), reads, writes);
-        if !on_gpu {
-            let out = lower.make(self.output, "out", &self.shape());
-            lower
-                .plan
-                .call(self.sizes.merge(), [("x", heads)], [("y", out)]);
-        }
     }
 
     fn flash_backward(
@@ -200,37 +192,11 @@ impl Attention {
         lower: &mut Lower<'_>,
         reads: Named<BufferRange>,
         gradients: &Named<BufferRange>,
-    ) -> Result<()> {
-        let op = self.sizes.tiled_backward();
-        if lower.is_on_gpu() {
-            let words = workspace::flash_backward(&self.sizes.flash());
-            let workspace = lower.scratch(&[words], DType::U32);
-            let writes = gradients.clone().with("workspace", workspace);
-            lower.plan.call(op, reads, writes);
-            return self.rotate(lower, InModel::rotate_back, gradients);
-        }
-        let names = [("dq", "dq_heads"), ("dk", "dk_heads"), ("dv", "dv_heads")];
-        let each = self.each();
-        let heads = names.iter().zip(&each).map(|((name, buffer), sizes)| {
-            let shape = [sizes.batch, sizes.heads, sizes.length, sizes.head_dim];
-            let place = self.buffer(lower, buffer, &shape, false);
-            (*name, place)
-        });
-        let heads: Vec<_> = heads.collect();
-        lower.plan.call(op, reads, heads.clone());
-        let angles = self.angles(lower)?;
-        let merged = heads.into_iter().zip(gradients.iter()).zip(each);
-        for (i, (((_, from), to), sizes)) in merged.enumerate() {
-            let (reads, writes) = (Named::from([("x", from)]), [("y", to.clone())]);
-            match i < 2 && !angles.is_empty() {
-                true => {
-                    let (kernel, reads) = (sizes.merge_rotated_back(), reads.and(angles.clone()));
-                    lower.plan.call(kernel, reads, writes);
-                }
-                false => lower.plan.call(sizes.merge(), reads, writes),
-            }
-        }
-        Ok(())
+    ) {
+        let words = workspace::flash_backward(&self.sizes.flash());
+        let workspace = lower.scratch(&[words], DType::U32);
+        let writes = gradients.clone().with("workspace", workspace);
+        lower.plan.call(self.sizes.tiled_backward(), reads, writes);
     }
 }
 
@@ -244,16 +210,13 @@ impl Form for Attention {
     }
 
     fn forward(&self, lower: &mut Lower<'_>) -> Result<()> {
-        if let (Target::Cpu { threads }, true) = (lower.job.function.target, self.is_naive) {
-            return self.naive_forward(lower, threads);
-        }
         if let [Some(first_keys), _] = &self.reads {
             lower.checks.push((first_keys.value, Check::FirstKeys));
         }
         let qkv = self.qkv(lower);
         self.rotate(lower, InModel::rotate, &qkv)?;
         match self.is_naive {
-            true => self.naive_forward_on_gpu(lower),
+            true => self.naive_forward(lower),
             false => self.flash_forward(lower),
         }
         Ok(())
@@ -285,33 +248,14 @@ impl Form for Attention {
         let kept = kept.filter_map(|(name, kept)| Some((*name, lower.places[kept.0].clone()?)));
         let kept = Named::from(kept.collect::<Vec<_>>());
         let reads = Named::from([("d_out", d_out)]).and(compared);
-        match (self.is_naive, lower.job.function.target) {
-            (true, Target::Cpu { threads }) => {
-                let reads = reads.and(kept).and(self.angles(lower)?);
-                let scratch = [threads, self.sizes.rotary().backward_scratch_len()];
-                let scratch = lower.scratch(&scratch, DType::F32);
-                let writes = gradients.clone().with("scratch", scratch);
-                lower
-                    .plan
-                    .call(self.sizes.rotating_backward(), reads, writes);
-            }
-            (true, Target::Cuda) => {
-                let some = self.scores_at_once();
-                let d_probabilities = lower.scratch(&some, DType::F32);
-                let d_scores = self
-                    .is_half()
-                    .then(|| self.buffer(lower, "dscores", &some, false));
-                let writes = gradients.clone().with("dp", d_probabilities);
-                let writes = writes.with_some("dscores", d_scores);
-                let op = self.sizes.naive_backward();
-                lower.plan.call(op, reads.and(kept), writes);
-                self.rotate(lower, InModel::rotate_back, &gradients)?;
-            }
-            (false, _) => {
+        match self.is_naive {
+            true => self.naive_backward(lower, reads.and(kept), &gradients),
+            false => {
                 let reads = reads.with("out", out).and(kept);
-                self.flash_backward(lower, reads, &gradients)?;
+                self.flash_backward(lower, reads, &gradients);
             }
         }
+        self.rotate(lower, InModel::rotate_back, &gradients)?;
         for (value, gradient) in self.qkv.iter().zip(gradients.iter().cycle()) {
             lower.gradients.set(*value, gradient.clone());
         }

@@ -7,7 +7,7 @@ use crate::ops::cost::Cost;
 use crate::{ops, profile};
 use rstest::rstest;
 
-const CPU: Target = Target::Cpu { threads: 2 };
+const CPU: Target = Target::Cpu;
 
 /// Part by part, the FLOPs are those of the part's calls.
 fn check_parts(plan: &Plan) {

@@ -1,30 +1,26 @@
-//! Attention with its probabilities in memory, one matrix of (queries, keys) after another, so that scores meet their
-//! softmax and their product with v while they are in cache.
+//! Attention with its probabilities in memory: a block of queries goes through scores, softmax and weighted sum while
+//! it is in cache, and of the keys it meets only those that its queries see between them.
+//!
+//! A task has some blocks of one matrix: all of them where there are matrices enough for many threads, else a chunk, by
+//! the sizes alone. In half precision tiles are widened as they are copied, and outputs and gradients are rounded once.
 
-use crate::kernels::attention::Sizes;
+use crate::kernels::attention::{Seen, Sizes};
 use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
-use crate::kernels::cpu::gemm::widen::{rounded, wide};
-use crate::kernels::cpu::gemm::{MatRef, Threads, matmul_by};
-use crate::kernels::cpu::parallel::{self, Shared};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
+use crate::kernels::cpu::parallel::{self, Shared, for_tasks_with};
 use crate::kernels::cpu::rows::softmax;
-use crate::kernels::cpu::{Real, Stored};
-use crate::probe::parts::{Part, timed};
-use std::borrow::Cow;
+use crate::kernels::cpu::{Real, Stored, simd};
+use crate::probe::parts::Part;
+use std::ops::Range;
 
-/// Runs `f(matrix, threads)` for `count` matrices: side by side where there are enough of them for the threads, else
-/// one after another with all threads inside each. The bits are the same either way.
-fn for_matrices(count: usize, f: impl Fn(usize, Threads) + Sync + Send) {
-    if count < 2 * rayon::current_num_threads() {
-        (0..count).for_each(|matrix| f(matrix, Threads::All));
-    } else {
-        parallel::for_tasks(count, |matrix| f(matrix, Threads::One));
-    }
-}
+/// Queries of a block.
+const BLOCK: usize = 64;
 
-/// A matrix of a batch: `size` elements from `index * size`, widened.
-fn at<T: Stored>(data: &[T], index: usize, size: usize, threads: Threads) -> Cow<'_, [T::Wide]> {
-    wide(&data[index * size..(index + 1) * size], threads)
-}
+/// Tasks that there should be at least.
+const TASKS: usize = 16;
+
+/// Blocks of queries that a chunk should have at least: a task copies keys and values first.
+const CHUNK_BLOCKS: usize = 4;
 
 /// What is attended with.
 #[derive(Clone, Copy)]
@@ -39,6 +35,144 @@ pub struct Inputs<'a, T> {
     pub first_keys: &'a [u32],
 }
 
+/// How a call is cut, and the rows that it works in: whole registers.
+#[derive(Clone, Copy)]
+struct Cut {
+    sizes: Sizes,
+    /// Dh and Dv in whole registers.
+    head_row: usize,
+    value_row: usize,
+    /// Chunks of a matrix's queries.
+    chunks: usize,
+}
+
+/// A block of queries, and the keys that it meets.
+struct Block {
+    queries: Range<usize>,
+    /// From the first that one of them sees, or the multiple of COLUMNS before, to the last.
+    keys: Range<usize>,
+    /// Where they begin among those of the task.
+    before: usize,
+}
+
+impl Block {
+    fn rows(&self) -> usize {
+        self.queries.len()
+    }
+
+    /// Keys in whole registers.
+    fn columns(&self) -> usize {
+        self.keys.len().next_multiple_of(COLUMNS)
+    }
+
+    /// From a row of scores to the next: a cache line more, so that a column's elements do not compete for the same
+    /// places in the cache.
+    fn row(&self) -> usize {
+        self.columns() + COLUMNS
+    }
+
+    /// The keys that a query sees, among those of the block.
+    fn visible(&self, seen: Seen<'_>, query: usize) -> Range<usize> {
+        let Range { start, end } = seen.by(query);
+        start.saturating_sub(self.keys.start)..end.saturating_sub(self.keys.start)
+    }
+}
+
+impl Cut {
+    /// For so many matrices that have a task, or several, of their own.
+    fn new(sizes: &Sizes, matrices: usize) -> Self {
+        let most = (sizes.queries.div_ceil(BLOCK) / CHUNK_BLOCKS).max(1);
+        Self {
+            sizes: *sizes,
+            head_row: sizes.head_dim.next_multiple_of(COLUMNS),
+            value_row: sizes.value_dim.next_multiple_of(COLUMNS),
+            chunks: TASKS.div_ceil(matrices.max(1)).clamp(1, most),
+        }
+    }
+
+    /// The queries of a chunk, whole blocks of them.
+    fn queries(&self, chunk: usize) -> Range<usize> {
+        let blocks = self.sizes.queries.div_ceil(BLOCK);
+        let at = |chunk: usize| (blocks * chunk / self.chunks * BLOCK).min(self.sizes.queries);
+        at(chunk)..at(chunk + 1)
+    }
+
+    /// The blocks of some queries, and all keys that they meet.
+    fn blocks(
+        queries: Range<usize>,
+        seen: Seen<'_>,
+    ) -> (Range<usize>, impl Iterator<Item = Block>) {
+        let all = match queries.is_empty() {
+            true => 0..0,
+            false => seen.by_all_of(&queries),
+        };
+        let first = all.start / COLUMNS * COLUMNS;
+        let all = first..all.end;
+        let blocks = queries.clone().step_by(BLOCK).map(move |start| {
+            let queries = start..queries.end.min(start + BLOCK);
+            let keys = seen.by_all_of(&queries);
+            let start = keys.start.max(first) / COLUMNS * COLUMNS; // whatever the chunk
+            Block {
+                keys: start..keys.end.max(start),
+                queries,
+                before: start - first,
+            }
+        });
+        (all, blocks)
+    }
+
+    /// Elements of the longest block's scores.
+    fn scores_len(&self) -> usize {
+        BLOCK * (self.sizes.keys.next_multiple_of(COLUMNS) + COLUMNS)
+    }
+
+    /// Elements of keys or values (keys, row), with whole registers of keys.
+    fn keys_len(&self, row: usize) -> usize {
+        self.sizes.keys.next_multiple_of(COLUMNS) * row
+    }
+
+    /// Elements that one thread works in during [`forward()`].
+    fn forward_len(&self) -> usize {
+        let Sizes { head_dim, .. } = self.sizes;
+        let blocks = BLOCK * (head_dim + self.value_row); // q, out
+        let keys = self.keys_len(head_dim) + self.keys_len(self.value_row);
+        blocks + keys + COLUMNS * head_dim + self.scores_len()
+    }
+
+    /// Elements that one thread works in during [`backward()`].
+    fn backward_len(&self) -> usize {
+        let Sizes { value_dim, .. } = self.sizes;
+        let blocks = BLOCK * (2 * self.head_row + self.value_row); // q, dq, dout
+        let keys = self.keys_len(self.head_row) + self.keys_len(value_dim); // k, v
+        let scores = 2 * self.scores_len(); // p, ds
+        self.sums_len() + blocks + keys + COLUMNS * value_dim + scores
+    }
+
+    /// Elements of the sums of dk and dv.
+    fn sums_len(&self) -> usize {
+        self.sizes.keys * (self.head_row + self.value_row)
+    }
+}
+
+/// Elements that forward and backward take for themselves with so many threads, in the type computed in.
+pub fn scratch_elements(sizes: &Sizes, threads: usize) -> [f64; 2] {
+    let (forward, backward) = (
+        Cut::new(sizes, sizes.matrices()),
+        Cut::new(sizes, sizes.kv_matrices()),
+    );
+    let at_once = |cut: Cut, matrices: usize, len: usize| {
+        (matrices * cut.chunks).min(threads) as f64 * len as f64
+    };
+    let partial = match backward.chunks {
+        1 => 0,
+        chunks => sizes.kv_matrices() * chunks * backward.sums_len(),
+    };
+    [
+        at_once(forward, sizes.matrices(), forward.forward_len()),
+        at_once(backward, sizes.kv_matrices(), backward.backward_len()) + partial as f64,
+    ]
+}
+
 /// `p = softmax(scale q k^T)` over the keys that are seen, `out = p v`: p (B H, Tq, Tk), out (B H, Tq, Dv); with the
 /// log-sum-exp of every query's scores in `lse` (B H, Tq), unless that is empty.
 ///
@@ -50,59 +184,96 @@ pub fn forward<T: Stored>(
     lse: &mut [T::Wide],
     out: &mut [T],
 ) {
-    let Inputs {
-        q,
-        k,
-        v,
-        first_keys,
-    } = inputs;
-    let Sizes {
+    let cut = Cut::new(sizes, sizes.matrices());
+    let unit = unit_of_tiles::<T>(sizes.head_dim);
+    let has_lse = !lse.is_empty();
+    let (p, lse, out) = (Shared::new(p), Shared::new(lse), Shared::new(out));
+    let &Sizes {
         queries,
         keys,
         head_dim,
         value_dim,
-        scale,
         ..
-    } = *sizes;
-    let matrices = sizes.matrices();
-    if matrices == 0 {
-        return;
-    }
+    } = sizes;
     let group = sizes.group();
-    let unit = unit_of_tiles::<T>(head_dim);
-    let lse_size = lse.len() / matrices;
-    let (p, lse, out) = (Shared::new(p), Shared::new(lse), Shared::new(out));
-    for_matrices(matrices, |i, threads| {
-        let q = at(q, i, queries * head_dim, threads);
-        let k = at(k, i / group, keys * head_dim, threads);
-        let v = at(v, i / group, keys * value_dim, threads);
-        let (q, k) = (
-            MatRef::new(&q, queries, head_dim),
-            MatRef::new(&k, keys, head_dim),
-        );
-        let v = MatRef::new(&v, keys, value_dim);
-        let (p_size, out_size) = (queries * keys, queries * value_dim);
-        // SAFETY: matrix i is written by this call alone.
-        let p = unsafe { p.range(i * p_size, p_size) };
-        let lse = unsafe { lse.range(i * lse_size, lse_size) };
-        let out = unsafe { out.range(i * out_size, out_size) };
-        timed(Part::Scores, || {
-            matmul_by(unit, q, k.t(), p, false, threads)
-        });
-        let seen = sizes.seen(first_keys, i / sizes.heads);
-        softmax::forward_in_place(p, seen, scale, lse, threads);
-        let p = MatRef::new(p, queries, keys);
-        rounded(out, false, threads, |out| {
-            timed(Part::Values, || matmul_by(unit, p, v, out, false, threads))
-        });
+    let scratch = || vec![T::Wide::ZERO; cut.forward_len()];
+    for_tasks_with(sizes.matrices() * cut.chunks, scratch, |scratch, task| {
+        let (i, chunk) = (task / cut.chunks, task % cut.chunks);
+        let seen = sizes.seen(inputs.first_keys, i / sizes.heads);
+        let (all, blocks) = Cut::blocks(cut.queries(chunk), seen);
+        let mut rest = &mut scratch[..];
+        let q_block = take(&mut rest, BLOCK * head_dim); // (queries, Dh)
+        let out_block = take(&mut rest, BLOCK * cut.value_row); // (queries, value_row)
+        let k = take(&mut rest, cut.keys_len(head_dim)); // (units, Dh, COLUMNS)
+        let v = take(&mut rest, cut.keys_len(cut.value_row)); // (keys, value_row)
+        let lines = take(&mut rest, COLUMNS * head_dim);
+        let scores = rest; // (queries, Block::row)
+        let of_kv = |x, width| rows_of::<T>(x, i / group * keys, &all, width);
+        pack_transposed(of_kv(inputs.k, head_dim), head_dim, k, lines);
+        load(of_kv(inputs.v, value_dim), value_dim, v, cut.value_row);
+        for block in blocks {
+            let (rows, row) = (block.rows(), block.row());
+            let q = rows_of(inputs.q, i * queries, &block.queries, head_dim);
+            load(q, head_dim, q_block, head_dim);
+            let product = Product {
+                a: q_block,
+                a_row: head_dim,
+                a_col: 1,
+                b: &k[block.before * head_dim..],
+                b_row: COLUMNS,
+                b_unit: head_dim * COLUMNS,
+                c: &mut *scores,
+                c_row: row,
+                rows,
+                columns: block.columns(),
+                depth: head_dim,
+                accumulate: false,
+                unit,
+            };
+            product.run(Part::Scores);
+            let first = i * queries + block.queries.start;
+            // SAFETY: these queries are this task's.
+            let lse = match has_lse {
+                true => unsafe { lse.range(first, rows) },
+                false => &mut [],
+            };
+            let visible = |row: usize| block.visible(seen, block.queries.start + row);
+            softmax::forward_rows_to(&mut scores[..rows * row], row, sizes.scale, visible, lse);
+            // SAFETY: as above.
+            let p = unsafe { p.range(first * keys, rows * keys) };
+            for (p, scores) in p.chunks_exact_mut(keys).zip(scores.chunks_exact(row)) {
+                let Range { start, end } = block.keys;
+                p[..start].fill(T::Wide::ZERO);
+                p[start..end].copy_from_slice(&scores[..end - start]);
+                p[end..].fill(T::Wide::ZERO);
+            }
+            let product = Product {
+                a: scores,
+                a_row: row,
+                a_col: 1,
+                b: &v[block.before * cut.value_row..],
+                b_row: cut.value_row,
+                b_unit: COLUMNS,
+                c: &mut *out_block,
+                c_row: cut.value_row,
+                rows,
+                columns: cut.value_row,
+                depth: block.keys.len(),
+                accumulate: false,
+                unit,
+            };
+            product.run(Part::Values);
+            // SAFETY: as above.
+            let out = unsafe { out.range(first * value_dim, rows * value_dim) };
+            store(out_block, cut.value_row, out, value_dim);
+        }
     });
 }
 
 /// `dq`, `dk` and `dv` from `dout`, and from q, k, v and p as forward had them.
 ///
-/// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. dp and ds share one
-/// buffer of (queries, keys) a thread. One task has a matrix of k and v and all that q's matrices add to its gradients,
-/// one after another: the sums' order is fixed.
+/// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. A task has some
+/// queries of all matrices of q that share one of k and v, one after another; sums of chunks are added in order.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
@@ -110,12 +281,64 @@ pub fn backward<T: Stored>(
     p: &[T::Wide],
     [dq, dk, dv]: [&mut [T]; 3],
 ) {
-    let Inputs {
-        q,
-        k,
-        v,
-        first_keys,
-    } = inputs;
+    let cut = Cut::new(sizes, sizes.kv_matrices());
+    let (matrices, sums_len) = (sizes.kv_matrices(), cut.sums_len());
+    let is_cut = cut.chunks > 1;
+    let partial_len = if is_cut { sums_len } else { 0 };
+    let mut partial = vec![T::Wide::ZERO; matrices * cut.chunks * partial_len];
+    let (dq, dk, dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
+    let finish = |matrix: usize, sums: &[T::Wide]| {
+        let (sum_k, sum_v) = sums.split_at(sizes.keys * cut.head_row);
+        let [k_len, v_len] = [sizes.head_dim, sizes.value_dim].map(|width| sizes.keys * width);
+        // SAFETY: the matrix is one task's.
+        let (dk, dv) = unsafe {
+            (
+                dk.range(matrix * k_len, k_len),
+                dv.range(matrix * v_len, v_len),
+            )
+        };
+        store(sum_k, cut.head_row, dk, sizes.head_dim);
+        store(sum_v, cut.value_row, dv, sizes.value_dim);
+    };
+    {
+        let partial = Shared::new(&mut partial);
+        let scratch = || vec![T::Wide::ZERO; cut.backward_len()];
+        for_tasks_with(matrices * cut.chunks, scratch, |scratch, task| {
+            let (sums, scratch) = scratch.split_at_mut(sums_len);
+            of_chunk(&cut, inputs, (dout, p), task, (&mut *sums, scratch), &dq);
+            match is_cut {
+                // SAFETY: these sums are this task's.
+                true => unsafe { partial.range(task * sums_len, sums_len) }.copy_from_slice(sums),
+                false => finish(task, sums),
+            }
+        });
+    }
+    if is_cut {
+        let partial = Shared::new(&mut partial);
+        let of_matrix = cut.chunks * sums_len;
+        parallel::for_tasks(matrices, |matrix| {
+            // SAFETY: the matrix is this task's.
+            let all = unsafe { partial.range(matrix * of_matrix, of_matrix) };
+            let (sums, others) = all.split_at_mut(sums_len);
+            for other in others.chunks_exact(sums_len.max(1)) {
+                for (sum, other) in sums.iter_mut().zip(other) {
+                    *sum += *other;
+                }
+            }
+            finish(matrix, sums);
+        });
+    }
+}
+
+/// The gradients that a chunk of queries has, of dk and dv its part of the sums: (keys, head_row), (keys, value_row).
+fn of_chunk<T: Stored>(
+    cut: &Cut,
+    inputs: Inputs<'_, T>,
+    (dout, p): (&[T], &[T::Wide]),
+    task: usize,
+    (sums, mut scratch): (&mut [T::Wide], &mut [T::Wide]),
+    dq: &Shared<'_, T>,
+) {
     let Sizes {
         queries,
         keys,
@@ -123,55 +346,147 @@ pub fn backward<T: Stored>(
         value_dim,
         scale,
         ..
-    } = *sizes;
-    let matrices = sizes.matrices();
-    if matrices == 0 {
-        dk.fill(T::zero()); // to which no query adds
-        dv.fill(T::zero());
-        return;
-    }
-    let group = sizes.group();
-    let unit = unit_of_tiles::<T>(head_dim);
-    let (dq, dk, dv) = (Shared::new(dq), Shared::new(dk), Shared::new(dv));
-    for_matrices(sizes.kv_matrices(), |shared, threads| {
-        let k = at(k, shared, keys * head_dim, threads);
-        let v = at(v, shared, keys * value_dim, threads);
-        let k = MatRef::new(&k, keys, head_dim);
-        let v = MatRef::new(&v, keys, value_dim);
-        let (k_size, v_size) = (keys * head_dim, keys * value_dim);
-        // SAFETY: matrix `shared` of k and v, and its group's of q, are written by this call alone.
-        let dk = unsafe { dk.range(shared * k_size, k_size) };
-        let dv = unsafe { dv.range(shared * v_size, v_size) };
-        let mut ds = vec![T::Wide::ZERO; queries * keys]; // (queries, keys)
-        let mut members = |dk: &mut [T::Wide], dv: &mut [T::Wide]| {
-            for i in shared * group..(shared + 1) * group {
-                let accumulate = i > shared * group;
-                let q = at(q, i, queries * head_dim, threads);
-                let dout = at(dout, i, queries * value_dim, threads);
-                let q = MatRef::new(&q, queries, head_dim);
-                let dout = MatRef::new(&dout, queries, value_dim);
-                let p_rows = &p[i * ds.len()..(i + 1) * ds.len()];
-                let p = MatRef::new(p_rows, queries, keys);
-                let q_size = queries * head_dim;
-                // SAFETY: as above.
-                let dq = unsafe { dq.range(i * q_size, q_size) };
-                timed(Part::Values, || {
-                    matmul_by(unit, p.t(), dout, dv, accumulate, threads);
-                    matmul_by(unit, dout, v.t(), &mut ds, false, threads); // dp
-                });
-                let seen = sizes.seen(first_keys, i / sizes.heads);
-                softmax::backward_in_place(&mut ds, p_rows, seen, scale, threads);
-                let ds = MatRef::new(&ds, queries, keys);
-                rounded(dq, false, threads, |dq| {
-                    timed(Part::Scores, || matmul_by(unit, ds, k, dq, false, threads))
-                });
-                timed(Part::Scores, || {
-                    matmul_by(unit, ds.t(), q, dk, accumulate, threads)
-                });
+    } = cut.sizes;
+    let (head_row, value_row) = (cut.head_row, cut.value_row);
+    let (group, unit) = (cut.sizes.group(), unit_of_tiles::<T>(head_dim));
+    let (shared, chunk) = (task / cut.chunks, task % cut.chunks);
+    sums.fill(T::Wide::ZERO);
+    let (dk, dv) = sums.split_at_mut(keys * head_row);
+    let rest = &mut scratch;
+    let q_block = take(rest, BLOCK * head_row); // (queries, head_row)
+    let dq_block = take(rest, BLOCK * head_row);
+    let dout_block = take(rest, BLOCK * value_row); // (queries, value_row)
+    let k = take(rest, cut.keys_len(head_row)); // (keys, head_row)
+    let v = take(rest, cut.keys_len(value_dim)); // (units, Dv, COLUMNS)
+    let lines = take(rest, COLUMNS * value_dim);
+    let p_block = take(rest, cut.scores_len()); // (queries, Block::row)
+    let ds = take(rest, cut.scores_len());
+    for i in shared * group..(shared + 1) * group {
+        let seen = cut.sizes.seen(inputs.first_keys, i / cut.sizes.heads);
+        let (all, blocks) = Cut::blocks(cut.queries(chunk), seen);
+        if i == shared * group {
+            let of_kv = |x, width| rows_of::<T>(x, shared * keys, &all, width);
+            load(of_kv(inputs.k, head_dim), head_dim, k, head_row);
+            pack_transposed(of_kv(inputs.v, value_dim), value_dim, v, lines);
+        }
+        for block in blocks {
+            let (rows, row, first) = (block.rows(), block.row(), i * queries + block.queries.start);
+            let of_q = |x, width| rows_of::<T>(x, i * queries, &block.queries, width);
+            load(of_q(inputs.q, head_dim), head_dim, q_block, head_row);
+            load(of_q(dout, value_dim), value_dim, dout_block, value_row);
+            let p_rows = p[first * keys..(first + rows) * keys].chunks_exact(keys);
+            for (to, p) in p_block.chunks_exact_mut(row).zip(p_rows) {
+                to[..block.keys.len()].copy_from_slice(&p[block.keys.clone()]);
             }
-        };
-        rounded(dk, false, threads, |dk| {
-            rounded(dv, false, threads, |dv| members(dk, dv))
-        });
-    });
+            let at = all.start + block.before; // the block's first key
+            let product = Product {
+                a: &*p_block,
+                a_row: 1,
+                a_col: row,
+                b: &*dout_block,
+                b_row: value_row,
+                b_unit: COLUMNS,
+                c: &mut dv[at * value_row..],
+                c_row: value_row,
+                rows: block.keys.len(),
+                columns: value_row,
+                depth: rows,
+                accumulate: true,
+                unit,
+            };
+            product.run(Part::Values);
+            let product = Product {
+                a: &*dout_block,
+                a_row: value_row,
+                a_col: 1,
+                b: &v[block.before * value_dim..],
+                b_row: COLUMNS,
+                b_unit: value_dim * COLUMNS,
+                c: &mut *ds, // dp
+                c_row: row,
+                rows,
+                columns: block.columns(),
+                depth: value_dim,
+                accumulate: false,
+                unit,
+            };
+            product.run(Part::Values);
+            let visible = |row: usize| block.visible(seen, block.queries.start + row);
+            let len = rows * row;
+            softmax::backward_rows_from(&mut ds[..len], &p_block[..len], row, scale, visible);
+            let product = Product {
+                a: &*ds,
+                a_row: row,
+                a_col: 1,
+                b: &k[block.before * head_row..],
+                b_row: head_row,
+                b_unit: COLUMNS,
+                c: &mut *dq_block,
+                c_row: head_row,
+                rows,
+                columns: head_row,
+                depth: block.keys.len(),
+                accumulate: false,
+                unit,
+            };
+            product.run(Part::Scores);
+            // SAFETY: these queries are this task's.
+            let dq = unsafe { dq.range(first * head_dim, rows * head_dim) };
+            store(dq_block, head_row, dq, head_dim);
+            let product = Product {
+                a: &*ds,
+                a_row: 1,
+                a_col: row,
+                b: &*q_block,
+                b_row: head_row,
+                b_unit: COLUMNS,
+                c: &mut dk[at * head_row..],
+                c_row: head_row,
+                rows: block.keys.len(),
+                columns: head_row,
+                depth: rows,
+                accumulate: true,
+                unit,
+            };
+            product.run(Part::Scores);
+        }
+    }
+}
+
+/// The next `len` elements of `rest`.
+fn take<'a, T>(rest: &mut &'a mut [T], len: usize) -> &'a mut [T] {
+    let (taken, left) = std::mem::take(rest).split_at_mut(len);
+    *rest = left;
+    taken
+}
+
+/// Rows of `width` elements, counted from row `first`.
+fn rows_of<'x, T>(x: &'x [T], first: usize, rows: &Range<usize>, width: usize) -> &'x [T] {
+    &x[(first + rows.start) * width..(first + rows.end) * width]
+}
+
+/// Rows of x (rows, width) to `to` (rows, to_row), zeros beyond the width.
+fn load<T: Stored>(x: &[T], width: usize, to: &mut [T::Wide], to_row: usize) {
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            for (x, to) in x.chunks_exact(width).zip(to.chunks_exact_mut(to_row)) {
+                let (to, padding) = to.split_at_mut(width);
+                T::load(x, to);
+                padding.fill(T::Wide::ZERO);
+            }
+        },
+    );
+}
+
+/// Rows of `from` (rows, from_row), without what is beyond the width, to x (rows, width).
+fn store<T: Stored>(from: &[T::Wide], from_row: usize, x: &mut [T], width: usize) {
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            for (from, x) in from.chunks_exact(from_row).zip(x.chunks_exact_mut(width)) {
+                T::store(&from[..width], x);
+            }
+        },
+    );
 }

@@ -21,14 +21,11 @@ mod scratch;
 mod tests;
 mod threads;
 pub(crate) mod tile;
-pub(crate) mod widen;
 
 pub use batched::{Batched, matmul_batched};
 pub use choice::ProductSizes;
 pub use matrix::{MatMut, MatRef};
-pub(crate) use micro_kernel::prefetch;
 pub use packing::packing_bytes;
-pub(crate) use product::matmul_by;
 pub use product::{matmul, matmul_to};
 pub use scratch::{reserve_scratch, scratch_bytes};
 pub use threads::Threads;

@@ -1,12 +1,11 @@
 //! Products of whole matrices, by the processor's instructions for bf16, our own kernel or the `gemm` crate.
 
-use super::bf16::Unit;
 use super::choice::prefers_own_gemm;
 use super::matrix::{MatMut, MatRef};
 use super::threads::Threads;
 use super::{bf16, packed, panels};
+use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::simd::same_type;
-use crate::kernels::cpu::{Lanes, Stored};
 use crate::probe::parts::{Part, timed};
 
 /// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision sums are f32's,
@@ -22,29 +21,6 @@ pub fn matmul<T: Stored>(
     threads: Threads,
 ) {
     matmul_to(a, b, MatMut::new(c, a.rows, b.cols), accumulate, threads);
-}
-
-/// As [`matmul`], by `unit` where there is one: of f32, as sums of two terms, which loses 2^-15 of a product of two
-/// elements at most.
-pub(crate) fn matmul_by<W: Lanes + Stored<Wide = W>>(
-    unit: Option<Unit>,
-    a: MatRef<'_, W>,
-    b: MatRef<'_, W>,
-    c: &mut [W],
-    accumulate: bool,
-    threads: Threads,
-) {
-    let Some(unit) = unit.filter(|_| a.rows * a.cols * b.cols > 0) else {
-        return matmul(a, b, c, accumulate, threads);
-    };
-    let [a_data, b_data] = [a.data, b.data].map(|x| same_type::<W, f32>(x).expect("f32"));
-    let (a, b) = (a.over(a_data), b.over(b_data));
-    let mut c = MatMut::new(c, a.rows, b.cols);
-    let c = bf16::Output::new(&mut c, accumulate).expect("f32");
-    // SAFETY: c is borrowed until this returns.
-    timed(Part::Products, || unsafe {
-        bf16::product(unit, a, b, c, threads)
-    });
 }
 
 /// As [`matmul`], to a c that may be a band of the columns of a wider matrix, in another type than the factors'.

@@ -4,7 +4,6 @@ pub use super::half_softmax::backward_from_scores;
 
 use super::half_softmax::{self, Rows};
 use crate::kernels::attention::Seen;
-use crate::kernels::cpu::gemm::Threads;
 use crate::kernels::cpu::{Real, Stored, parallel, simd};
 use crate::probe::parts::{Part, timed};
 use std::ops::Range;
@@ -28,40 +27,30 @@ pub fn forward<T: Stored>(x: &[T], seen: Seen<'_>, scale: f64, p: &mut [T]) {
     timed(Part::Softmax, || parallel::for_rows(p, keys, rows));
 }
 
-/// As [`forward`], from the scores in `p`; with `log(sum(exp(scale * x)))` of every row in `lse`, unless that is empty.
-/// Rows without a visible key have -inf there.
-pub fn forward_in_place<T: Real>(
+/// As [`forward`], from the scores in rows of `width` of which row i sees those at `visible(i)`; with
+/// `log(sum(exp(scale * x)))` of every row in `lse`, unless that is empty. Rows without a visible key have -inf there.
+pub fn forward_rows_to<T: Real>(
     p: &mut [T],
-    seen: Seen<'_>,
+    width: usize,
     scale: f64,
+    visible: impl Fn(usize) -> Range<usize>,
     lse: &mut [T],
-    threads: Threads,
 ) {
-    let rows = |first: usize, p: &mut [T], lse: &mut [T]| {
-        let rows = || {
-            forward_visible(
-                p,
-                seen.keys,
-                scale,
-                #[inline(always)]
-                |row| seen.by_row(first + row),
-                #[inline(always)]
-                |row, top, sum| {
-                    if let Some(lse) = lse.get_mut(row) {
-                        *lse = top + sum.logarithm();
-                    }
-                },
-            );
-        };
-        timed(Part::Softmax, rows);
+    let rows = || {
+        forward_visible(
+            p,
+            width,
+            scale,
+            visible,
+            #[inline(always)]
+            |row, top, sum| {
+                if let Some(lse) = lse.get_mut(row) {
+                    *lse = top + sum.logarithm();
+                }
+            },
+        );
     };
-    match threads {
-        Threads::One => rows(0, p, lse),
-        Threads::All if lse.is_empty() => {
-            parallel::for_rows(p, seen.keys, |first, p| rows(first, p, &mut []));
-        }
-        Threads::All => parallel::for_rows2(p, seen.keys, lse, 1, rows),
-    }
+    timed(Part::Softmax, rows);
 }
 
 /// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere.
@@ -72,23 +61,6 @@ pub fn backward<T: Real>(dp: &[T], p: &[T], seen: Seen<'_>, scale: f64, dx: &mut
         backward_rows(dx, &p[range], first, seen, scale);
     };
     timed(Part::Softmax, || parallel::for_rows(dx, seen.keys, rows));
-}
-
-/// As [`backward`], from the gradient in `dx`.
-pub fn backward_in_place<T: Real>(
-    dx: &mut [T],
-    p: &[T],
-    seen: Seen<'_>,
-    scale: f64,
-    threads: Threads,
-) {
-    match threads {
-        Threads::One => backward_rows(dx, p, 0, seen, scale),
-        Threads::All => parallel::for_rows(dx, seen.keys, |first, dx| {
-            let p = &p[first * seen.keys..first * seen.keys + dx.len()];
-            backward_rows(dx, p, first, seen, scale);
-        }),
-    }
 }
 
 /// Whole rows, of which the first is row `first` of the batch.
@@ -164,16 +136,26 @@ pub(in crate::kernels::cpu) fn backward_rows<T: Real>(
     seen: Seen<'_>,
     scale: f64,
 ) {
+    let visible = |row: usize| seen.by_row(first + row);
+    backward_rows_from(dx, p, seen.keys, scale, visible);
+}
+
+/// As [`backward`], from the gradient in rows of `width` in `dx`, of which row i sees those at `visible(i)`.
+pub fn backward_rows_from<T: Real>(
+    dx: &mut [T],
+    p: &[T],
+    width: usize,
+    scale: f64,
+    visible: impl Fn(usize) -> Range<usize>,
+) {
     let scale = T::real(scale);
     let rows = || {
         simd::vectorized(
             #[inline(always)]
             || {
-                let rows = dx
-                    .chunks_exact_mut(seen.keys)
-                    .zip(p.chunks_exact(seen.keys));
+                let rows = dx.chunks_exact_mut(width).zip(p.chunks_exact(width));
                 for (row, (dx, p)) in rows.enumerate() {
-                    let visible = seen.by_row(first + row);
+                    let visible = visible(row);
                     let p = &p[visible.clone()];
                     let dx = only(dx, visible, T::ZERO);
                     let inner = simd::dot(p, dx);

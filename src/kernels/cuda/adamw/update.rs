@@ -15,8 +15,9 @@ pub(crate) fn prepare(gpu: &CudaDevice) -> Result<()> {
 }
 
 impl Tables {
-    /// Updates some of the entries in place. `updates` ([`WORDS`] for each update) f32 are [`words`]; `clip` (3) f64, where
-    /// there is one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow) write.
+    /// Updates some of the entries in place. `updates` ([`WORDS`] for each update) f32 are [`words`]; `clip` (3) f64,
+    /// where there is one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow)
+    /// write.
     pub(crate) fn adamw(
         &self,
         gpu: &CudaDevice,

@@ -9,8 +9,9 @@ use crate::ops::{self, WEIGHT_CAST};
 ///
 /// - Taken before the recording, or outside of every phase: of no kind.
 /// - Taken by a weight's cast: a weight cast.
-/// - Forward: scratch, if given back in the same call of the same op; else a cross-entropy's, and those of the product in
-///   [`TransformerLM`](crate::model::TransformerLM)'s head, are logits, all others activations. Without a graph they come and go, and are activations all the same.
+/// - Forward: scratch, if given back in the same call of the same op; else a cross-entropy's, and those of the product
+///   in [`TransformerLM`](crate::model::TransformerLM)'s head, are logits, all others activations. Without a graph they
+///   come and go, and are activations all the same.
 /// - Backward: a gradient, if it is there when backward is done; else scratch: gradients on their way.
 /// - Optimizer: its state, if it is there when the optimizer is done; else scratch.
 pub(super) fn of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> MemoryKind {
