@@ -283,13 +283,14 @@ impl Judge<'_> {
             let error = distance(got, wanted);
             if error > 5e-6 {
                 // A small difference of large numbers. f64 is the judge of both.
-                // A few numbers may be luckily near: an error that is nothing beside all gradients is rounding.
+                // A few numbers may be luckily near: below four roundings of all gradients it is no error.
                 let exact = &self.exact()[name];
                 let [error, allowed] = [got, wanted].map(|x| distance(x, exact));
                 let (what, own) = (self.what, length(&[(String::new(), wanted.clone())]));
+                let floor = 4.0 * f64::from(f32::EPSILON) * length(gradients);
                 assert!(
-                    error <= 3.0 * allowed || error * own <= rounding,
-                    "{what}, {name}: {error:.1e}, {allowed:.1e}, of {own:.1e} beside {rounding:.1e}"
+                    error <= 3.0 * allowed || error * own <= floor,
+                    "{what}, {name}: {error:.1e}, {allowed:.1e}, of {own:.1e} beside {floor:.1e}"
                 );
             }
         }

@@ -70,18 +70,8 @@ pub(in crate::kernels::cpu) fn forward_rows<T: Real>(
     seen: Seen<'_>,
     scale: f64,
 ) {
-    let rows = || {
-        forward_visible(
-            p,
-            seen.keys,
-            scale,
-            #[inline(always)]
-            |row| seen.by_row(first + row),
-            #[inline(always)]
-            |_, _, _| (),
-        );
-    };
-    timed(Part::Softmax, rows);
+    let visible = |row: usize| seen.by_row(first + row);
+    forward_rows_to(p, seen.keys, scale, visible, &mut []);
 }
 
 /// Rows of `width` elements, of which those in `visible(i)` are scores of row i; the others become 0. `done(i, top,
