@@ -1,8 +1,8 @@
 //! Memory budgets: the plan that recomputes the least and still fits.
 
 use super::config::StepConfig;
-use super::lower::Recompute;
 use super::planned::Planned;
+use super::program::Recompute;
 use crate::nn::Checkpointing;
 use crate::{Error, Result};
 

@@ -84,6 +84,13 @@ pub enum PlanKind {
     Gradients,
 }
 
+impl PlanKind {
+    /// Whether it has a backward.
+    pub(super) fn has_backward(self) -> bool {
+        self != Self::Forward
+    }
+}
+
 /// The settings of a [`Step`](super::Step), for any loss and any shapes of its inputs.
 ///
 /// ```

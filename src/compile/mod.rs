@@ -131,6 +131,7 @@ mod phase_times;
 mod plan;
 mod planned;
 mod planned_step;
+mod program;
 mod run;
 mod step;
 mod timeline;

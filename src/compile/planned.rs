@@ -1,7 +1,8 @@
 //! Plans of a traced function.
 
 use super::config::{PlanKind, StepConfig};
-use super::lower::{self, Job, Lowered, Recompute};
+use super::lower::{self, Job, Lowered};
+use super::program::Recompute;
 use super::traced::TracedFunction;
 use crate::Result;
 use std::rc::Rc;

@@ -84,7 +84,7 @@ pub(super) fn widened_broadcast(x: &Tensor) -> Result<Tensor> {
 }
 
 /// GPUs' kernels take rows of any width.
-const CAST: OpInfo = OpInfo::new("cast")
+pub(crate) const CAST: OpInfo = OpInfo::new("cast")
     .on_gpu_up_to(usize::MAX)
     .moving()
     .planned_composed(CONVERTED);

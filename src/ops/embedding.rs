@@ -14,7 +14,9 @@ use super::cast::cast_for;
 use super::cost::cost;
 use super::cpu::ids;
 use super::info::OpInfo;
-use super::lowering::{Calls, Check, Kernel, Lowering, Slot, Workspace, kernel, on_gpu};
+use super::lowering::{
+    Accumulate, Calls, Check, Kernel, Lowering, Slot, Workspace, kernel, on_gpu,
+};
 use super::operand::{check_float, check_size};
 use super::record::{Spec, run, wide_input};
 use crate::graph::{Attribute, Target};
@@ -160,7 +162,7 @@ const LOWERING: Lowering = Lowering {
         let kernel = kernel!("embedding_backward", |T, k, s| {
             let (width, ids) = (k.count("width")?, s.x("ids")?);
             let padding_id = padding_id(k);
-            match s.adds(k) {
+            match s.adds(k, "dtable") {
                 false => kernel::backward::<T>(s.x("dx")?, width, ids, padding_id, s.y("dtable")?),
                 true => {
                     let (dx, dtable) = (s.x::<<T as Stored>::Wide>("dx")?, s.y("dtable")?);
@@ -171,9 +173,17 @@ const LOWERING: Lowering = Lowering {
         let kernel = on_gpu!(kernel, |k, l| {
             let (dx, ids, dtable) = (l.x("dx")?, l.x("ids")?, l.y("dtable")?);
             let (padding_id, workspace) = (padding_id(k), l.y("workspace")?);
-            cuda_kernel::backward(l.gpu, dx, ids, padding_id, dtable, l.adds(k), workspace)
+            cuda_kernel::backward(
+                l.gpu,
+                dx,
+                ids,
+                padding_id,
+                dtable,
+                l.adds(k, "dtable"),
+                workspace,
+            )
         });
-        let kernel = kernel.summing("dtable");
+        let kernel = kernel.summing("dtable", Accumulate::Never);
         let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
         let kernel = kernel

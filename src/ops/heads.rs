@@ -86,12 +86,12 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-const SPLIT_INFO: OpInfo = OpInfo::new("split_heads")
+pub(crate) const SPLIT_INFO: OpInfo = OpInfo::new("split_heads")
     .planned(SPLIT_HEADS)
     .on_gpu()
     .moving();
 
-const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
+pub(crate) const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
     .planned(MERGE_HEADS)
     .on_gpu()
     .moving();

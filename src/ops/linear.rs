@@ -92,7 +92,7 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
 /// The op's name.
 pub(crate) const LINEAR: &str = "linear";
 
-pub(super) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).costing(
+pub(crate) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).costing(
     "2 N in out, backward 4",
     "x, W, y; backward x, W, dy, dx, dW",
     |o| o.products(o.output.size(), 2.0, 0.0),

@@ -103,7 +103,7 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("linear_bias")
+pub(crate) const INFO: OpInfo = OpInfo::new("linear_bias")
     .on_gpu()
     .planned(LOWERING)
     .costing(

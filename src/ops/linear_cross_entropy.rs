@@ -152,7 +152,7 @@ fn check(
 /// The op, as nodes call it.
 pub(crate) const NAME: &str = "linear_cross_entropy";
 
-pub(super) const INFO: OpInfo = OpInfo::new(NAME)
+pub(crate) const INFO: OpInfo = OpInfo::new(NAME)
     .on_gpu()
     .costing(
         "2 N D V, 4 a logit besides; backward 4 and 3",

@@ -33,7 +33,7 @@
 mod activation;
 pub(crate) mod arithmetic;
 pub(crate) mod bias;
-mod cast;
+pub(crate) mod cast;
 mod concat;
 mod contiguous;
 pub(crate) mod cost;
@@ -46,6 +46,7 @@ pub(crate) mod dropout;
 mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod gelu;
+pub(crate) mod head_loss;
 pub(crate) mod heads;
 pub(crate) mod info;
 pub(crate) mod layer_norm;

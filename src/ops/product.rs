@@ -90,7 +90,7 @@ pub(crate) fn product_into(
         let ([a, b], c) = factors_of(k)?;
         let c = MatMut::band(s.y::<C>("c")?, c.rows, c.cols, c.row_stride);
         let (a, b) = (a.of(s.x::<T>("a")?), b.of(s.x::<T>("b")?));
-        matmul_to(a, b, c, s.adds(k), Threads::All);
+        matmul_to(a, b, c, s.adds(k, "c"), Threads::All);
         Ok(())
     }
     let kernel = Kernel::new(PRODUCT, |k, s| {
@@ -101,7 +101,7 @@ pub(crate) fn product_into(
         })
     });
     let kernel = on_gpu!(kernel, |k, l| on_gpu(k, l, 1));
-    sized(kernel, a, b, row_stride, 1).accumulating(accumulate)
+    sized(kernel, a, b, row_stride, 1).summing("c", accumulate)
 }
 
 /// [`product`]s of as many matrices one after another.
@@ -198,7 +198,7 @@ fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()>
         if factor.transposed { x.t() } else { x }
     };
     let (a, b) = (lying(l.x("a")?, a), lying(l.x("b")?, b));
-    let (c, adds) = (lying(l.y("c")?, c), l.adds(k));
+    let (c, adds) = (lying(l.y("c")?, c), l.adds(k, "c"));
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // sums of nothing
     }

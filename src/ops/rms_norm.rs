@@ -91,7 +91,7 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = per_element!(
+pub(crate) const INFO: OpInfo = per_element!(
     OpInfo::new("rms_norm")
         .on_gpu_up_to(limits::RMS_NORM_WIDTH)
         .planned(LOWERING),

@@ -171,7 +171,7 @@ fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("rope").on_gpu().planned(LOWERING).costing(
+pub(crate) const INFO: OpInfo = OpInfo::new("rope").on_gpu().planned(LOWERING).costing(
     "3 an element, backward 3",
     "x, y; backward dy, dx",
     |o| o.elementwise(3.0),

@@ -87,7 +87,7 @@ const LOWERING: Lowering = Lowering {
 };
 
 /// Reads gate and up; writes y, silu(gate) * up.
-pub(crate) fn gated() -> Kernel {
+pub(super) fn gated() -> Kernel {
     let kernel = kernel!("swiglu", |T, _, s| {
         kernel::forward(s.x::<T>("gate")?, s.x("up")?, s.y("y")?);
     });
@@ -112,7 +112,7 @@ pub(super) fn gated_backward() -> Kernel {
 }
 
 /// Writes dy (N, F), which becomes silu(gate) * up, gate, which becomes dgate, and up, which becomes dup.
-pub(crate) fn gated_in_place() -> Kernel {
+pub(super) fn gated_in_place() -> Kernel {
     let kernel = kernel!("swiglu_backward", of "dy", |T, _, s| {
         kernel::backward_in_place::<T>(s.y("dy")?, s.y("gate")?, s.y("up")?);
     });
@@ -124,7 +124,7 @@ pub(crate) fn gated_in_place() -> Kernel {
 }
 
 /// Reads gate_up (N, 2 F), gate and up side by side; writes y (N, F), silu(gate) * up. On a GPU.
-pub(crate) fn packed(width: usize) -> Kernel {
+pub(super) fn packed(width: usize) -> Kernel {
     let kernel = on_gpu!(Kernel::of_gpus("swiglu"), |k, l| {
         let width = k.count("width")?;
         cuda_kernel::packed_forward(l.gpu, l.x("gate_up")?, l.y("y")?, width)
@@ -133,7 +133,7 @@ pub(crate) fn packed(width: usize) -> Kernel {
 }
 
 /// Writes dy (N, F), which becomes silu(gate) * up, and gate_up (N, 2 F), which become their gradients. On a GPU.
-pub(crate) fn packed_in_place(width: usize) -> Kernel {
+pub(super) fn packed_in_place(width: usize) -> Kernel {
     let kernel = on_gpu!(Kernel::of_gpus("swiglu_backward"), |k, l| {
         let width = k.count("width")?;
         cuda_kernel::packed_backward_in_place(l.gpu, l.y("gate_up")?, l.y("dy")?, width)

@@ -16,11 +16,11 @@
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{factors, linear, with_last_dim};
-use super::lowering::{Accumulate, Calls, Lowering, Slot};
+use super::lowering::{Accumulate, Calls, Lowering, Named, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
-use super::swiglu::{gated, gated_backward, swiglu};
+use super::swiglu::{gated, gated_backward, gated_in_place, packed, packed_in_place, swiglu};
 use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::graph::Target;
 use crate::precision::without_autocast;
@@ -82,7 +82,7 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("swiglu_linear")
+pub(crate) const INFO: OpInfo = OpInfo::new("swiglu_linear")
     .on_gpu()
     .costing(
         "4 N D F, 6 an element of y besides; backward 8 and 12",
@@ -98,45 +98,69 @@ fn made(o: &Operands<'_>) -> (f64, f64) {
     (o.output.elements(), 3.0 * o.output.bytes())
 }
 
-/// By itself; `compile::lower` plans it so that backward needs no memory of its own.
+/// A plan may have both weights as one input, W1 over W3 (2 F, D): gate and up are one, (N, 2 F), then. Backward writes
+/// the gradients of gate and up over them in a plan, and y over its gradient.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature); // W3 lies as W1
         let mut calls = Calls::default();
-        for (i, made) in [(1, Slot::Kept(0)), (2, Slot::Kept(1))] {
-            let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, i))];
+        let gate_up = gate_up(signature);
+        for (i, (_, made)) in gate_up.iter().enumerate() {
+            let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1 + i))];
             let kernel = product(x, weight.t(), Accumulate::Never);
-            calls.push(kernel, factors, [("c", made)]);
+            calls.push(kernel, factors, [("c", *made)]);
         }
-        let reads = [("gate", Slot::Kept(0)), ("up", Slot::Kept(1))];
-        calls.call(gated(), reads, [("y", Slot::Output)])
+        let kernel = match gate_up.len() {
+            1 => packed(weight.rows / 2),
+            _ => gated(),
+        };
+        calls.call(kernel, gate_up, [("y", Slot::Output)])
     },
     backward: |signature| {
         let (x, weight) = factors(signature);
-        let (kept, mut calls) = (&signature.kept[0], Calls::default());
-        let [dgate, dup] = [(); 2].map(|()| calls.scratch(kept.dims, kept.dtype));
-        let reads = [
-            ("dy", Slot::OutputGradient),
-            ("gate", Slot::Kept(0)),
-            ("up", Slot::Kept(1)),
-        ];
-        calls.push(gated_backward(), reads, [("dgate", dgate), ("dup", dup)]);
-        let of_y = Factor::new(x.rows, weight.rows); // (N, F)
-        for (i, gradient, accumulate) in
-            [(1, dgate, Accumulate::Never), (2, dup, Accumulate::Always)]
-        {
-            let factors = [("a", gradient), ("b", read_weight(signature, i))];
-            let kernel = product(of_y, weight, accumulate);
+        let (gate_up, mut calls) = (gate_up(signature), Calls::default());
+        let dy = ("dy", Slot::OutputGradient);
+        let gradients: Vec<Slot> = match signature.planned {
+            Some(_) => {
+                let kernel = match gate_up.len() {
+                    1 => packed_in_place(weight.rows / 2),
+                    _ => gated_in_place(),
+                };
+                calls.push(kernel, [], Named::from([dy]).and(gate_up.clone()));
+                gate_up.iter().map(|(_, slot)| *slot).collect()
+            }
+            None => {
+                let kept = &signature.kept[0];
+                let [dgate, dup] = [(); 2].map(|()| calls.scratch(kept.dims, kept.dtype));
+                let reads = Named::from([dy]).and(gate_up);
+                calls.push(gated_backward(), reads, [("dgate", dgate), ("dup", dup)]);
+                vec![dgate, dup]
+            }
+        };
+        let of_product = Factor::new(x.rows, weight.rows); // (N, F), or (N, 2 F)
+        let mut accumulate = Accumulate::Never;
+        for (i, gradient) in gradients.iter().enumerate() {
+            let factors = [("a", *gradient), ("b", read_weight(signature, 1 + i))];
+            let kernel = product(of_product, weight, accumulate);
             calls.push(kernel, factors, [("c", Slot::Gradient(0))]);
+            accumulate = Accumulate::Always;
         }
-        for (i, gradient) in [(1, dgate), (2, dup)] {
+        for (i, gradient) in gradients.into_iter().enumerate() {
             let factors = [("a", gradient), ("b", Slot::Input(0))];
-            let kernel = product(of_y.t(), x, Accumulate::Never);
-            calls.push(kernel, factors, [("c", Slot::Gradient(i))]);
+            let kernel = product(of_product.t(), x, Accumulate::Never);
+            calls.push(kernel, factors, [("c", Slot::Gradient(1 + i))]);
         }
         calls
     },
 };
+
+/// Gate and up, which are kept: two, or of one weight as one.
+fn gate_up(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
+    match signature.kept.len() {
+        1 => vec![("gate_up", Slot::Kept(0))],
+        _ => vec![("gate", Slot::Kept(0)), ("up", Slot::Kept(1))],
+    }
+}
 
 struct SwiGluLinear {
     /// Of W1 and W3.

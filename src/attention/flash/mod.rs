@@ -29,7 +29,7 @@ use std::sync::{Arc, OnceLock};
 pub(super) const NAME: &str = "attention::flash";
 
 /// What is known of it.
-pub(super) const INFO: OpInfo = cost::info(
+pub(crate) const INFO: OpInfo = cost::info(
     NAME,
     lowering::LOWERING,
     "q, k, v, out; backward those, dout, dq, dk, dv",

@@ -4,6 +4,9 @@
 
 #[cfg(feature = "cuda")]
 mod gpu;
+mod lowering;
+
+pub(crate) use lowering::ModelAttention;
 
 use super::attributes;
 use super::flash::lowering::KERNELS;
@@ -46,15 +49,6 @@ pub(crate) struct InModel {
 }
 
 impl InModel {
-    /// The operands that q, k and v are in a call: one, or three.
-    pub fn names<'n>(
-        &self,
-        packed: &'n [&'static str; 1],
-        apart: &'n [&'static str; 3],
-    ) -> &'n [&'static str] {
-        if self.packed { packed } else { apart }
-    }
-
     /// As flash attention's kernels take them.
     pub fn flash(&self) -> Sizes {
         Sizes {

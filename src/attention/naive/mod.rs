@@ -25,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 pub(super) const NAME: &str = "attention::naive";
 
 /// What is known of it.
-pub(super) const INFO: OpInfo = cost::info(
+pub(crate) const INFO: OpInfo = cost::info(
     NAME,
     lowering::LOWERING,
     "q, k, v, out, probabilities; backward those and dq, dk, dv",

@@ -3,6 +3,7 @@
 use super::super::buffer::BufferId;
 use super::super::plan::BufferRange;
 use super::Lower;
+use crate::Result;
 use crate::graph::{self, ValueId};
 use crate::ops::arithmetic::lowering::sum;
 use crate::ops::lowering::converted;
@@ -14,20 +15,23 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub(super) struct Gradients {
     values: HashMap<ValueId, BufferRange>,
-    /// Gradients of weights that are computed once a value, their other factor, is there again.
+    /// Gradients of weights that are computed once a value is there again.
     waiting: Vec<Waiting>,
 }
 
-/// A product that waits for its second factor.
+/// Writes a call down.
+type Write = dyn FnOnce(&mut Lower<'_>) -> Result<()>;
+
+/// A call that waits until a value that it reads is made again.
 pub(super) struct Waiting {
-    /// The factor.
+    /// The value.
     pub x: ValueId,
-    /// The first factor: the gradient of a linear map's output.
-    pub dy: BufferRange,
+    /// What else it reads.
+    pub buffers: Vec<BufferId>,
     /// The part that it belongs to.
     pub part: Option<usize>,
-    /// Writes the product down.
-    pub write: Box<dyn FnOnce(&mut Lower<'_>)>,
+    /// Writes the call down.
+    pub write: Box<Write>,
 }
 
 impl Gradients {
@@ -51,11 +55,11 @@ impl Gradients {
         self.values.insert(value, gradient);
     }
 
-    /// Whether a gradient, or a product to come, is read from a buffer.
+    /// Whether a buffer has a gradient that is still read, or is read by a call to come.
     pub fn reads(&self, buffer: BufferId) -> bool {
-        let values = self.values.values();
-        let waiting = self.waiting.iter().map(|waiting| &waiting.dy);
-        values.chain(waiting).any(|other| other.buffer == buffer)
+        let values = self.values.values().map(|gradient| gradient.buffer);
+        let waiting = self.waiting.iter().flat_map(|waiting| &waiting.buffers);
+        values.chain(waiting.copied()).any(|other| other == buffer)
     }
 }
 
@@ -80,45 +84,45 @@ impl Lower<'_> {
         Some(copy)
     }
 
-    /// Has a product wait until `x` is recomputed.
+    /// Has a call wait.
     pub(super) fn wait(&mut self, waiting: Waiting) {
         self.gradients.waiting.push(waiting);
     }
 
-    /// A value was recomputed, at `place`: the products that wait for it are computed.
-    pub(super) fn remade(&mut self, value: ValueId, place: BufferRange) {
+    /// A value was made again, at `place`: the calls that wait for it are written.
+    pub(super) fn remade(&mut self, value: ValueId, place: BufferRange) -> Result<()> {
         self.places[value.0] = Some(place);
         let waiting = std::mem::take(&mut self.gradients.waiting);
-        for product in waiting {
-            match product.x == value {
+        for call in waiting {
+            match call.x == value {
                 true => {
-                    let part = std::mem::replace(&mut self.plan.part, product.part);
-                    (product.write)(self);
+                    let part = std::mem::replace(&mut self.plan.part, call.part);
+                    (call.write)(self)?;
                     self.plan.part = part;
                 }
-                false => self.gradients.waiting.push(product),
+                false => self.gradients.waiting.push(call),
             }
         }
+        Ok(())
     }
 
-    /// Whether a value's backward recomputes it, and runs.
+    /// Whether backward makes a value again, where its gradient lay.
     pub(super) fn is_remade(&self, value: ValueId) -> bool {
-        let maker = self.maker(value);
-        self.program.is_wanted(value)
-            && maker.is_some_and(|form| form.remakes_output() && form.outputs()[0] == value)
+        let is_remade = |i: usize| self.program.nodes[i].output == value && self.remakes[i];
+        self.program.is_wanted(value) && self.program.maker(value).is_some_and(is_remade)
     }
 
     /// Adds the gradient of what `operand` shows to that of its value.
     pub(super) fn contribute(&mut self, operand: &graph::ValueRef, dx: BufferRange) {
         let elements = self.elements_of(operand.value);
         let program = self.program.clone();
-        let value = program.graph.value(operand.value);
+        let value = program.value(operand.value);
         let is_in_order = operand.view.as_ref().is_none_or(strided::is_contiguous);
         let is_whole = is_in_order && dx.elements.len() == elements;
         let dx = match is_whole {
             true => dx,
             false => {
-                let shape = program.graph.shape_of(operand);
+                let shape = program.shape_of(operand);
                 let all = || strided::broadcast(shape, shape);
                 let view = operand.view.clone().unwrap_or_else(all);
                 self.scattered(dx, view, elements, value.dtype)

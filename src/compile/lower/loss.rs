@@ -8,7 +8,7 @@ use super::Lower;
 use crate::ops::arithmetic::lowering::zeros;
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
-use crate::ops::lowering::{Accumulate, Named, converted};
+use crate::ops::lowering::{Accumulate, converted};
 use crate::optim::MissingGradients;
 use crate::probe::Path;
 use crate::{Error, Result};
@@ -41,8 +41,8 @@ impl Lower<'_> {
         let Some(output) = self.program.outputs.first() else {
             return refuse("no output".into());
         };
-        let shape = self.program.graph.shape_of(output);
-        let value = self.program.graph.value(output.value);
+        let shape = self.program.shape_of(output);
+        let value = self.program.value(output.value);
         let takes = match value.dtype {
             DType::F32 => true,
             DType::F64 => !self.is_on_gpu(),
@@ -53,7 +53,7 @@ impl Lower<'_> {
         if (is_loss && !is_one) || !takes {
             return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
         }
-        if !self.job.has_backward() {
+        if !self.job.kind.has_backward() {
             return Ok(());
         }
         if !output.tracked {
@@ -71,8 +71,8 @@ impl Lower<'_> {
         let (output, gradient) = (&program.outputs[0], &program.outputs[1]);
         let [mut out, d_out] = [output, gradient].map(|x| self.read(x));
         if !self.plan.buffers[out.buffer].is_in_arena() {
-            let value = program.graph.value(output.value);
-            let copy = self.temporary("output", program.graph.shape_of(output), value.dtype);
+            let value = program.value(output.value);
+            let copy = self.temporary("output", program.shape_of(output), value.dtype);
             let writes = [("y", copy.clone())];
             self.plan.call(converted(), [("x", out)], writes);
             out = copy;
@@ -97,8 +97,11 @@ impl Lower<'_> {
             Reduction::Mean => self.job.config.accumulation,
             Reduction::Sum => 1, // the run's loss gradient has the divisor
         };
-        let mean = self.mean_of(loss, divisor, None);
-        let dtype = self.program.graph.value(output.value).dtype;
+        let mean = self.step_loss();
+        let kernel = mean_of(divisor, None, Accumulate::AfterFirst);
+        let writes = [("loss", mean.clone())];
+        self.plan.call(kernel, [("losses", loss)], writes);
+        let dtype = self.program.value(output.value).dtype;
         let gradient = self.temporary("gradient of the loss", &[1], dtype);
         let writes = [("dloss", gradient.clone())];
         self.plan.phase = Phase::LossGradient;
@@ -107,20 +110,11 @@ impl Lower<'_> {
         Ok(mean)
     }
 
-    /// Adds losses over `divisor`; with targets of which an id is ignored, over `divisor` times how many count.
-    pub(super) fn mean_of(
-        &mut self,
-        losses: BufferRange,
-        divisor: usize,
-        ignored: Option<(BufferRange, i64)>,
-    ) -> BufferRange {
+    /// Where the mean loss goes, (1) in f64, which the run leaves.
+    pub(super) fn step_loss(&mut self) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);
-        let ignore = ignored.as_ref().map(|(_, id)| *id);
-        let kernel = mean_of(divisor, ignore, Accumulate::AfterFirst);
-        let targets = ignored.map(|(targets, _)| targets);
-        let reads = Named::from([("losses", losses)]).with_some("targets", targets);
-        self.plan.call(kernel, reads, [("loss", mean.clone())]);
+        self.mean_loss = Some(mean.clone());
         mean
     }
 

@@ -1,14 +1,7 @@
 //! From a traced graph to a plan: every node's forward in order, the gradients in reverse, the update.
 //!
-//! The graph's nodes, without those that only pass a value on ([`program`]), are grouped into *forms* ([`form`]), each
-//! of which writes its calls down, forward and backward. A form is found by a pass ([`passes`]), one file each:
-//!
-//! - [`attention`]: on a GPU, heads rotated, compared and merged in the model's dimension;
-//! - [`linear`]: linear maps of one input, which on a GPU in half precision are one product;
-//! - [`gated`]: SwiGLU with its two maps, whose backward needs no memory of its own;
-//! - [`norm`]: RMSNorm of a sum, with the addition;
-//! - [`head`]: head and loss, some rows at a time;
-//! - [`node`]: any other op, by its own [lowering](crate::ops::lowering).
+//! The function's nodes are rewritten first ([`program`](super::program)). Then each node, in order, writes the calls
+//! that its lowering says ([`node`]), and in reverse those of its backward, which hands gradients on.
 //!
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
 //! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), calls that no
@@ -16,21 +9,13 @@
 //! ([`fetch`]), and weights that every rank has a part of ([`sharded`]). What does not: where buffers lie
 //! ([`arena`](super::arena)) and what computes a call.
 
-mod attention;
 mod dead;
 mod exchange;
 mod fetch;
 mod finish;
-mod form;
-mod gated;
 mod gradients;
-mod head;
-mod linear;
 mod loss;
 mod node;
-mod norm;
-mod passes;
-mod program;
 mod recompute;
 mod sharded;
 #[cfg(test)]
@@ -38,24 +23,19 @@ mod tests;
 mod values;
 mod weights;
 
-pub(super) use recompute::Recompute;
-
 use super::config::{PlanKind, StepConfig};
 use super::parts::PartCost;
 use super::plan::{BufferRange, Phase, Plan};
+use super::program::{Program, Recompute};
 use super::traced::TracedFunction;
 use super::writer::Writer;
 use crate::graph::{self, Target, ValueId};
 use crate::ops::cost::Cost;
 use crate::ops::lowering::Check;
 use crate::optim::MissingGradients;
-use crate::probe::Path;
 use crate::{Error, Result};
 use candle_core::DType;
-use form::{Form, Placed};
 use gradients::Gradients;
-use program::Program;
-use recompute::Choice;
 use std::collections::HashMap;
 use std::rc::Rc;
 use weights::Weights;
@@ -69,12 +49,6 @@ pub(super) struct Job<'a> {
     pub kind: PlanKind,
     pub config: &'a StepConfig,
     pub recompute: Recompute,
-}
-
-impl Job<'_> {
-    fn has_backward(&self) -> bool {
-        self.kind != PlanKind::Forward
-    }
 }
 
 /// A graph as a plan, and what its homes stand for.
@@ -138,11 +112,9 @@ pub(super) type TableOf = (graph::ValueRef, DType);
 /// A plan in the making.
 struct Lower<'a> {
     job: &'a Job<'a>,
-    program: Rc<Program<'a>>,
-    /// In order.
-    forms: Rc<[Placed]>,
-    /// By value: the number of the form whose output it is.
-    makers: HashMap<ValueId, usize>,
+    program: Rc<Program>,
+    /// By node: whether its backward makes its output again, where the gradient of that lay.
+    remakes: Vec<bool>,
     plan: Writer,
     /// By value: where it lies.
     places: Vec<Option<BufferRange>>,
@@ -164,24 +136,16 @@ struct Lower<'a> {
 impl<'a> Lower<'a> {
     fn new(job: &'a Job<'a>) -> Self {
         let function = job.function;
-        let elements = |value| {
-            let number = function.numbers.get(&value)?;
-            Some(function.parameters[*number].elements)
-        };
-        let is_trained = |value| job.has_backward() && function.numbers.contains_key(&value);
-        let program = Rc::new(Program::new(&function.graph, elements, is_trained));
-        let choice = Choice::new(job.recompute);
-        let forms = passes::all(&program, job, &choice);
-        let outputs = forms.iter().enumerate().flat_map(|(i, placed)| {
-            let outputs = placed.form.outputs().into_iter();
-            outputs.map(move |output| (output, i))
-        });
+        let mut program = Program::new(function, job.kind, job.config.accumulation);
+        let recompute = program.recompute(job.recompute);
         Self {
             job,
-            makers: outputs.collect(),
-            forms: forms.into(),
+            remakes: match job.kind.has_backward() {
+                true => node::remade(&program),
+                false => vec![false; program.nodes.len()],
+            },
             plan: Writer::default(),
-            places: vec![None; function.graph.values.len()],
+            places: vec![None; program.values.len()],
             dense: HashMap::new(),
             tables: Vec::new(),
             arguments: Vec::new(),
@@ -190,8 +154,8 @@ impl<'a> Lower<'a> {
             weights: Weights::new(&program, job),
             mean_loss: None,
             unreached: Vec::new(),
-            recompute: choice.taken(job.recompute),
-            program,
+            recompute,
+            program: Rc::new(program),
         }
     }
 
@@ -199,33 +163,33 @@ impl<'a> Lower<'a> {
         self.job.function.target == Target::Cuda
     }
 
-    /// Every form's forward.
+    /// Every node's forward.
     fn forward(&mut self) -> Result<()> {
-        for placed in self.forms.clone().iter() {
-            self.run_forward(placed)?;
-        }
-        Ok(())
+        (0..self.program.nodes.len()).try_for_each(|i| self.run_forward(i))
     }
 
-    fn run_forward(&mut self, placed: &Placed) -> Result<()> {
-        self.run_part(placed, placed.costs[0], |lower| placed.form.forward(lower))
+    fn run_forward(&mut self, i: usize) -> Result<()> {
+        let [cost, _] = self.program.nodes[i].costs;
+        self.run_part(i, cost, |lower| lower.forward_of(i))
     }
 
     /// Writes calls that are a part of their own, of such cost.
     fn run_part(
         &mut self,
-        placed: &Placed,
+        i: usize,
         cost: Cost,
         write: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
-        self.plan.path = placed.form.path().into();
-        self.plan.module = self.module_of(placed);
+        let program = self.program.clone();
+        let node = &program.nodes[i];
+        self.plan.path.clone_from(&node.path);
+        self.plan.module = node.module;
         self.plan.part = Some(self.plan.parts.len());
         write(self)?;
         self.plan.part = None;
         self.plan.parts.push(PartCost {
-            path: placed.form.path().into(),
-            ops: placed.ops.clone(),
+            path: node.path.clone(),
+            ops: node.ops.clone(),
             phase: self.plan.phase,
             cost,
             computed: 0.0, // known when the plan is whole
@@ -233,46 +197,31 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
-    /// The outermost module that a form is in.
-    fn module_of(&self, placed: &Placed) -> Path {
-        self.program.nodes[placed.at].module
-    }
-
-    /// Every form's backward, from the loss.
+    /// Every node's backward, from the loss.
     fn backward(&mut self) -> Result<()> {
         self.plan.phase = Phase::Backward;
-        let forms = self.forms.clone();
-        for (i, placed) in forms.iter().enumerate().rev() {
-            let form = &placed.form;
+        let program = self.program.clone();
+        for (i, node) in program.nodes.iter().enumerate().rev() {
             self.recompute_segments(i)?;
-            let outputs = form.outputs();
             let is_due =
-                |output: &ValueId| self.gradients.has(*output) && self.program.is_wanted(*output);
-            if outputs.iter().any(is_due) {
-                for input in form.inputs() {
-                    if let Some(maker) = self.makers.get(&input) {
-                        self.recompute_products(&forms[*maker])?;
+                |output: &ValueId| self.gradients.has(*output) && program.is_wanted(*output);
+            let mut outputs = [node.output].into_iter().chain(node.second);
+            if outputs.any(|output| is_due(&output)) {
+                for input in &node.inputs {
+                    if let Some(maker) = program.maker(input.value) {
+                        let [cost, _] = program.nodes[maker].costs;
+                        self.run_part(maker, cost, |lower| lower.keep_again(maker))?;
                     }
                 }
-                self.run_part(placed, placed.costs[1], |lower| form.backward(lower))?;
+                self.run_part(i, node.costs[1], |lower| lower.backward_of(i))?;
             }
             let next = i.checked_sub(1);
-            if next.is_some_and(|next| self.module_of(&forms[next]) != self.module_of(placed)) {
+            if next.is_some_and(|next| program.nodes[next].module != node.module) {
                 self.update_matrices();
                 self.scatter_gradients();
             }
         }
         Ok(())
-    }
-
-    /// The products of a form that does not keep them, if a memory budget wants that.
-    fn recompute_products(&mut self, placed: &Placed) -> Result<()> {
-        self.run_part(placed, placed.costs[0], |lower| placed.form.prepare(lower))
-    }
-
-    /// The form whose output a value is.
-    fn maker(&self, value: ValueId) -> Option<Rc<dyn Form>> {
-        self.makers.get(&value).map(|i| self.forms[*i].form.clone())
     }
 
     /// What follows when all gradients are there.
@@ -295,17 +244,6 @@ fn no_planned_form(op: &'static str, name: &str, path: &str, what: &str) -> Erro
         problem: format!("{name} has no planned form{what} ({path})"),
         hint: "write it with other ops of tallow::ops, or run the step eagerly".into(),
     }
-}
-
-fn attribute(node: &graph::Node, name: &str) -> Option<graph::Attribute> {
-    let mut attributes = node.attributes.iter();
-    attributes.find_map(|(other, value)| (*other == name).then_some(*value))
-}
-
-/// A node's path without its op's name: the place that calls are at.
-fn place_of(node: &graph::Node) -> String {
-    let place = node.path.strip_suffix(node.op).unwrap_or(&node.path);
-    place.strip_suffix('/').unwrap_or(place).to_string()
 }
 
 /// Some elements of an operand.

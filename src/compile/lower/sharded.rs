@@ -76,7 +76,7 @@ impl Lower<'_> {
         let parameter = &self.job.function.parameters[number];
         let elements = self.shard().part(parameter.elements).len();
         let (category, location) = (Category::Parameter, Location::Parameter(number));
-        let dtype = self.program.graph.value(weight).dtype;
+        let dtype = self.program.value(weight).dtype;
         let name = format!("part of {}", parameter.name);
         let buffers = &mut self.plan.buffers;
         let own = buffers.add(&name, &[elements], dtype, category, location);

@@ -28,14 +28,14 @@ impl Lower<'_> {
         self.plan.whole(id)
     }
 
-    /// Where a value goes that a form makes: a new buffer, or what the plan gives out.
+    /// Where a value goes that a node makes: a new buffer, or what the plan gives out.
     pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> BufferRange {
         if let Some(place) = &self.places[value.0]
             && self.plan.buffers[place.buffer].location == Location::Output
         {
             return place.clone();
         }
-        let dtype = self.program.graph.value(value).dtype;
+        let dtype = self.program.value(value).dtype;
         let place = self.temporary(name, shape, dtype);
         self.places[value.0] = Some(place.clone());
         place
@@ -66,10 +66,7 @@ impl Lower<'_> {
     fn output_buffer(&mut self) -> BufferRange {
         let (program, buffers) = (self.program.clone(), &mut self.plan.buffers);
         let output = &program.outputs[0];
-        let (shape, dtype) = (
-            program.graph.shape_of(output),
-            program.graph.value(output.value).dtype,
-        );
+        let (shape, dtype) = (program.shape_of(output), program.value(output.value).dtype);
         let (category, location) = (Category::Output, Location::Output);
         let id = buffers.add("output", shape, dtype, category, location);
         self.plan.whole(id)
@@ -77,15 +74,19 @@ impl Lower<'_> {
 
     /// Where all of a value lies.
     pub(super) fn value(&mut self, id: ValueId) -> BufferRange {
+        if let Some(weight) = self.program.copied(id) {
+            let dtype = self.program.value(id).dtype;
+            return self.copy_of(&self.program.weights_of(weight), dtype);
+        }
         if self.part_of(id).is_some() {
-            let dtype = self.program.graph.value(id).dtype;
+            let dtype = self.program.value(id).dtype;
             return self.gathered(&[id], dtype);
         }
         if let Some(operand) = &self.places[id.0] {
             return operand.clone();
         }
         let program = self.program.clone();
-        let value = program.graph.value(id);
+        let value = program.value(id);
         assert_ne!(
             value.source,
             Source::Node,
@@ -139,7 +140,7 @@ impl Lower<'_> {
             .flat_map(|node| node.inputs.iter().chain(&node.reads));
         let reads = of_nodes.chain(&program.outputs);
         let reads = reads.filter(|operand| operand.value == id);
-        let value = program.graph.value(id);
+        let value = program.value(id);
         let ends = reads.map(|operand| match &operand.view {
             Some(view) => strided::end(view),
             None => value.elements(),
@@ -153,7 +154,7 @@ impl Lower<'_> {
 
     /// The elements of an operand, one after another: where they lie, or a copy.
     pub(super) fn read(&mut self, operand: &graph::ValueRef) -> BufferRange {
-        let elements = self.program.graph.value(operand.value).elements();
+        let elements = self.program.value(operand.value).elements();
         let Some(view) = &operand.view else {
             return part(&self.value(operand.value), 0, elements);
         };
@@ -168,7 +169,7 @@ impl Lower<'_> {
         if let Some(copy) = self.dense.get(&key) {
             return copy.clone();
         }
-        let value = self.program.graph.value(operand.value);
+        let value = self.program.value(operand.value);
         let (dtype, source) = (value.dtype, value.source.clone());
         // A parameter that is read in views alone looks like one.
         let is_parameter = self.job.function.numbers.contains_key(&operand.value);
@@ -214,7 +215,7 @@ impl Lower<'_> {
         }
         let number = self.tables.len();
         let elements = self.job.function.table(operand, dtype)?;
-        let shape = self.program.graph.shape_of(operand).to_vec();
+        let shape = self.program.shape_of(operand).to_vec();
         self.tables.push(((operand.clone(), dtype), elements));
         let (category, location) = (Category::Input, Location::Table(number));
         let buffers = &mut self.plan.buffers;

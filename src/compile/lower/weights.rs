@@ -2,12 +2,12 @@
 
 use super::super::buffer::Category;
 use super::super::plan::BufferRange;
+use super::super::program::Program;
 use super::super::update::{Shares, Update};
-use super::program::Program;
 use super::sharded::Sharded;
 use super::{Job, Lower};
 use crate::distributed::Shard;
-use crate::graph::ValueId;
+use crate::graph::{ValueId, ValueRef};
 use crate::ops::arithmetic::lowering::accumulated;
 use crate::ops::lowering::{Accumulate, converted};
 use candle_core::DType;
@@ -32,17 +32,17 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    pub fn new(program: &Program<'_>, job: &Job<'_>) -> Self {
+    pub fn new(program: &Program, job: &Job<'_>) -> Self {
         let count = job.function.parameters.len();
         let (mut to_come, mut is_free_early) = (vec![0; count], vec![true; count]);
         for node in &program.nodes {
-            for (i, input) in node.inputs.iter().enumerate() {
-                let Some(number) = job.function.numbers.get(&input.value) else {
-                    continue;
-                };
-                match program.passes_through(node, i) {
-                    true => to_come[*number] += 1,
-                    false => is_free_early[*number] &= node.op == "weight_cast", // a copy is made for it
+            for (input, passes) in node.inputs.iter().zip(&node.passes) {
+                let weights = program.weights_of(input.value);
+                for number in weights.iter().filter_map(|w| job.function.numbers.get(w)) {
+                    match passes {
+                        true => to_come[*number] += 1,
+                        false => is_free_early[*number] = false,
+                    }
                 }
             }
         }
@@ -62,7 +62,7 @@ impl Lower<'_> {
     /// The number of a parameter that is trained.
     pub(super) fn trained(&self, value: ValueId) -> Option<usize> {
         let number = self.job.function.numbers.get(&value).copied();
-        number.filter(|_| self.job.has_backward())
+        number.filter(|_| self.job.kind.has_backward())
     }
 
     /// The copies of all weights that products read, before the first micro-batch: the others find them there.
@@ -70,23 +70,23 @@ impl Lower<'_> {
         if self.job.config.ranks.fully_sharded().is_some() {
             return; // they are there only while they are used
         }
-        for placed in self.forms.clone().iter() {
-            placed.form.copy_weights(self);
+        let program = self.program.clone();
+        for (copy, node) in program.copies() {
+            self.plan.path.clone_from(&node.path);
+            self.value(copy);
         }
     }
 
-    /// Weights as a product in `dtype` reads them, one under the other: the one itself, or the copy in half precision,
-    /// which is made where the first product of a step asks for it, and serves all others.
-    pub(super) fn product_weight(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
+    /// Whether an operand is a parameter that is trained, or several, all of them.
+    pub(super) fn is_trained(&self, operand: &ValueRef) -> bool {
+        let weights = self.program.weights_of(operand.value);
+        self.program.is_leaf(operand) && self.trained(weights[0]).is_some()
+    }
+
+    /// The copy of weights that products in `dtype` read, one under the other: made where the first product of a step
+    /// asks for it, it serves all others.
+    pub(super) fn copy_of(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
         let first = weights[0];
-        if self.program.graph.value(first).dtype == dtype {
-            assert_eq!(
-                weights.len(),
-                1,
-                "weights that lie apart are no one product"
-            );
-            return self.value(first);
-        }
         if self.part_of(first).is_some() {
             return self.gathered(weights, dtype);
         }
@@ -161,7 +161,7 @@ impl Lower<'_> {
         let config = self.job.config;
         let stays = config.accumulation == 1 || config.ranks.fully_sharded().is_some();
         let is_first = self.weights.gradients[number].is_none();
-        let dtype = self.program.graph.value(value).dtype;
+        let dtype = self.program.value(value).dtype;
         let wide = match dtype {
             DType::BF16 | DType::F16 => DType::F32,
             dtype => dtype,
@@ -308,7 +308,7 @@ impl Lower<'_> {
             return (buffer.name.clone(), buffer.shape.clone());
         }
         let parameter = &self.job.function.parameters[self.job.function.numbers[&weight]];
-        let value = self.program.graph.value(weight);
+        let value = self.program.value(weight);
         let shape = match value.elements() == parameter.elements {
             true => value.shape.clone(),
             false => vec![parameter.elements], // first read as a view

@@ -90,16 +90,16 @@ pub(super) const DIV: Lowering = Lowering {
 pub(crate) fn accumulated(accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("accumulate", |T, k, s| {
         let x = s.x::<T>("x")?;
-        match s.adds(k) {
+        match s.adds(k, "y") {
             false => s.y::<T>("y")?.copy_from_slice(x),
             true => reduce::add_scaled(s.y("y")?, x, 1.0),
         }
     });
     let kernel = on_gpu!(kernel, |k, l| match (l.x("x")?, l.y("y")?) {
-        (x, y) if l.adds(k) => arithmetic::add(l.gpu, y, x, y),
+        (x, y) if l.adds(k, "y") => arithmetic::add(l.gpu, y, x, y),
         (x, y) => copy(l.gpu, x, y),
     });
-    kernel.accumulating(accumulate)
+    kernel.summing("y", accumulate)
 }
 
 /// Writes zeros to y.
@@ -200,7 +200,7 @@ impl<'a> Backward<'a> {
             let (x, y) = (Slot::OutputGradient, Slot::Gradient(input));
             self.calls.push(converted(), [("x", x)], [("y", y)]);
         } else {
-            self.calls.same.push(input);
+            self.calls.same.push((input, Slot::OutputGradient));
         }
     }
 

@@ -90,7 +90,7 @@ pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     })
 }
 
-const ADD_INFO: OpInfo = OpInfo::new("add")
+pub(crate) const ADD_INFO: OpInfo = OpInfo::new("add")
     .on_gpu_up_to(usize::MAX)
     .planned_composed(ADD)
     .costing(

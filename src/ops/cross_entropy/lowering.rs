@@ -307,15 +307,15 @@ pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulat
         };
         let share = losses.sum::<f64>() / (k.count("divisor")? * counting) as f64;
         let loss = &mut s.y::<f64>("loss")?[0];
-        *loss = share + if s.adds(k) { *loss } else { 0.0 };
+        *loss = share + if s.adds(k, "loss") { *loss } else { 0.0 };
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let (losses, loss, divisor) = (l.x("losses")?, l.y("loss")?, k.count("divisor")?);
         let targets = l.some_x("targets").map(|ids| targets_on_gpu(k, ids));
-        cuda_kernel::mean(l.gpu, losses, targets, divisor, loss, l.adds(k))
+        cuda_kernel::mean(l.gpu, losses, targets, divisor, loss, l.adds(k, "loss"))
     });
     let kernel = kernel.sized([("divisor", divisor)]);
-    with_ignored(kernel, ignore).accumulating(accumulate)
+    with_ignored(kernel, ignore).summing("loss", accumulate)
 }
 
 /// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the step's loss gradient over

@@ -61,8 +61,8 @@ pub struct Kernel {
     name: &'static str,
     attributes: Vec<(&'static str, Attribute)>,
     view: Option<graph::View>,
-    accumulate: Accumulate,
-    sum: Option<&'static str>,
+    /// The operands that it can add to, and whether it does.
+    sums: Vec<(&'static str, Accumulate)>,
     is_in_place: bool,
     flops: f64,
     scores: f64,
@@ -79,8 +79,7 @@ impl Kernel {
             name,
             attributes: Vec::new(),
             view: None,
-            accumulate: Accumulate::Never,
-            sum: None,
+            sums: Vec::new(),
             is_in_place: false,
             flops: 0.0,
             scores: 0.0,
@@ -171,17 +170,20 @@ impl Kernel {
         }
     }
 
-    /// Which can [add](Self::accumulating) to what it writes as `sum`.
-    pub(crate) fn summing(self, sum: &'static str) -> Self {
-        Self {
-            sum: Some(sum),
-            ..self
-        }
+    /// Which can add to what it writes as `operand`, and whether it does.
+    pub(crate) fn summing(mut self, operand: &'static str, accumulate: Accumulate) -> Self {
+        self.sums.reserve_exact(1);
+        self.sums.push((operand, accumulate));
+        self
     }
 
-    /// Which adds to what it writes.
-    pub(crate) fn accumulating(self, accumulate: Accumulate) -> Self {
-        Self { accumulate, ..self }
+    /// As it is, but for whether it adds to `operand`.
+    pub(crate) fn accumulating(mut self, operand: &str, accumulate: Accumulate) -> Self {
+        let sums = self.sums.iter_mut();
+        for (_, sum) in sums.filter(|(name, _)| *name == operand) {
+            *sum = accumulate;
+        }
+        self
     }
 
     /// As reports call it.
@@ -207,8 +209,10 @@ impl Kernel {
             Attribute::Flag(false) => None,
             value => Some(format!("{name} {value}")),
         });
-        let accumulate = Some(self.accumulate.to_string()).filter(|words| !words.is_empty());
-        words.chain(accumulate).collect::<Vec<_>>().join(", ")
+        let sums = self.sums.iter();
+        let sums = sums.filter(|(_, accumulate)| *accumulate != Accumulate::Never);
+        let sums = sums.map(|(name, accumulate)| format!("{name} {accumulate}"));
+        words.chain(sums).collect::<Vec<_>>().join(", ")
     }
 
     /// FLOPs of its matrix products: the model's work, as [`flops`](crate::model::flops) counts it, whatever the kernel
@@ -230,19 +234,22 @@ impl Kernel {
         self.scores
     }
 
-    /// Whether it adds to what it writes.
-    pub fn accumulate(&self) -> Accumulate {
-        self.accumulate
+    /// Whether it adds to what it writes as `operand`; `None` if it cannot.
+    pub fn accumulate(&self, operand: &str) -> Option<Accumulate> {
+        let mut sums = self.sums.iter();
+        sums.find_map(|(name, accumulate)| (*name == operand).then_some(*accumulate))
     }
 
-    /// The operand that it can add to.
-    pub(crate) fn sum(&self) -> Option<&'static str> {
-        self.sum
+    /// Whether it adds to what it writes as `operand` in micro-batch `micro_batch` of a step.
+    pub(crate) fn adds(&self, operand: &str, micro_batch: usize) -> bool {
+        let accumulate = self.accumulate(operand);
+        accumulate.is_some_and(|accumulate| accumulate.adds(micro_batch))
     }
 
     /// Whether what it writes is also read: what is added to or changed in place.
     pub fn reads_what_it_writes(&self) -> bool {
-        self.is_in_place || self.accumulate != Accumulate::Never
+        let mut sums = self.sums.iter();
+        self.is_in_place || sums.any(|(_, accumulate)| *accumulate != Accumulate::Never)
     }
 
     pub(crate) fn view(&self) -> Result<&graph::View> {
@@ -350,8 +357,9 @@ pub(super) fn find(attributes: &[(&'static str, Attribute)], name: &str) -> Opti
 /// By name and parameters: the function follows from these.
 impl PartialEq for Kernel {
     fn eq(&self, other: &Self) -> bool {
-        let parameters = |x: &Self| (x.name, x.accumulate, x.is_in_place);
+        let parameters = |x: &Self| (x.name, x.is_in_place);
         parameters(self) == parameters(other)
+            && self.sums == other.sums
             && self.attributes == other.attributes
             && self.view == other.view
     }
@@ -359,10 +367,13 @@ impl PartialEq for Kernel {
 
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?} {:?}", self.name, self.attributes, self.view)?;
-        match self.accumulate {
-            Accumulate::Never => Ok(()),
-            accumulate => write!(f, " {accumulate:?}"),
-        }
+        let Self {
+            name,
+            attributes,
+            view,
+            sums,
+            ..
+        } = self;
+        write!(f, "{name} {attributes:?} {view:?} {sums:?}")
     }
 }

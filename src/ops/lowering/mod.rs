@@ -29,6 +29,7 @@ use crate::graph::{self, Attribute, Graph, Node, ValueId};
 use crate::kernels::cpu::parallel::block_sums;
 use crate::probe::Operand;
 use candle_core::DType;
+use std::ops::Range;
 
 /// The lowering of an op.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +49,9 @@ pub(crate) struct Signature<'a> {
     pub kept: Vec<Operand<'a>>,
     /// Whose kernels run.
     pub target: graph::Target,
+    /// Of a backward in a plan: whether the output has a gradient, and whether the second one has. The output's may be
+    /// written over then, by the output. `None` of all others.
+    pub planned: Option<[bool; 2]>,
 }
 
 impl<'g> Signature<'g> {
@@ -71,6 +75,7 @@ impl<'g> Signature<'g> {
             output: of_value(node.output),
             kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
             target: graph.target,
+            planned: None,
         }
     }
 
@@ -81,7 +86,7 @@ impl<'g> Signature<'g> {
 }
 
 /// What a kernel reads or writes, in terms of the op's call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Slot {
     /// An input of the op.
     Input(usize),
@@ -97,6 +102,15 @@ pub(crate) enum Slot {
     Gradient(usize),
     /// What [`Calls::scratch`] has made.
     Scratch(usize),
+    /// In plans alone: the second output of a node that stands for several, and its gradient.
+    Second,
+    SecondGradient,
+    /// What the op reads beside its inputs as a table that the plan holds, in f32, rounded to the first input's dtype.
+    Table(usize),
+    /// What [`Calls::part`] has cut.
+    Part(usize),
+    /// The mean loss of a step.
+    StepLoss,
 }
 
 /// What the elements of a read must be, checked before a run.
@@ -113,11 +127,21 @@ pub(crate) enum Check {
 pub(crate) struct Calls {
     pub calls: Vec<KernelCall>,
     /// Buffers for these calls alone.
-    pub scratch: Vec<(Vec<usize>, DType)>,
-    /// Forward: the output is this input's elements. Backward: the gradient of this input is the output's.
-    pub same: Vec<usize>,
+    pub scratch: Vec<Scratch>,
+    /// Elements of slots.
+    pub parts: Vec<(Slot, Range<usize>)>,
+    /// Forward: the output is this input's elements. Backward: the gradient of this input is this one.
+    pub same: Vec<(usize, Slot)>,
     /// Of which of the op's [`reads`](Signature::reads).
     pub check: Option<(usize, Check)>,
+}
+
+/// A buffer for some calls alone.
+pub(crate) struct Scratch {
+    /// What it is in the op's formula, if it has a part there.
+    pub name: Option<&'static str>,
+    pub shape: Vec<usize>,
+    pub dtype: DType,
 }
 
 /// A kernel, and its operands.
@@ -156,8 +180,22 @@ impl Calls {
 
     /// With input `input` passed on as it is.
     pub fn same(mut self, input: usize) -> Self {
-        self.same.push(input);
+        self.same.push((input, Slot::OutputGradient));
         self
+    }
+
+    /// `count` elements of a slot, from `first` on.
+    pub fn part(&mut self, slot: Slot, first: usize, count: usize) -> Slot {
+        self.parts.push((slot, first..first + count));
+        Slot::Part(self.parts.len() - 1)
+    }
+
+    /// What a slot is a part of.
+    pub fn base(&self, slot: Slot) -> Slot {
+        match slot {
+            Slot::Part(i) => self.parts[i].0,
+            slot => slot,
+        }
     }
 
     /// With a read to be checked.
@@ -256,14 +294,24 @@ impl Calls {
 
     /// What a kernel of these calls takes for itself on the CPU.
     pub fn workspace(&self, call: &KernelCall, signature: &Signature<'_>) -> Option<Workspace> {
-        let first = call.reads.first().map(|slot| match *slot {
-            Slot::Input(i) | Slot::Gradient(i) => signature.inputs[i].dtype,
-            Slot::Output | Slot::OutputGradient => signature.output.dtype,
-            Slot::Read(i) => signature.reads[i].dtype,
-            Slot::Kept(i) => signature.kept[i].dtype,
-            Slot::Scratch(i) => self.scratch[i].1,
-        });
-        call.kernel.workspace(first)
+        let first = call.reads.first();
+        let first = first.and_then(|slot| self.operand(*slot, signature));
+        call.kernel.workspace(first.map(|first| first.dtype))
+    }
+
+    /// Shape and dtype of a slot that an op by itself has.
+    pub fn operand<'a>(&'a self, slot: Slot, signature: &Signature<'a>) -> Option<Operand<'a>> {
+        match slot {
+            Slot::Input(i) | Slot::Gradient(i) => signature.inputs.get(i).copied(),
+            Slot::Output | Slot::OutputGradient => Some(signature.output),
+            Slot::Read(i) => signature.reads.get(i).copied(),
+            Slot::Kept(i) => signature.kept.get(i).copied(),
+            Slot::Scratch(i) => self.scratch.get(i).map(|scratch| Operand {
+                dims: &scratch.shape,
+                dtype: scratch.dtype,
+            }),
+            _ => None,
+        }
     }
 
     /// The copy of the ids that are checked, which an eager op keeps on the host.
@@ -281,7 +329,17 @@ impl Calls {
 
     /// A buffer for these calls.
     pub fn scratch(&mut self, shape: &[usize], dtype: DType) -> Slot {
-        self.scratch.push((shape.to_vec(), dtype));
+        self.buffer(None, shape, dtype)
+    }
+
+    /// The same, for what has a name in the op's formula.
+    pub fn temporary(&mut self, name: &'static str, shape: &[usize], dtype: DType) -> Slot {
+        self.buffer(Some(name), shape, dtype)
+    }
+
+    fn buffer(&mut self, name: Option<&'static str>, shape: &[usize], dtype: DType) -> Slot {
+        let shape = shape.to_vec();
+        self.scratch.push(Scratch { name, shape, dtype });
         Slot::Scratch(self.scratch.len() - 1)
     }
 }

@@ -49,9 +49,9 @@ pub(crate) struct Operands<'a> {
 }
 
 impl<'a> Operands<'a> {
-    /// Whether a call adds to what it writes.
-    pub fn adds(&self, kernel: &Kernel) -> bool {
-        kernel.accumulate().adds(self.micro_batch)
+    /// Whether a call adds to what it writes as `name`.
+    pub fn adds(&self, kernel: &Kernel, name: &str) -> bool {
+        kernel.adds(name, self.micro_batch)
     }
 
     /// Whether products of f32 in attention are TF32: as they are in the plan, or as the call says.

@@ -89,9 +89,9 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// Whether a call adds to what it writes.
-    pub fn adds(&self, kernel: &Kernel) -> bool {
-        kernel.accumulate().adds(self.step.micro_batch)
+    /// Whether a call adds to what it writes as `name`.
+    pub fn adds(&self, kernel: &Kernel, name: &str) -> bool {
+        kernel.adds(name, self.step.micro_batch)
     }
 
     /// Whether the call reads it.

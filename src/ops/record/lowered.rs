@@ -105,6 +105,7 @@ impl<S: Spec> Lowered<S> {
             output: shaped(&shape, dtype),
             kept: kept.iter().map(|(_, x, dtype)| shaped(x, *dtype)).collect(),
             target,
+            planned: None,
         };
         let calls = (self.lowering.forward)(&signature);
         let mut run = Run::new(device, &signature, &calls, reads);
@@ -190,6 +191,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
             output: y.into(),
             kept: kept.iter().map(Into::into).collect(),
             target: Target::of(device),
+            planned: None,
         };
         let calls = (self.lowering.backward)(&signature);
         let given = [(Slot::Output, y), (Slot::OutputGradient, &dy)].into_iter();
@@ -207,7 +209,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         }
         run.run(|input| inputs[input].track_op())?;
         let gradient = |(i, x): (usize, &&Tensor)| match Slot::Gradient(i) {
-            _ if calls.same.contains(&i) => Ok(Some(dy.clone())),
+            _ if calls.same.iter().any(|(same, _)| *same == i) => Ok(Some(dy.clone())),
             slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),
             _ => Ok(None),
         };

@@ -41,10 +41,10 @@ const SAME: Lowering = Lowering {
 
 /// What candle copies, converts for itself, and where segments end: no ops to time.
 const COPY: OpInfo = OpInfo::new(LEAF).planned_composed(SAME);
-const TO_DTYPE: OpInfo = OpInfo::new("to_dtype").planned_composed(CONVERTED);
+pub(crate) const TO_DTYPE: OpInfo = OpInfo::new("to_dtype").planned_composed(CONVERTED);
 const SEGMENT: OpInfo = OpInfo::new(CHECKPOINT).planned(SAME);
 
 /// A copy in order.
-pub(super) const CONTIGUOUS: OpInfo = OpInfo::new("contiguous").moving().planned_composed(SAME);
+pub(crate) const CONTIGUOUS: OpInfo = OpInfo::new("contiguous").moving().planned_composed(SAME);
 
 pub(super) const INFOS: &[OpInfo] = &[COPY, TO_DTYPE, SEGMENT, CONTIGUOUS];

@@ -100,18 +100,10 @@ impl<'a> Run<'a> {
         if self.operands.iter().any(|(other, _)| *other == slot) {
             return Ok(());
         }
-        let signature = self.signature;
-        let operand = match slot {
-            Slot::Input(i) | Slot::Gradient(i) => &signature.inputs[i],
-            Slot::Output | Slot::OutputGradient => &signature.output,
-            Slot::Read(i) => &signature.reads[i],
-            Slot::Kept(i) => &signature.kept[i],
-            Slot::Scratch(i) => &Operand {
-                dims: &self.calls.scratch[i].0,
-                dtype: self.calls.scratch[i].1,
-            },
+        let Some(operand) = self.calls.operand(slot, self.signature) else {
+            bail!("{slot:?} is of plans alone");
         };
-        let (storage, lying) = room(self.device, operand)?;
+        let (storage, lying) = room(self.device, &operand)?;
         self.operands.push((slot, lying));
         self.made.push((slot, storage));
         Ok(())

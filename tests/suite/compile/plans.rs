@@ -111,7 +111,7 @@ fn explain_says_what_is_done_and_where() {
         "layers.1/attn/q_proj",
         "add_rms_norm",
         "rows 74, cols 48, depth 48, b_transposed", // x W^T
-        "rows 48, cols 48, depth 74, a_transposed, += from the second micro-batch", // dy^T x
+        "rows 48, cols 48, depth 74, a_transposed, c += from the second micro-batch", // dy^T x
         "clip_factor",
         "run 2 times a step",
         &format!("({} bytes)", plan.peak_bytes()),
@@ -176,7 +176,7 @@ fn the_memory_map_shows_every_buffer() {
     let buffers = plan.buffers().iter().filter(|b| b.is_in_arena());
     assert_eq!(svg.matches("<title>").count(), buffers.count());
     for wanted in [
-        "layers.1/attn/q_proj/y",
+        "layers.1/attn/q_proj/linear",
         "gradient of lm_head.weight",
         "backward",
         "</svg>",

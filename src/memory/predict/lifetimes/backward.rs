@@ -139,8 +139,8 @@ impl<'a> Pass<'a> {
                     is_own: incoming.is_own && calls.same.len() == 1,
                     ..incoming
                 };
-                let inputs = calls.same.iter().filter(|input| wants(**input));
-                passed_on.extend(inputs.map(|input| (*input, same)));
+                let inputs = calls.same.iter().filter(|(input, _)| wants(*input));
+                passed_on.extend(inputs.map(|(input, _)| (*input, same)));
             }
             None => {
                 self.now += 1;

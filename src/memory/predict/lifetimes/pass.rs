@@ -276,8 +276,9 @@ impl<'a> Pass<'a> {
                 let buffer = match (there, *slot) {
                     (Some((_, buffer)), _) => Some(*buffer),
                     (None, Slot::Scratch(i)) => {
-                        let (shape, dtype) = &calls.scratch[i];
-                        let (elements, width) = (elements(shape), dtype.size_in_bytes());
+                        let room = &calls.scratch[i];
+                        let elements = elements(&room.shape);
+                        let width = room.dtype.size_in_bytes();
                         let scratch = MemoryKind::Scratch;
                         Some(self.add(Buffer::new(scratch, "scratch", "", elements, width)))
                     }

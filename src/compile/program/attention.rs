@@ -1,0 +1,328 @@
+//! Rewrites attention on a GPU: heads are read and written in the projections' layout and rotated in place, and the
+//! three projections are one product where their weights can be one. On the CPU copies of heads cost nothing that
+//! shows.
+
+use super::packed::Packed;
+use super::{Kind, Node, Program, Replacement};
+use crate::attention::in_model::{InModel, ModelAttention};
+use crate::attention::{Mask, flash, naive};
+use crate::graph::{Attribute, Source, Target, Value, ValueId, ValueRef, View};
+use crate::ops::dropout::of_attributes;
+use crate::ops::info::OpInfo;
+use crate::ops::record::{CONTIGUOUS, TO_DTYPE};
+use crate::ops::rope::HALVES;
+use crate::ops::{cast, heads, linear, linear_bias, rms_norm, rope, strided};
+use candle_core::DType;
+
+pub(super) fn rewrite(program: &mut Program) {
+    if program.target != Target::Cuda {
+        return;
+    }
+    let mut replacements = Vec::new();
+    for i in 0..program.nodes.len() {
+        let Some(found) = Found::around(program, i) else {
+            continue;
+        };
+        let packed = match found.sizes.packed {
+            true => None,
+            false => as_one_product(program, found.projections),
+        };
+        let qkv = match &packed {
+            Some((_, qkv)) => vec![*qkv],
+            None if found.sizes.packed => vec![found.projections[0]],
+            None => found.projections.to_vec(),
+        };
+        replacements.push(found.attention(program, i, &qkv));
+        replacements.extend(packed.map(|(replacement, _)| replacement));
+    }
+    program.replace(replacements);
+}
+
+/// The maps that make these as one, and what that makes.
+fn as_one_product(
+    program: &mut Program,
+    projections: [ValueId; 3],
+) -> Option<(Replacement, ValueId)> {
+    let makers = projections.map(|value| program.maker(value));
+    let nodes = [makers[0]?, makers[1]?, makers[2]?];
+    let x = program.nodes[nodes[0]].inputs[0].clone();
+    let are_maps = nodes
+        .iter()
+        .all(|map| program.is_kernel(*map, &linear::INFO) && program.nodes[*map].inputs[0] == x);
+    if !are_maps {
+        return None;
+    }
+    let Packed {
+        weight,
+        copy,
+        rows,
+        passes,
+    } = program.packed(&nodes.map(|map| (map, 1)))?;
+    let like = program.value(projections[0]).clone();
+    let mut shape = like.shape.clone();
+    shape.pop();
+    shape.push(rows);
+    let qkv = program.add(Value { shape, ..like }, projections[0]);
+    let maps = nodes.map(|map| &program.nodes[map]);
+    let by = Node {
+        path: joined(maps.map(|map| map.path.as_str())),
+        inputs: vec![x, weight],
+        reads: vec![copy],
+        output: qkv,
+        passes: vec![maps.iter().any(|map| map.passes[0]), passes],
+        ..maps[0].clone()
+    };
+    let replacement = Replacement {
+        nodes: nodes.to_vec(),
+        at: nodes[0],
+        by: by.standing_for(maps),
+    };
+    Some((replacement, qkv))
+}
+
+/// `attn/q_proj+k_proj` of `attn/q_proj` and `attn/k_proj`.
+fn joined([first, others @ ..]: [&str; 3]) -> String {
+    let names = others.map(|path| path.rsplit('/').next().unwrap_or(path));
+    format!("{first}+{}", names.join("+"))
+}
+
+/// An attention, with what cuts its operands into heads, rotates them and merges its output.
+struct Found {
+    sizes: InModel,
+    is_naive: bool,
+    /// Where q, k and v come from.
+    projections: [ValueId; 3],
+    /// Cosines and sines, where they are rotated.
+    angles: Option<[ValueRef; 2]>,
+    /// What is merged.
+    output: ValueId,
+    /// All of them, in order.
+    nodes: Vec<usize>,
+}
+
+impl Found {
+    fn around(program: &Program, i: usize) -> Option<Self> {
+        let node = &program.nodes[i];
+        let is_naive = program.is_kernel(i, &naive::INFO);
+        if !is_naive && !program.is_kernel(i, &flash::INFO) {
+            return None;
+        }
+        let (Attribute::Mask(mask), Attribute::Number(scale)) =
+            (node.attribute("mask")?, node.attribute("scale")?)
+        else {
+            return None;
+        };
+        if !matches!(mask, Mask::Causal | Mask::Window(_)) {
+            return None;
+        }
+        let operand = |place: usize| Heads::of(program, &node.inputs[place], i);
+        let [q, k, v] = [operand(0)?, operand(1)?, operand(2)?];
+        let merge = program.only_reader(node.output)?;
+        let merged = &program.nodes[merge];
+        let is_merged = program.is(merge, &heads::MERGE_INFO) && merged.inputs[0].view.is_none();
+        let [batch, heads, length, head_dim] = q.shape[..] else {
+            return None;
+        };
+        let kv_heads = *k.shape.get(1)?;
+        let of_kv = [batch, kv_heads, length, head_dim];
+        let alike = k.shape == of_kv && v.shape == of_kv && !q.shape.contains(&0) && kv_heads > 0;
+        let rotated_alike =
+            k.angles == q.angles && v.angles.is_none() && q.by_halves == k.by_halves;
+        let sizes = InModel {
+            batch,
+            length,
+            heads,
+            kv_heads,
+            head_dim,
+            mask,
+            scale,
+            dropout: of_attributes(&node.attributes),
+            by_halves: q.by_halves,
+            packed: false,
+        };
+        // Parts of the rows of one projection.
+        let columns = sizes.columns();
+        let row = columns.iter().sum();
+        let firsts = [0, columns[0], columns[0] + columns[1]];
+        let parts = [&q, &k, &v].map(|x| x.part);
+        let in_one = parts == firsts.map(|first| Some(Part { first, row }))
+            && q.projection == k.projection
+            && k.projection == v.projection;
+        let dtype = program.value(node.output).dtype;
+        let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+        let takes = !is_naive || kv_heads == heads; // naive attention's kernels know no groups
+        let mut nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
+        nodes.sort_unstable();
+        // Rotated in place: nothing else reads a projection, nor does what makes it.
+        let is_ours = [&q, &k, &v].iter().all(|x| {
+            let readers = program.readers(x.projection).iter();
+            let makers = [linear::INFO, linear_bias::INFO, rms_norm::INFO];
+            let maker = program.maker(x.projection);
+            let made = maker.is_some_and(|by| makers.iter().any(|op| program.is(by, op)));
+            made && !program.is_output(x.projection)
+                && readers.clone().all(|reader| nodes.contains(reader))
+                && (in_one || readers.count() == 1)
+        });
+        let together = nodes
+            .iter()
+            .all(|other| program.are_in_one_segment(i, *other));
+        let fits = is_merged && alike && rotated_alike && known && takes && is_ours && together;
+        (fits && (in_one || parts == [None; 3])).then_some(Self {
+            sizes: InModel {
+                packed: in_one,
+                ..sizes
+            },
+            is_naive,
+            projections: [&q, &k, &v].map(|x| x.projection),
+            angles: q.angles,
+            output: merged.output,
+            nodes,
+        })
+    }
+
+    /// The one node, of projections or of what they are packed in; `i` is the attention.
+    fn attention(self, program: &Program, i: usize, qkv: &[ValueId]) -> Replacement {
+        let node = &program.nodes[i];
+        let is_wanted = program.is_wanted(node.output);
+        let kind = ModelAttention {
+            sizes: InModel {
+                packed: qkv.len() == 1,
+                ..self.sizes
+            },
+            is_naive: self.is_naive,
+            rotates: self.angles.is_some(),
+            is_wanted,
+        };
+        let whole = |value: &ValueId| ValueRef {
+            value: *value,
+            view: None,
+            tracked: true,
+        };
+        let passes = match qkv.len() {
+            1 => vec![node.passes.contains(&true)],
+            _ => node.passes.clone(),
+        };
+        let angles = self.angles.into_iter().flatten();
+        let by = Node {
+            kind: Kind::Attention(kind),
+            inputs: qkv.iter().map(whole).collect(),
+            reads: angles.chain(node.reads.iter().cloned()).collect(),
+            output: self.output,
+            passes,
+            ..node.clone()
+        };
+        let all = self.nodes.iter().map(|node| &program.nodes[*node]);
+        Replacement {
+            at: self.nodes[self.nodes.len() - 1],
+            by: by.standing_for(all),
+            nodes: self.nodes,
+        }
+    }
+}
+
+/// q, k or v, from a projection to the heads that attention reads.
+struct Heads {
+    /// (N, their columns), or more in a row.
+    projection: ValueId,
+    /// Which of its columns they are, if not all.
+    part: Option<Part>,
+    /// (B, heads, T, Dh).
+    shape: Vec<usize>,
+    /// Cosines and sines, where they are rotated.
+    angles: Option<[ValueRef; 2]>,
+    by_halves: bool,
+    /// What cuts and rotates them.
+    nodes: Vec<usize>,
+}
+
+/// Columns of longer rows.
+#[derive(Clone, Copy, PartialEq)]
+struct Part {
+    first: usize,
+    /// How many columns there are in all.
+    row: usize,
+}
+
+impl Heads {
+    /// What node `reader` reads as `operand`.
+    fn of(program: &Program, operand: &ValueRef, reader: usize) -> Option<Self> {
+        let mut maker = cut(program, operand, reader)?;
+        let (mut angles, mut by_halves, mut nodes) = (None, false, Vec::new());
+        if program.is(maker, &rope::INFO) {
+            let rope = &program.nodes[maker];
+            by_halves = rope.attribute(HALVES).is_some();
+            let [cos, sin] = &rope.reads[..] else {
+                return None;
+            };
+            angles = Some([constant(program, cos)?, constant(program, sin)?]);
+            nodes.push(maker);
+            maker = cut(program, &rope.inputs[0], maker)?;
+        }
+        if !program.is(maker, &heads::SPLIT_INFO) {
+            return None;
+        }
+        let split = &program.nodes[maker];
+        nodes.push(maker);
+        let mut projection = &split.inputs[0];
+        let copy = cut(program, projection, maker).filter(|by| program.is(*by, &CONTIGUOUS));
+        if let Some(copy) = copy {
+            nodes.push(copy);
+            projection = &program.nodes[copy].inputs[0];
+        }
+        let elements = program.value(projection.value).elements();
+        let part = match &projection.view {
+            None => None,
+            Some(view) => Some(part(view, elements)?).filter(|part| *part != Part::all(view)),
+        };
+        Some(Self {
+            projection: projection.value,
+            part,
+            shape: program.value(split.output).shape.clone(),
+            angles,
+            by_halves,
+            nodes,
+        })
+    }
+}
+
+impl Part {
+    /// All of the columns of a view.
+    fn all(view: &View) -> Self {
+        Self {
+            first: 0,
+            row: view.shape[view.shape.len() - 1],
+        }
+    }
+}
+
+/// Which columns a view (B, T, width) is of a (B, T, row) of so many elements.
+fn part(view: &View, elements: usize) -> Option<Part> {
+    let [batch, length, width] = view.shape[..] else {
+        return None;
+    };
+    let row = view.stride[1];
+    let fits = view.stride == [length * row, row, 1]
+        && batch * length * row == elements
+        && view.offset + width <= row;
+    let first = view.offset;
+    fits.then_some(Part { first, row })
+}
+
+/// The node that makes all of an operand, which node `reader` alone reads.
+fn cut(program: &Program, operand: &ValueRef, reader: usize) -> Option<usize> {
+    let is_whole = operand.view.is_none() && program.only_reader(operand.value) == Some(reader);
+    is_whole.then(|| program.maker(operand.value)).flatten()
+}
+
+/// The constant that a table is, behind its casts.
+fn constant(program: &Program, operand: &ValueRef) -> Option<ValueRef> {
+    let Some(maker) = program.maker(operand.value) else {
+        let source = &program.value(operand.value).source;
+        let is_dense = operand.view.as_ref().is_none_or(strided::is_contiguous);
+        return (is_dense && *source == Source::Constant).then(|| operand.clone());
+    };
+    let casts: [&OpInfo; 2] = [&cast::CAST, &TO_DTYPE];
+    let is_cast = casts.iter().any(|op| program.is(maker, op)) && operand.view.is_none();
+    let inputs = &program.nodes[maker].inputs;
+    is_cast.then(|| constant(program, &inputs[0])).flatten()
+}

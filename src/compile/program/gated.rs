@@ -1,0 +1,38 @@
+//! Rewrites SwiGLU with its two maps: one product makes gate and up.
+
+use super::{Program, Replacement};
+use crate::graph::{Kept, Value};
+use crate::ops::swiglu_linear;
+
+pub(super) fn rewrite(program: &mut Program) {
+    let mut replacements = Vec::new();
+    for i in 0..program.nodes.len() {
+        let is_gated = program.is_kernel(i, &swiglu_linear::INFO);
+        if !is_gated || program.nodes[i].kept.len() != 2 {
+            continue;
+        }
+        let Some(packed) = program.packed(&[(i, 1), (i, 2)]) else {
+            continue;
+        };
+        let mut by = program.nodes[i].clone();
+        let gate = by.kept[0].value;
+        let value = program.value(gate);
+        let gate_up = Value {
+            shape: vec![value.shape[0], packed.rows],
+            ..value.clone()
+        };
+        by.kept = vec![Kept {
+            name: "gate_up",
+            value: program.add(gate_up, gate),
+        }];
+        by.inputs.splice(1.., [packed.weight]);
+        by.reads = vec![packed.copy];
+        by.passes.splice(1.., [packed.passes]);
+        replacements.push(Replacement {
+            nodes: vec![i],
+            at: i,
+            by,
+        });
+    }
+    program.replace(replacements);
+}

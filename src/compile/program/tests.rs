@@ -1,0 +1,313 @@
+//! Rewrites: a function in, its program out, printed a line for each node.
+
+use super::*;
+use crate::attention::{Algorithm, AttentionConfig, Mask};
+use crate::graph::{input, weights};
+use crate::nn::checkpoint;
+use crate::precision::Precision;
+use crate::{Result, ops};
+use candle_core::{DType, Tensor};
+use candle_nn::VarBuilder;
+
+/// The program of a training step of what `loss` makes of a stream (2, 8, 16).
+fn program(
+    target: Target,
+    precision: Precision,
+    loss: impl Fn(&VarBuilder<'static>, Tensor) -> Result<Tensor>,
+) -> Program {
+    let vb = weights(DType::F32);
+    let traced = || {
+        let table = vb.get((10, 16), "table")?;
+        let tokens = input("tokens", (2, 8), DType::U32)?;
+        let x = ops::embedding(&tokens, &table)?;
+        Ok(vec![precision.run(|| loss(&vb, x))?])
+    };
+    let function = TracedFunction::of_hollow_weights("test", target, traced).unwrap();
+    Program::new(&function, PlanKind::TrainStep, 1)
+}
+
+/// `add_rms_norm bf16 (embedding, linear, norm)`: a node, its output's dtype, and what its inputs are made by or called.
+fn printed(program: &Program) -> Vec<String> {
+    let name = |node: &Node| match &node.kind {
+        Kind::Op(_) => node.op.to_string(),
+        Kind::Norm(norm) if norm.adds => "add_rms_norm".into(),
+        Kind::Norm(_) => "residual rms_norm".into(),
+        Kind::Attention(_) => "attention in rows".into(),
+        Kind::Head(_) => "head and loss".into(),
+    };
+    let operand = |operand: &ValueRef| match program.maker(operand.value) {
+        Some(maker) => {
+            let maker = &program.nodes[maker];
+            let is_second = maker.second == Some(operand.value);
+            format!("{}{}", if is_second { "sum of " } else { "" }, name(maker))
+        }
+        None => {
+            let weights = program.weights_of(operand.value);
+            let names = weights
+                .iter()
+                .map(|weight| match &program.value(*weight).source {
+                    Source::Weight(name) | Source::Input(name) => name.clone(),
+                    other => format!("{other:?}"),
+                });
+            names.collect::<Vec<_>>().join(" over ")
+        }
+    };
+    let line = |node: &Node| {
+        let inputs = node.inputs.iter().map(operand).collect::<Vec<_>>();
+        let dtype = program.value(node.output).dtype.as_str();
+        format!("{} {dtype} ({})", name(node), inputs.join(", "))
+    };
+    program.nodes.iter().map(line).collect()
+}
+
+fn check(program: &Program, wanted: &[&str]) {
+    assert_eq!(printed(program), wanted);
+}
+
+fn linear(vb: &VarBuilder<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
+    ops::linear(x, &vb.get((16, 16), name)?)
+}
+
+fn norm(vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    ops::rms_norm(x, &vb.get(16, "norm")?, 1e-5)
+}
+
+/// The norm takes the addition and the casts about it; what reads the sum has it from the norm.
+#[test]
+fn a_sum_its_norm_and_its_casts() {
+    let block = |vb: &VarBuilder<'static>, x: Tensor| {
+        let x = ops::add(&x, &linear(vb, &x, "a")?)?;
+        let y = linear(vb, &norm(vb, &x)?, "b")?;
+        ops::mean(&ops::add(&x, &y)?)
+    };
+    let bf16 = program(Target::Cpu, Precision::BF16, block);
+    check(
+        &bf16,
+        &[
+            "embedding f32 (table)",
+            "cast bf16 (embedding)",
+            "linear bf16 (cast, a)",
+            "add_rms_norm bf16 (embedding, linear, norm)",
+            "linear bf16 (add_rms_norm, b)",
+            "cast f32 (linear)",
+            "add f32 (sum of add_rms_norm, cast)",
+            "mean f32 (add)",
+        ],
+    );
+    assert_eq!(bf16.nodes[3].ops, ["cast", "add", "rms_norm", "cast"]);
+    check(
+        &program(Target::Cpu, Precision::F32, block),
+        &[
+            "embedding f32 (table)",
+            "linear f32 (embedding, a)",
+            "add_rms_norm f32 (embedding, linear, norm)",
+            "linear f32 (add_rms_norm, b)",
+            "add f32 (sum of add_rms_norm, linear)",
+            "mean f32 (add)",
+        ],
+    );
+}
+
+/// What else reads a value keeps it: a norm that is read in f32 too is not rounded, a sum that is read before its norm
+/// is made before.
+#[test]
+fn what_others_read_stays() {
+    let twice = program(Target::Cpu, Precision::BF16, |vb, x| {
+        let y = norm(vb, &x)?;
+        ops::mean(&ops::add(&linear(vb, &y, "a")?, &y)?)
+    });
+    assert!(printed(&twice).contains(&"residual rms_norm f32 (embedding, norm)".into()));
+    let before = program(Target::Cpu, Precision::F32, |vb, x| {
+        let x = ops::add(&x, &linear(vb, &x, "a")?)?;
+        let first = linear(vb, &x, "b")?;
+        ops::mean(&ops::add(&norm(vb, &x)?, &first)?)
+    });
+    assert!(printed(&before).contains(&"residual rms_norm f32 (add, norm)".into()));
+}
+
+/// A cast in another checkpointed segment than its norm stays there.
+#[test]
+fn a_segments_end() {
+    let ends = program(Target::Cpu, Precision::BF16, |vb, x| {
+        let weight = vb.get(16, "norm")?;
+        let y = checkpoint(|[x, weight]| ops::rms_norm(x, weight, 1e-5), [&x, &weight])?;
+        ops::mean(&linear(vb, &y, "a")?)
+    });
+    let lines = printed(&ends);
+    assert!(
+        lines.contains(&"residual rms_norm f32 (embedding, norm)".into()),
+        "{lines:?}"
+    );
+    assert!(
+        lines.contains(&"cast bf16 (residual rms_norm)".into()),
+        "{lines:?}"
+    );
+}
+
+fn attend(vb: &VarBuilder<'_>, x: &Tensor, algorithm: Algorithm, mask: Mask) -> Result<Tensor> {
+    let heads = |name| ops::split_heads(&linear(vb, x, name)?, 2);
+    let config = AttentionConfig {
+        mask,
+        ..Default::default()
+    };
+    let out = algorithm.attend(&heads("q")?, &heads("k")?, &heads("v")?, &config)?;
+    ops::mean(&ops::merge_heads(&out)?)
+}
+
+/// On a GPU heads lie in rows; in half precision their projections are one product. On the CPU maps of one input are
+/// side by side, last first.
+#[test]
+fn heads_in_rows() {
+    let flash =
+        |vb: &VarBuilder<'static>, x: Tensor| attend(vb, &x, Algorithm::Flash, Mask::Causal);
+    check(
+        &program(Target::Cuda, Precision::BF16, flash),
+        &[
+            "embedding f32 (table)",
+            "cast bf16 (embedding)",
+            "linear bf16 (cast, q over k over v)",
+            "attention in rows bf16 (linear)",
+            "mean bf16 (attention in rows)",
+        ],
+    );
+    check(
+        &program(Target::Cuda, Precision::F32, flash),
+        &[
+            "embedding f32 (table)",
+            "linear f32 (embedding, v)",
+            "linear f32 (embedding, k)",
+            "linear f32 (embedding, q)",
+            "attention in rows f32 (linear, linear, linear)",
+            "mean f32 (attention in rows)",
+        ],
+    );
+    let on_cpu = program(Target::Cpu, Precision::BF16, flash);
+    let lines = printed(&on_cpu);
+    assert_eq!(
+        lines[2..5],
+        ["v", "k", "q"].map(|name| format!("linear bf16 (cast, {name})"))
+    );
+    assert_eq!(on_cpu.copies().len(), 3); // casts of weights are no nodes
+}
+
+/// No mask, or a projection that something else reads too: heads are cut and merged by calls of their own.
+#[test]
+fn heads_apart() {
+    let open = program(Target::Cuda, Precision::F32, |vb, x| {
+        attend(vb, &x, Algorithm::Flash, Mask::Full)
+    });
+    let read = program(Target::Cuda, Precision::F32, |vb, x| {
+        let q = linear(vb, &x, "q")?;
+        let heads = ops::split_heads(&q, 2)?;
+        let config = AttentionConfig {
+            mask: Mask::Causal,
+            ..Default::default()
+        };
+        let out = Algorithm::Flash.attend(&heads, &heads, &heads, &config)?;
+        ops::mean(&ops::add(&ops::merge_heads(&out)?, &q)?)
+    });
+    for program in [open, read] {
+        let lines = printed(&program);
+        assert!(
+            lines.iter().any(|line| line.starts_with("split_heads")),
+            "{lines:?}"
+        );
+        assert!(
+            !lines.iter().any(|line| line.starts_with("attention in")),
+            "{lines:?}"
+        );
+    }
+}
+
+/// Gate and up are one product on a GPU in half precision, unless something else reads a weight.
+#[test]
+fn gate_and_up() {
+    let gated = |vb: &VarBuilder<'_>, x: &Tensor| {
+        let [w1, w3] = ["w1", "w3"].map(|name| vb.get((16, 16), name));
+        ops::swiglu_linear(x, &w1?, &w3?)
+    };
+    let once = |vb: &VarBuilder<'static>, x: Tensor| ops::mean(&gated(vb, &x)?);
+    for (target, precision, packed) in [
+        (Target::Cuda, Precision::BF16, true),
+        (Target::Cuda, Precision::F32, false),
+        (Target::Cpu, Precision::BF16, false),
+    ] {
+        let program = program(target, precision, once);
+        let node = &program.nodes[program.nodes.len() - 2];
+        assert_eq!(
+            (node.inputs.len(), node.kept.len()),
+            if packed { (2, 1) } else { (3, 2) }
+        );
+        let of_weights = program.weights_of(node.inputs[1].value).len();
+        assert_eq!(of_weights, if packed { 2 } else { 1 });
+    }
+    let shared = program(Target::Cuda, Precision::BF16, |vb, x| {
+        let w1 = vb.get((16, 16), "w1")?;
+        let w3 = vb.get((16, 16), "w3")?;
+        ops::mean(&ops::add(
+            &ops::swiglu_linear(&x, &w1, &w3)?,
+            &ops::linear(&x, &w1)?,
+        )?)
+    });
+    assert!(printed(&shared).contains(&"swiglu_linear bf16 (cast, w1, w3)".into()));
+}
+
+/// Head and loss, if the loss is what the function returns.
+#[test]
+fn head_and_loss() {
+    let loss = |vb: &VarBuilder<'_>, x: &Tensor| {
+        let targets = input("targets", (2, 8), DType::U32)?;
+        ops::linear_cross_entropy(x, &vb.get((10, 16), "head")?, &targets)
+    };
+    let root = program(Target::Cpu, Precision::F32, |vb, x| loss(vb, &x));
+    check(
+        &root,
+        &[
+            "embedding f32 (table)",
+            "head and loss f32 (embedding, head)",
+        ],
+    );
+    let doubled = program(Target::Cpu, Precision::F32, |vb, x| {
+        let loss = loss(vb, &x)?;
+        ops::add(&loss, &loss)
+    });
+    assert!(printed(&doubled).contains(&"linear_cross_entropy f32 (embedding, head)".into()));
+}
+
+/// So many sums and gates are recomputed as are asked for, the first ones first, and of two sums one above the other
+/// only one.
+#[test]
+fn sums_and_gates() {
+    let blocks = |vb: &VarBuilder<'static>, mut x: Tensor| {
+        for _ in 0..4 {
+            let y = norm(vb, &x)?;
+            let w = vb.get((16, 16), "w")?;
+            let w3 = vb.get((16, 16), "w3")?;
+            x = ops::add(&x, &ops::swiglu_linear(&y, &w, &w3)?)?;
+        }
+        ops::mean(&linear(vb, &norm(vb, &x)?, "a")?)
+    };
+    let of = |target, sums, gates| {
+        let mut program = program(target, Precision::BF16, blocks);
+        let taken = program.recompute(Recompute { sums, gates });
+        let stays = program.nodes.iter().filter_map(|node| match &node.kind {
+            Kind::Norm(norm) if norm.adds => Some(norm.sum_stays),
+            _ => None,
+        });
+        let stays: Vec<bool> = stays.collect();
+        let gates = program.nodes.iter().filter(|node| node.recomputes_kept);
+        assert_eq!(gates.count(), taken.gates);
+        (taken, stays)
+    };
+    let taken = |sums, gates| Recompute { sums, gates };
+    assert_eq!(of(Target::Cuda, 0, 0), (taken(0, 0), vec![true; 4]));
+    assert_eq!(
+        of(Target::Cuda, 1, 3),
+        (taken(1, 3), vec![false, true, true, true])
+    );
+    assert_eq!(
+        of(Target::Cuda, 9, 9),
+        (taken(2, 4), vec![false, true, false, true])
+    );
+    assert_eq!(of(Target::Cpu, 9, 9), (taken(0, 4), vec![true; 4]));
+}

@@ -1,0 +1,168 @@
+//! RMSNorm and LayerNorm; see `norm.cu`.
+//!
+//! x may be f32 where y is in half precision: the residual stream beside what goes into products.
+
+use super::norm_rows::{ROWS, threads_for_rows};
+use super::source::{PRELUDE, Source};
+use super::{View, launch_config, suffixes};
+use crate::kernels::norm::Norm;
+use crate::kernels::workspace::NORM_BLOCKS;
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+
+/// RMSNorm's, and LayerNorm's.
+const SOURCES: [Source; 2] = [
+    Source {
+        name: "rms_norm",
+        parts: &[PRELUDE, ROWS, "const bool CENTERED = false;\n", include_str!("norm.cu")],
+    },
+    Source {
+        name: "layer_norm",
+        parts: &[PRELUDE, ROWS, "const bool CENTERED = true;\n", include_str!("norm.cu")],
+    },
+];
+
+/// What both passes read.
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs<'a> {
+    /// (rows, width).
+    pub x: View<'a>,
+    /// What is added to x before the sum of both is normed: (rows, width), in y's dtype.
+    pub branch: Option<View<'a>>,
+    /// (width) f32.
+    pub weight: View<'a>,
+    /// LayerNorm's: (width) f32.
+    pub bias: Option<View<'a>>,
+}
+
+/// What forward writes.
+#[derive(Clone, Copy)]
+pub(crate) struct Outputs<'a> {
+    /// x + branch, rounded to x's dtype: (rows, width); may be x's buffer.
+    pub sum: Option<View<'a>>,
+    /// (rows, width), in x's dtype or in half precision.
+    pub y: View<'a>,
+    /// (rows, [`statistics`](Norm::statistics)) f32: mean, if there is one, and rstd.
+    pub statistics: View<'a>,
+}
+
+/// y, and the sum that it is the norm of.
+pub(crate) fn forward(
+    gpu: &CudaDevice,
+    norm: Norm,
+    eps: f64,
+    inputs: Inputs,
+    outputs: Outputs,
+) -> Result<()> {
+    let Inputs {
+        x,
+        branch,
+        weight,
+        bias,
+    } = inputs;
+    let Outputs { sum, y, statistics } = outputs;
+    let name = match branch {
+        None => "norm_forward",
+        Some(_) => "add_norm_forward",
+    };
+    let kernel = source(norm).kernel(gpu, name, suffixes(x.dtype, y.dtype))?;
+    let config = threads_for_rows(y, weight.len);
+    let (eps, width) = (eps as f32, weight.len as i32);
+    let rows = (statistics.len / norm.statistics()) as i64;
+    let [bias, sum] = [bias, sum].map(|view| view.map_or(0, |view| view.pointer));
+    let mut launch = kernel.builder();
+    launch.arg(&x.pointer);
+    if let Some(branch) = &branch {
+        launch.arg(&branch.pointer);
+    }
+    launch.arg(&weight.pointer).arg(&bias).arg(&eps);
+    if branch.is_some() {
+        launch.arg(&sum);
+    }
+    launch.arg(&y.pointer).arg(&statistics.pointer);
+    launch.arg(&rows).arg(&width);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}
+
+/// What backward writes.
+#[derive(Clone, Copy)]
+pub(crate) struct Gradients<'a> {
+    /// (rows, width), in x's dtype; may be x's buffer, or dy's where they have one dtype and y is not wanted.
+    pub dx: View<'a>,
+    /// Whether dx holds a gradient already, which is added to.
+    pub add_dx: bool,
+    /// dx once more, rounded to dy's dtype.
+    pub copy: Option<View<'a>>,
+    /// The norm's output once more, to the bit, in dy's dtype; may be dy's buffer.
+    pub y: Option<View<'a>>,
+    /// (width) f32.
+    pub dw: View<'a>,
+    /// LayerNorm's: (width) f32.
+    pub db: Option<View<'a>>,
+    /// Whether dw and db are added to.
+    pub add_sums: bool,
+}
+
+/// The gradients of x, w and b, from `dy` (rows, width) in y's dtype and from forward's `statistics`. `partials`
+/// ([`norm_partials`](crate::kernels::workspace::norm_partials)) f32 is room to work in. An x in f32 whose branch is in
+/// half precision may be read with it again; others are read as their sum.
+pub(crate) fn backward(
+    gpu: &CudaDevice,
+    norm: Norm,
+    [dy, statistics]: [View; 2],
+    inputs: Inputs,
+    gradients: Gradients,
+    partials: View,
+) -> Result<()> {
+    let Inputs {
+        x,
+        branch,
+        weight,
+        bias,
+    } = inputs;
+    let types = suffixes(x.dtype, dy.dtype);
+    let mut kernel = source(norm).kernel(gpu, "norm_backward", types)?;
+    let mut config = threads_for_rows(dy, weight.len);
+    let at_once = kernel.blocks_at_once(gpu, &config)?;
+    config.grid_dim.0 = config.grid_dim.0.min(at_once.min(NORM_BLOCKS) as u32);
+    if branch.is_some() {
+        // With as many blocks, whatever this one takes: dw's bits depend on that.
+        kernel = source(norm).kernel(gpu, "add_norm_backward", types)?;
+    }
+    let [bias, copy, y, db] = [bias, gradients.copy, gradients.y, gradients.db]
+        .map(|view| view.map_or(0, |view| view.pointer));
+    let rows = (statistics.len / norm.statistics()) as i64;
+    let (width, add_dx) = (weight.len as i32, i32::from(gradients.add_dx));
+    let mut launch = kernel.builder();
+    launch.arg(&dy.pointer).arg(&x.pointer);
+    if let Some(branch) = &branch {
+        launch.arg(&branch.pointer);
+    }
+    launch.arg(&weight.pointer).arg(&bias);
+    launch.arg(&statistics.pointer);
+    launch.arg(&gradients.dx.pointer).arg(&copy).arg(&y);
+    launch.arg(&partials.pointer);
+    launch.arg(&rows).arg(&width).arg(&add_dx);
+    // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
+    unsafe { launch.launch(config) }.w()?;
+
+    let kernel = source(norm).kernel(gpu, "sum_partials", "")?;
+    let (count, add_sums) = (config.grid_dim.0 as i32, i32::from(gradients.add_sums));
+    let mut launch = kernel.builder();
+    launch.arg(&partials.pointer).arg(&count).arg(&width);
+    launch.arg(&gradients.dw.pointer).arg(&db).arg(&add_sums);
+    let config = launch_config((weight.len.div_ceil(32), norm.sums()), (32, 32));
+    // SAFETY: as above.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
+}
+
+fn source(norm: Norm) -> &'static Source {
+    match norm {
+        Norm::Rms => &SOURCES[0],
+        Norm::Layer => &SOURCES[1],
+    }
+}
