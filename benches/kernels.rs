@@ -19,8 +19,8 @@ use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::{
-    Activation, Seen, Stored, Update, activation, adamw, cross_entropy, embedding, flash,
-    layer_norm, multiply_adds, relu, rms_norm, rope, softmax, swiglu,
+    Activation, Norm, Seen, Stored, Update, activation, adamw, cross_entropy, embedding, flash,
+    multiply_adds, norm, relu, rope, softmax, swiglu,
 };
 
 const TOKENS: usize = 1024;
@@ -217,21 +217,35 @@ fn norms<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let (x, dy): (Vec<T>, Vec<T>) = (values(n), values(n));
     let (w, b) = (values(D), values(D));
     let (mut y, mut dx) = (vec![T::zero(); n], vec![T::zero(); n]);
-    let (mut rstd, mut statistics) = (vec![0f32; TOKENS], vec![0f32; 2 * TOKENS]);
     let (mut dw, mut db) = (vec![0f32; D], vec![0f32; D]);
-    bench.memory::<T>("rms_norm forward", 2 * n, || {
-        rms_norm::forward(&x, &w, 1e-5, &mut y, &mut rstd);
-    });
-    // x and dy are read twice: for dx by rows, for dw by columns.
-    bench.memory::<T>("rms_norm backward", 3 * n, || {
-        rms_norm::backward(&dy, &x, &w, &rstd, &mut dx, &mut dw);
-    });
-    bench.memory::<T>("layer_norm forward", 2 * n, || {
-        layer_norm::forward(&x, &w, &b, 1e-5, &mut y, &mut statistics);
-    });
-    bench.memory::<T>("layer_norm backward", 3 * n, || {
-        layer_norm::backward(&dy, &x, &w, &statistics, &mut dx, &mut dw, &mut db);
-    });
+    for (name, of) in [("rms_norm", Norm::Rms), ("layer_norm", Norm::Layer)] {
+        let mut statistics = vec![0f32; TOKENS * of.statistics()];
+        let mut partials = vec![0f32; norm::partials_len(of, TOKENS, D)];
+        let inputs = norm::Inputs {
+            x: &x[..],
+            weight: &w[..],
+            bias: if of == Norm::Layer { &b } else { &[] },
+        };
+        bench.memory::<T>(&format!("{name} forward"), 2 * n, || {
+            let outputs = norm::Outputs {
+                y: &mut y[..],
+                statistics: &mut statistics,
+            };
+            norm::forward(of, 1e-5, inputs, None, outputs);
+        });
+        bench.memory::<T>(&format!("{name} backward"), 3 * n, || {
+            let gradients = norm::Gradients {
+                dx: &mut dx[..],
+                add_dx: false,
+                dw: &mut dw,
+                add_dw: false,
+                db: &mut db,
+                add_db: false,
+            };
+            let dy = norm::OutputGradient::Read(&dy[..]);
+            norm::backward(of, dy, inputs, &statistics, gradients, &mut partials);
+        });
+    }
 }
 
 fn elementwise<T: Stored<Wide = f32>>(bench: &mut Bench) {

@@ -4,7 +4,7 @@ pub use crate::kernels::attention::Seen;
 pub use crate::kernels::cpu::Stored;
 pub use crate::kernels::cpu::parallel::TASK_ELEMENTS;
 pub use crate::kernels::cpu::simd::multiply_adds;
-pub use crate::kernels::{Activation, Update};
+pub use crate::kernels::{Activation, Norm, Update};
 
 /// Re-exports some functions and types of a CPU kernel's module.
 macro_rules! some_of {
@@ -25,8 +25,7 @@ some_of! {
     => rope: rotate;
     ::rows => cross_entropy: backward, forward;
     ::rows => embedding: backward, forward;
-    ::rows => layer_norm: backward, forward;
-    ::rows => rms_norm: backward, forward;
+    ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;
     ::rows => softmax: backward, backward_from_scores, forward;
     => swiglu: backward, forward;
 }

@@ -12,6 +12,7 @@ pub(crate) mod cuda;
 pub(crate) mod dropout;
 pub(crate) mod limits;
 mod mask;
+pub(crate) mod norm;
 pub(crate) mod normal;
 pub(crate) mod philox;
 #[cfg(any(test, feature = "cuda"))]
@@ -24,4 +25,5 @@ pub(crate) mod workspace;
 pub use activation::Activation;
 pub use dropout::{Dropout, DropoutMask};
 pub use mask::Mask;
+pub use norm::Norm;
 pub use update::Update;

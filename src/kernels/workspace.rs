@@ -1,17 +1,14 @@
 //! The room that a GPU's kernels work in, known before there is a GPU: upper bounds, by shape alone.
 
 use super::attention::Sizes;
+use super::norm::Norm;
 use candle_core::DType;
 
 /// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; GPUs before it take less.
 pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
 
-/// The most blocks that [rms_norm's backward](rms_norm_partials) is spread over, each with a row of partial sums.
-pub(crate) const RMS_NORM_BLOCKS: usize = 1024;
-
-/// The most blocks that [layer_norm's backward](layer_norm_partials) is spread over, each with two rows of partial
-/// sums.
-pub(crate) const LAYER_NORM_BLOCKS: usize = RMS_NORM_BLOCKS;
+/// The most blocks that [a norm's backward](norm_partials) is spread over, each with a row of each partial sum.
+pub(crate) const NORM_BLOCKS: usize = 1024;
 
 /// Positions that the embedding's backward finds room for by id.
 pub(crate) const EMBEDDING_CAPACITY: usize = 32;
@@ -25,14 +22,9 @@ pub(crate) const CHUNK: usize = 8192;
 /// What pieces of a workspace begin at a multiple of, in words.
 const ALIGNMENT_WORDS: usize = 64;
 
-/// Partial sums of a weight's gradient, f32.
-pub(crate) fn rms_norm_partials(rows: usize, width: usize) -> usize {
-    rows.min(RMS_NORM_BLOCKS) * width
-}
-
-/// Partial sums of the gradients of a weight and a bias, f32.
-pub(crate) fn layer_norm_partials(rows: usize, width: usize) -> usize {
-    rows.min(LAYER_NORM_BLOCKS) * 2 * width
+/// Partial sums of the gradients of a norm's weight and, if it has one, bias, f32.
+pub(crate) fn norm_partials(norm: Norm, rows: usize, width: usize) -> usize {
+    rows.min(NORM_BLOCKS) * norm.sums() * width
 }
 
 /// Parts that the rows are cut into, each summed by itself, for a bias's gradient.

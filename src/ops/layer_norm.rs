@@ -16,15 +16,12 @@ use super::cast::{cast, cast_for};
 use super::dispatch::check_same_or_f32;
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
-use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
+use super::lowering::Lowering;
+use super::norm;
 use super::operand::zeros_of;
 use super::record::{Spec, like_first, run, wide_input};
 use crate::graph::{Attribute, Target};
-use crate::kernels::cpu::rows::layer_norm as kernel;
-#[cfg(feature = "cuda")]
-use crate::kernels::cuda::layer_norm as cuda_kernel;
-use crate::kernels::limits;
-use crate::kernels::workspace;
+use crate::kernels::{Norm, limits};
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -97,80 +94,19 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
     })
 }
 
-pub(super) const INFO: OpInfo = per_element!(
+pub(crate) const INFO: OpInfo = per_element!(
     OpInfo::new("layer_norm")
-        .on_gpu_up_to(limits::LAYER_NORM_WIDTH)
+        .on_gpu_up_to(limits::NORM_WIDTH)
         .planned(LOWERING),
     7,
     12,
     "x, W, y; backward x, W, dy, dx, dW"
 );
 
-/// In a plan.
+/// Forward keeps mean and rstd.
 const LOWERING: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = kernel!("layer_norm", |T, k, s| {
-            let (weight, bias) = (s.wide_x("weight")?, s.wide_x("bias")?);
-            let eps = k.number("eps")?;
-            kernel::forward(
-                s.x::<T>("x")?,
-                &weight,
-                &bias,
-                eps,
-                s.y("y")?,
-                s.y("statistics")?,
-            );
-        });
-        let kernel = on_gpu!(kernel, |k, l| {
-            let (x, weight, bias) = (l.x("x")?, l.x("weight")?, l.x("bias")?);
-            let (y, statistics) = (l.y("y")?, l.y("statistics")?);
-            let (affine, eps) = ((weight, Some(bias)), k.number("eps")?);
-            cuda_kernel::forward(l.gpu, x, affine, eps, y, statistics)
-        });
-        let mut calls = Calls::default();
-        let reads = [
-            ("x", Slot::Input(0)),
-            ("weight", calls.widened_on_gpu(signature, 1)),
-            ("bias", calls.widened_on_gpu(signature, 2)),
-        ];
-        let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
-        calls.call(kernel.with_all(signature.attributes), reads, writes)
-    },
-    backward: |signature| {
-        let kernel = kernel!("layer_norm_backward", |T, _, s| {
-            let (dy, x) = (s.x::<T>("dy")?, s.x("x")?);
-            let (weight, statistics) = (s.wide_x("weight")?, s.x("statistics")?);
-            let (dx, dw, db) = (s.y("dx")?, s.y("dweight")?, s.y("dbias")?);
-            kernel::backward(dy, x, &weight, statistics, dx, dw, db);
-        });
-        let kernel = on_gpu!(kernel, |_, l| {
-            let inputs = cuda_kernel::Inputs {
-                dy: l.x("dy")?,
-                x: l.x("x")?,
-                weight: l.x("weight")?,
-                statistics: l.x("statistics")?,
-            };
-            let gradients = cuda_kernel::Gradients {
-                dx: l.y("dx")?,
-                add_dx: false,
-                dw: l.y("dweight")?,
-                db: Some(l.y("dbias")?),
-                add_sums: false,
-            };
-            cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
-        });
-        let mut calls = Calls::default();
-        let reads = [
-            ("dy", Slot::OutputGradient),
-            ("x", Slot::Input(0)),
-            ("weight", calls.widened_on_gpu(signature, 1)),
-            ("statistics", Slot::Kept(0)),
-        ];
-        let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
-        let partials = workspace::layer_norm_partials(rows, width);
-        let wide = [("dweight", 1), ("dbias", 2)];
-        calls.wide_gradients(signature, kernel, reads, &wide, partials)
-    },
+    forward: |signature| norm::forward(Norm::Layer, signature),
+    backward: |signature| norm::backward(Norm::Layer, signature),
 };
 
 struct LayerNorm {

@@ -15,15 +15,12 @@ use super::cast::{cast, cast_for};
 use super::dispatch::check_same_or_f32;
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
-use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
+use super::lowering::Lowering;
+use super::norm;
 use super::operand::zeros_of;
 use super::record::{Spec, like_first, run, wide_input};
 use crate::graph::{Attribute, Target};
-use crate::kernels::cpu::rows::rms_norm as kernel;
-#[cfg(feature = "cuda")]
-use crate::kernels::cuda::rms_norm as cuda_kernel;
-use crate::kernels::limits;
-use crate::kernels::workspace;
+use crate::kernels::{Norm, limits};
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result};
@@ -93,66 +90,17 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
 
 pub(crate) const INFO: OpInfo = per_element!(
     OpInfo::new("rms_norm")
-        .on_gpu_up_to(limits::RMS_NORM_WIDTH)
+        .on_gpu_up_to(limits::NORM_WIDTH)
         .planned(LOWERING),
     4,
     9,
     "x, W, y; backward x, W, dy, dx, dW"
 );
 
-/// In a plan.
+/// Forward keeps rstd.
 const LOWERING: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = kernel!("rms_norm", |T, k, s| {
-            let (weight, eps) = (s.wide_x("weight")?, k.number("eps")?);
-            kernel::forward(s.x::<T>("x")?, &weight, eps, s.y("y")?, s.y("rstd")?);
-        });
-        let kernel = on_gpu!(kernel, |k, l| {
-            let (x, weight) = (l.x("x")?, l.x("weight")?);
-            let (y, rstd) = (l.y("y")?, l.y("rstd")?);
-            cuda_kernel::forward(l.gpu, x, weight, k.number("eps")?, y, rstd)
-        });
-        let mut calls = Calls::default();
-        let weight = calls.widened_on_gpu(signature, 1);
-        let reads = [("x", Slot::Input(0)), ("weight", weight)];
-        let writes = [("y", Slot::Output), ("rstd", Slot::Kept(0))];
-        calls.call(kernel.with_all(signature.attributes), reads, writes)
-    },
-    backward: |signature| {
-        let kernel = kernel!("rms_norm_backward", |T, _, s| {
-            let (dy, x) = (s.x::<T>("dy")?, s.x("x")?);
-            let (weight, rstd) = (s.wide_x("weight")?, s.x("rstd")?);
-            kernel::backward(dy, x, &weight, rstd, s.y("dx")?, s.y("dweight")?);
-        });
-        let kernel = on_gpu!(kernel, |_, l| {
-            let inputs = cuda_kernel::Inputs {
-                dy: l.x("dy")?,
-                x: l.x("x")?,
-                branch: None,
-                weight: l.x("weight")?,
-                rstd: l.x("rstd")?,
-            };
-            let gradients = cuda_kernel::Gradients {
-                dx: l.y("dx")?,
-                add_dx: false,
-                copy: None,
-                y: None,
-                dw: l.y("dweight")?,
-                add_dw: false,
-            };
-            cuda_kernel::backward(l.gpu, inputs, gradients, l.y("partials")?)
-        });
-        let mut calls = Calls::default();
-        let reads = [
-            ("dy", Slot::OutputGradient),
-            ("x", Slot::Input(0)),
-            ("weight", calls.widened_on_gpu(signature, 1)),
-            ("rstd", Slot::Kept(0)),
-        ];
-        let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
-        let partials = workspace::rms_norm_partials(rows, width);
-        calls.wide_gradients(signature, kernel, reads, &[("dweight", 1)], partials)
-    },
+    forward: |signature| norm::forward(Norm::Rms, signature),
+    backward: |signature| norm::backward(Norm::Rms, signature),
 };
 
 struct RmsNorm {

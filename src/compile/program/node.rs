@@ -7,7 +7,7 @@ use crate::op_table;
 use crate::ops::cost::Cost;
 use crate::ops::head_loss::HeadLoss;
 use crate::ops::lowering::{Calls, Lowering, Signature};
-use crate::ops::residual_norm::ResidualNorm;
+use crate::ops::norm::ResidualNorm;
 use crate::probe::Path;
 
 /// A node.
@@ -50,7 +50,7 @@ pub(in crate::compile) struct Node {
 pub(in crate::compile) enum Kind {
     /// An op, by its own lowering; `None` where it has none.
     Op(Option<Lowering>),
-    /// RMSNorm in f32, with what is added before it, rounded.
+    /// RMSNorm or LayerNorm in f32, with what is added before it, rounded.
     Norm(ResidualNorm),
     /// Attention in the projections' layout.
     Attention(ModelAttention),

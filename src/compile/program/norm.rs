@@ -1,44 +1,56 @@
-//! Rewrites RMSNorm in f32: with the addition before it, as the norms of a residual stream have one, and with the cast
-//! after it.
+//! Rewrites RMSNorm and LayerNorm in f32: with the addition before it, as the norms of a residual stream have one, and
+//! with the cast after it.
 
 use super::{Kind, Node, Program, Replacement};
 use crate::graph::{Attribute, ValueId, ValueRef};
-use crate::ops::residual_norm::ResidualNorm;
-use crate::ops::{arithmetic, cast, rms_norm};
+use crate::kernels::Norm;
+use crate::ops::norm::ResidualNorm;
+use crate::ops::{arithmetic, cast, layer_norm, rms_norm};
 use candle_core::DType;
 
 pub(super) fn rewrite(program: &mut Program) {
     let mut replacements: Vec<Replacement> = Vec::new();
     for i in 0..program.nodes.len() {
-        if let Some(eps) = eps_of(program, i) {
+        if let Some(norm) = norm_of(program, i) {
             let is_free = |node: usize| !replacements.iter().any(|r| r.nodes.contains(&node));
-            replacements.push(around(program, i, eps, is_free));
+            replacements.push(around(program, i, norm, is_free));
         }
     }
     program.replace(replacements);
 }
 
-/// The eps of a norm whose kernel is a call of its own: of f32.
-fn eps_of(program: &Program, i: usize) -> Option<f64> {
+/// A norm of f32, and its eps.
+fn norm_of(program: &Program, i: usize) -> Option<(Norm, f64)> {
     let node = &program.nodes[i];
     let Some(Attribute::Number(eps)) = node.attribute("eps") else {
         return None;
     };
-    if !program.is_kernel(i, &rms_norm::INFO) || node.kept.len() != 1 {
-        return None;
-    }
-    let (x, weight) = (&node.inputs[0], &node.inputs[1]);
+    let norms = [
+        (Norm::Rms, &rms_norm::INFO),
+        (Norm::Layer, &layer_norm::INFO),
+    ];
+    let mut norms = norms.into_iter();
+    let (norm, _) = norms.find(|(_, info)| program.is_kernel(i, info))?;
+    let (x, affine) = (&node.inputs[0], &node.inputs[1..]);
     let is_f32 = |operand: &ValueRef| program.value(operand.value).dtype == DType::F32;
     let is_empty = program.shape_of(x).contains(&0);
     // Its backward leaves a gradient of x: one that flows, and not into a weight.
     let flows = node.passes[0] && program.maker(x.value).is_some();
     let leaves_gradient = flows || !program.is_wanted(x.value) || !program.is_wanted(node.output);
-    let fits = is_f32(x) && is_f32(weight) && !is_empty && leaves_gradient;
-    (fits && x.view.is_none() && program.is_leaf(weight)).then_some(eps)
+    let fits = is_f32(x) && x.view.is_none() && !is_empty && leaves_gradient;
+    let are_weights = affine
+        .iter()
+        .all(|weight| is_f32(weight) && program.is_leaf(weight));
+    (fits && are_weights && node.kept.len() == 1).then_some((norm, eps))
 }
 
 /// The norm at `i` with what it takes in.
-fn around(program: &Program, i: usize, eps: f64, is_free: impl Fn(usize) -> bool) -> Replacement {
+fn around(
+    program: &Program,
+    i: usize,
+    (norm, eps): (Norm, f64),
+    is_free: impl Fn(usize) -> bool,
+) -> Replacement {
     let node = &program.nodes[i];
     let (mut nodes, mut by) = (vec![i], node.clone());
     if let Some((cast, y)) = rounded(program, i) {
@@ -48,6 +60,7 @@ fn around(program: &Program, i: usize, eps: f64, is_free: impl Fn(usize) -> bool
     let sum = sum_of(program, i, by.output, is_free);
     let is_half = program.value(by.output).dtype != DType::F32;
     by.kind = Kind::Norm(ResidualNorm {
+        norm,
         eps,
         adds: sum.is_some(),
         sum_stays: true,

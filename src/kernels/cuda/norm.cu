@@ -315,11 +315,12 @@ ADD_BACKWARD(f32_f16, f32, f16)
 ADD_BACKWARD(f32_bf16, f32, bf16)
 
 // dw (width) = the sum over `count` blocks of partials (count, SUMS, width) of dw, and db likewise; added to what they
-// hold where `accumulate`. Grid (ceil(width / 32), SUMS), block (32, 32).
+// hold where add_dw and add_db say so. Grid (ceil(width / 32), SUMS), block (32, 32).
 extern "C" __global__ void __launch_bounds__(1024)
-    sum_partials(const float* partials, int count, int width, float* dw, float* db, int accumulate) {
+    sum_partials(const float* partials, int count, int width, float* dw, float* db, int add_dw, int add_db) {
     __shared__ float sums[32][33];
     float* out = blockIdx.y == 0 ? dw : db;
+    int accumulate = blockIdx.y == 0 ? add_dw : add_db;
     int column = blockIdx.x * 32 + threadIdx.x;
     float sum = 0.f;
     if (column < width) {

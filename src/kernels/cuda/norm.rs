@@ -15,11 +15,21 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 const SOURCES: [Source; 2] = [
     Source {
         name: "rms_norm",
-        parts: &[PRELUDE, ROWS, "const bool CENTERED = false;\n", include_str!("norm.cu")],
+        parts: &[
+            PRELUDE,
+            ROWS,
+            "const bool CENTERED = false;\n",
+            include_str!("norm.cu"),
+        ],
     },
     Source {
         name: "layer_norm",
-        parts: &[PRELUDE, ROWS, "const bool CENTERED = true;\n", include_str!("norm.cu")],
+        parts: &[
+            PRELUDE,
+            ROWS,
+            "const bool CENTERED = true;\n",
+            include_str!("norm.cu"),
+        ],
     },
 ];
 
@@ -100,10 +110,12 @@ pub(crate) struct Gradients<'a> {
     pub y: Option<View<'a>>,
     /// (width) f32.
     pub dw: View<'a>,
+    /// Whether dw is added to.
+    pub add_dw: bool,
     /// LayerNorm's: (width) f32.
     pub db: Option<View<'a>>,
-    /// Whether dw and db are added to.
-    pub add_sums: bool,
+    /// Whether db is added to.
+    pub add_db: bool,
 }
 
 /// The gradients of x, w and b, from `dy` (rows, width) in y's dtype and from forward's `statistics`. `partials`
@@ -150,10 +162,12 @@ pub(crate) fn backward(
     unsafe { launch.launch(config) }.w()?;
 
     let kernel = source(norm).kernel(gpu, "sum_partials", "")?;
-    let (count, add_sums) = (config.grid_dim.0 as i32, i32::from(gradients.add_sums));
+    let count = config.grid_dim.0 as i32;
+    let [add_dw, add_db] = [gradients.add_dw, gradients.add_db].map(i32::from);
     let mut launch = kernel.builder();
     launch.arg(&partials.pointer).arg(&count).arg(&width);
-    launch.arg(&gradients.dw.pointer).arg(&db).arg(&add_sums);
+    launch.arg(&gradients.dw.pointer).arg(&db);
+    launch.arg(&add_dw).arg(&add_db);
     let config = launch_config((weight.len.div_ceil(32), norm.sums()), (32, 32));
     // SAFETY: as above.
     unsafe { launch.launch(config) }.w()?;

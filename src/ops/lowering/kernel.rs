@@ -96,6 +96,11 @@ impl Kernel {
         Self::new(name, |k, _| bail!("{} was planned for a GPU", k.name))
     }
 
+    /// Under another name.
+    pub(crate) fn named(self, name: &'static str) -> Self {
+        Self { name, ..self }
+    }
+
     /// Of which a GPU has one too: see [`on_gpu`].
     pub(crate) fn with_gpu_kernel(self) -> Self {
         Self {

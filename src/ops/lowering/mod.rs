@@ -26,7 +26,6 @@ pub(crate) use operands::{Multiplier, Operands};
 pub(crate) use slices::{Slice, Slices, StepState};
 
 use crate::graph::{self, Attribute, Graph, Node, ValueId};
-use crate::kernels::cpu::parallel::block_sums;
 use crate::probe::Operand;
 use candle_core::DType;
 use std::ops::Range;
@@ -218,15 +217,14 @@ impl Calls {
     }
 
     /// With a backward of one kernel, which writes dx, the gradient of input 0, in its dtype, and those of the inputs
-    /// `wide` in the one that is computed in: rounded after, where these are half precision. On a GPU it has room for
-    /// so many `partials`, too.
+    /// `wide` in the one that is computed in: rounded after, where these are half precision. It works in `partials`.
     pub fn wide_gradients(
         mut self,
         signature: &Signature<'_>,
         kernel: Kernel,
         reads: impl Into<Named<Slot>>,
         wide: &[(&'static str, usize)],
-        partials: usize,
+        partials: Slot,
     ) -> Self {
         let mut writes = Named::from([("dx", Slot::Gradient(0))]);
         let mut rounded = Vec::new();
@@ -242,16 +240,7 @@ impl Calls {
             };
             writes.push(name, gradient);
         }
-        if signature.target == graph::Target::Cuda {
-            writes.push("partials", self.scratch(&[partials], DType::F32));
-        }
-        let (x, weight) = (&signature.inputs[0], &signature.inputs[1]);
-        let kernel = kernel.with_workspace(Workspace {
-            what: "partial sums of a norm",
-            formula: "BTD / 32",
-            elements: block_sums(x.rows(), weight.dims[0]),
-            element_bytes: x.wide_dtype().size_in_bytes(),
-        });
+        writes.push("partials", partials);
         let calls = self.call(kernel, reads, writes);
         rounded.into_iter().fold(calls, |calls, (sum, gradient)| {
             calls.call(converted(), [("x", sum)], [("y", gradient)])

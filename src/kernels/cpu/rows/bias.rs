@@ -1,7 +1,6 @@
 //! A bias under a product, and its gradient.
 
-use super::each::sum_rows;
-use crate::kernels::cpu::{Stored, parallel};
+use crate::kernels::cpu::{Blocks, Stored, parallel, simd};
 
 /// Every row of `y` (rows, width) is `bias` (width), for a product to be added to, which rounds once more in half
 /// precision.
@@ -16,14 +15,26 @@ pub fn fill<T: Stored>(bias: &[T], y: &mut [T]) {
 
 /// `db` (width) is the sum of the rows of `dy` (rows, width), in a fixed order.
 pub fn gradient<T: Stored>(dy: &[T], db: &mut [T::Wide]) {
-    sum_rows(
-        [dy],
-        db,
-        #[inline(always)]
-        |_, [dy], db| {
-            for (db, dy) in db.iter_mut().zip(dy) {
-                *db += *dy;
-            }
-        },
-    );
+    let width = db.len();
+    let rows = dy.len().checked_div(width).unwrap_or(0);
+    parallel::sum_rows(db, rows, |rows, db| {
+        simd::vectorized(
+            #[inline(always)]
+            || {
+                let mut reading = Blocks::<T, 1, 0>::new();
+                for row in rows {
+                    reading.each(
+                        [&dy[row * width..][..width]],
+                        [],
+                        #[inline(always)]
+                        |start, [dy], []| {
+                            for (db, dy) in db[start..].iter_mut().zip(dy) {
+                                *db += *dy;
+                            }
+                        },
+                    );
+                }
+            },
+        );
+    });
 }

@@ -2,11 +2,8 @@
 
 pub mod bias;
 pub mod cross_entropy;
-mod each;
 pub mod embedding;
 mod half_softmax;
-pub mod layer_norm;
 pub mod log_softmax;
-pub mod residual_norm;
-pub mod rms_norm;
+pub mod norm;
 pub mod softmax;

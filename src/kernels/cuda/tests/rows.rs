@@ -1,10 +1,10 @@
 //! Kernels on rows: norms beside a wider stream, gates and probabilities in place, heads in wider rows, casts.
 
-use super::super::rms_norm::{self, Gradients, Inputs};
-use super::super::{View, cast, rope, softmax, swiglu};
+use super::super::norm::{self, Gradients, Inputs, Outputs};
+use super::super::{cast, rope, softmax, swiglu};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, poison, wide};
-use crate::kernels::Mask;
-use crate::kernels::workspace::rms_norm_partials;
+use crate::kernels::workspace::norm_partials;
+use crate::kernels::{Mask, Norm};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -19,96 +19,120 @@ fn norms_of_a_wider_stream() {
         (5, 512),
         (3001, 64),
         (301, 1000),
-        (3, 8176),
+        (3, 8192),
     ] {
         for offset in [0, 1] {
-            norm::<f32, f32>(&gpu, rows, width, offset);
-            norm::<f32, bf16>(&gpu, rows, width, offset);
-            norm::<f32, f16>(&gpu, rows, width, offset);
-            norm::<bf16, bf16>(&gpu, rows, width, offset);
+            for of in [Norm::Rms, Norm::Layer] {
+                norm::<f32, f32>(&gpu, of, rows, width, offset);
+                norm::<f32, bf16>(&gpu, of, rows, width, offset);
+                norm::<f32, f16>(&gpu, of, rows, width, offset);
+                norm::<bf16, bf16>(&gpu, of, rows, width, offset);
+            }
         }
     }
 }
 
-fn norm<X: Element, Y: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize) {
+/// y, the statistics, dx, dw and db of what is normed, by the formulas in f64.
+fn exact(of: Norm, eps: f64, s: &[f64], dy: &[f64], weight: &[f64], bias: &[f64]) -> [Vec<f64>; 5] {
+    let width = weight.len();
+    let count = width as f64;
+    let [mut y, mut statistics, mut dx] = [Vec::new(), Vec::new(), Vec::new()];
+    let [mut dw, mut db] = [vec![0.0; width], vec![0.0; width]];
+    let mean = |x: &[f64]| match of {
+        Norm::Rms => 0.0,
+        Norm::Layer => x.iter().sum::<f64>() / count,
+    };
+    for (s, dy) in s.chunks(width).zip(dy.chunks(width)) {
+        let of_row = mean(s);
+        let squares: f64 = s.iter().map(|s| (s - of_row).powi(2)).sum();
+        let rstd = 1.0 / (squares / count + eps).sqrt();
+        if of == Norm::Layer {
+            statistics.push(of_row);
+        }
+        statistics.push(rstd);
+        let h: Vec<f64> = s.iter().map(|s| (s - of_row) * rstd).collect();
+        let g: Vec<f64> = dy.iter().zip(weight).map(|(dy, w)| dy * w).collect();
+        let of_g = mean(&g);
+        let of_gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / count;
+        for i in 0..width {
+            y.push(h[i] * weight[i] + bias[i]);
+            dx.push(rstd * (g[i] - of_g - h[i] * of_gh));
+            dw[i] += dy[i] * h[i];
+            db[i] += dy[i];
+        }
+    }
+    [y, statistics, dx, dw, db]
+}
+
+fn norm<X: Element, Y: Element>(
+    gpu: &CudaDevice,
+    of: Norm,
+    rows: usize,
+    width: usize,
+    offset: usize,
+) {
     let n = rows * width;
     let [x, before] = [1, 2].map(|seed| numbers::<X>(n, seed));
     let [branch, dy] = [3, 4].map(|seed| numbers::<Y>(n, seed));
-    let [weight, dw_before] = [5, 6].map(|seed| numbers::<f32>(width, seed));
-    let eps = 1e-5;
-    let norms = |x: &[f64]| -> (Vec<f64>, Vec<f64>) {
-        let rstd = x.chunks(width).map(|row| {
-            let mean = row.iter().map(|x| x * x).sum::<f64>() / width as f64;
-            1.0 / (mean + eps).sqrt()
-        });
-        let rstd: Vec<f64> = rstd.collect();
-        let y = (0..x.len()).map(|i| x[i] * rstd[i / width] * f64::from(weight[i % width]));
-        (y.collect(), rstd)
+    let [weight, dw_before, db_before] = [5, 6, 7].map(|seed| numbers::<f32>(width, seed));
+    let bias = match of {
+        Norm::Rms => vec![0.0; width],
+        Norm::Layer => numbers::<f32>(width, 8),
     };
+    let eps = if width <= 2 { 2.0 } else { 1e-5 }; // in shorter rows of LayerNorm what is left of dx is rounding
+    let exact_of = |s: &[f64]| exact(of, eps, s, &wide(&dy), &wide(&weight), &wide(&bias));
     let on_gpu = Buffer::new(gpu, &x, offset);
-    let weights = Buffer::new(gpu, &weight, offset);
-    let y = Buffer::<Y>::room(gpu, n, offset);
-    let rstd = Buffer::<f32>::room(gpu, rows, offset);
-    let [x_view, weight_view, y_view, rstd_view] = [
-        on_gpu.view(gpu),
-        weights.view(gpu),
-        y.view(gpu),
-        rstd.view(gpu),
-    ];
-    rms_norm::forward(gpu, x_view, weight_view, eps, y_view, rstd_view).unwrap();
-    let (exact_y, exact_rstd) = norms(&wide(&x));
-    assert_close("y", &y.read(gpu), &exact_y);
-    assert_close("rstd", &rstd.read(gpu), &exact_rstd);
+    let [weights, biases] = [&weight, &bias].map(|values| Buffer::new(gpu, values, offset));
+    let (weight_view, bias_view) = (weights.view(gpu), biases.view(gpu));
+    let inputs = |x, branch| Inputs {
+        x,
+        branch,
+        weight: weight_view,
+        bias: (of == Norm::Layer).then_some(bias_view),
+    };
+    let forward = |inputs, sum| {
+        let y = Buffer::<Y>::room(gpu, n, offset);
+        let statistics = Buffer::<f32>::room(gpu, rows * of.statistics(), offset);
+        let outputs = Outputs {
+            sum,
+            y: y.view(gpu),
+            statistics: statistics.view(gpu),
+        };
+        norm::forward(gpu, of, eps, inputs, outputs).unwrap();
+        (y.read(gpu), statistics)
+    };
+    let x_view = on_gpu.view(gpu);
+    let (y, statistics) = forward(inputs(x_view, None), None);
+    let [exact_y, exact_statistics, ..] = exact_of(&wide(&x));
+    assert_close("y", &y, &exact_y);
+    assert_close("statistics", &statistics.read(gpu), &exact_statistics);
 
     // The sum where x lies.
     let x_apart = Buffer::new(gpu, &x, offset);
     let branch_on_gpu = Buffer::new(gpu, &branch, offset);
-    let inputs = [x_view, branch_on_gpu.view(gpu), weight_view];
-    rms_norm::add_forward(gpu, inputs, eps, Some(x_view), [y_view, rstd_view]).unwrap();
+    let branch_view = branch_on_gpu.view(gpu);
+    let (y, statistics) = forward(inputs(x_view, Some(branch_view)), Some(x_view));
     let sum = wide(&on_gpu.read(gpu));
     let exact_sum = wide(&x).into_iter().zip(wide(&branch));
     let exact_sum: Vec<f64> = exact_sum.map(|(x, branch)| x + branch).collect();
     assert_close("sum", &on_gpu.read(gpu), &exact_sum);
-    let (exact_y, exact_rstd) = norms(&sum);
-    assert_close("y of the sum", &y.read(gpu), &exact_y);
-    assert_close("rstd of the sum", &rstd.read(gpu), &exact_rstd);
+    let [exact_y, exact_statistics, exact_dx, exact_dw, exact_db] = exact_of(&sum);
+    assert_close("y of the sum", &y, &exact_y);
+    assert_close("its statistics", &statistics.read(gpu), &exact_statistics);
 
     // The same without the sum.
-    let apart = [x_apart.view(gpu), branch_on_gpu.view(gpu), weight_view];
-    let y_alone = Buffer::<Y>::room(gpu, n, offset);
-    let rstd_alone = Buffer::<f32>::room(gpu, rows, offset);
-    let outputs = [y_alone.view(gpu), rstd_alone.view(gpu)];
-    rms_norm::add_forward(gpu, apart, eps, None, outputs).unwrap();
-    assert_eq!(bits(&y_alone.read(gpu)), bits(&y.read(gpu)));
-    assert_eq!(bits(&rstd_alone.read(gpu)), bits(&rstd.read(gpu)));
+    let (y_alone, alone) = forward(inputs(x_apart.view(gpu), Some(branch_view)), None);
+    assert_eq!(bits(&y_alone), bits(&y));
+    assert_eq!(bits(&alone.read(gpu)), bits(&statistics.read(gpu)));
     assert_eq!(bits(&x_apart.read(gpu)), bits(&x));
 
-    let (mut exact_dx, mut exact_dw) = (wide(&before), wide(&dw_before));
-    for (row, rstd) in exact_rstd.iter().enumerate() {
-        let at = |i: usize| row * width + i;
-        let h = |i: usize| sum[at(i)] * rstd;
-        let g = |i: usize| dy[at(i)].to_f64() * f64::from(weight[i]);
-        let mean = (0..width).map(|i| g(i) * h(i)).sum::<f64>() / width as f64;
-        for i in 0..width {
-            exact_dx[at(i)] += rstd * (g(i) - h(i) * mean);
-            exact_dw[i] += dy[at(i)].to_f64() * h(i);
-        }
-    }
-    let backward = |x: View, branch: Option<View>| {
+    let statistics_view = statistics.view(gpu);
+    let backward = |inputs: Inputs| {
         let on_gpu = Buffer::new(gpu, &dy, offset);
-        let (dx, dw) = (
-            Buffer::new(gpu, &before, offset),
-            Buffer::new(gpu, &dw_before, offset),
-        );
+        let dx = Buffer::new(gpu, &before, offset);
+        let [dw, db] = [&dw_before, &db_before].map(|before| Buffer::new(gpu, before, offset));
         let copy = Buffer::<Y>::room(gpu, n, offset);
-        let partials = Buffer::<f32>::room(gpu, rms_norm_partials(rows, width), 0);
-        let inputs = Inputs {
-            dy: on_gpu.view(gpu),
-            x,
-            branch,
-            weight: weight_view,
-            rstd: rstd_view,
-        };
+        let partials = Buffer::<f32>::room(gpu, norm_partials(of, rows, width), 0);
         let gradients = Gradients {
             dx: dx.view(gpu),
             add_dx: true,
@@ -116,24 +140,36 @@ fn norm<X: Element, Y: Element>(gpu: &CudaDevice, rows: usize, width: usize, off
             y: Some(on_gpu.view(gpu)), // where dy lies
             dw: dw.view(gpu),
             add_dw: true,
+            db: (of == Norm::Layer).then(|| db.view(gpu)),
+            add_db: true,
         };
-        rms_norm::backward(gpu, inputs, gradients, partials.view(gpu)).unwrap();
+        let (read, room) = ([on_gpu.view(gpu), statistics_view], partials.view(gpu));
+        norm::backward(gpu, of, read, inputs, gradients, room).unwrap();
         partials.read(gpu);
         let [copy, y_again] = [copy, on_gpu].map(|buffer| buffer.read(gpu));
-        (dx.read(gpu), copy, y_again, dw.read(gpu))
+        (dx.read(gpu), copy, y_again, dw.read(gpu), db.read(gpu))
     };
-    let (dx, copy, y_again, dw) = backward(x_view, None);
+    let with = |before: Vec<f64>, exact: Vec<f64>| -> Vec<f64> {
+        before.iter().zip(exact).map(|(a, b)| a + b).collect()
+    };
+    let (dx, copy, y_again, dw, db) = backward(inputs(x_view, None));
+    let exact_dx = with(wide(&before), exact_dx);
     assert_close("dx", &dx, &exact_dx);
     assert_close("dx once more", &copy, &exact_dx);
-    assert_eq!(bits(&y_again), bits(&y.read(gpu)));
-    assert_close("dw", &dw, &exact_dw);
+    assert_eq!(bits(&y_again), bits(&y));
+    assert_close("dw", &dw, &with(wide(&dw_before), exact_dw));
+    match of {
+        Norm::Rms => assert_eq!(bits(&db), bits(&db_before)),
+        Norm::Layer => assert_close("db", &db, &with(wide(&db_before), exact_db)),
+    }
     // The same from what the sum is made of, where its branch is the narrower one.
     if X::DTYPE != Y::DTYPE {
-        let again = backward(x_apart.view(gpu), Some(branch_on_gpu.view(gpu)));
+        let again = backward(inputs(x_apart.view(gpu), Some(branch_view)));
         assert_eq!(bits(&again.0), bits(&dx));
         assert_eq!(bits(&again.1), bits(&copy));
         assert_eq!(bits(&again.2), bits(&y_again));
         assert_eq!(bits(&again.3), bits(&dw));
+        assert_eq!(bits(&again.4), bits(&db));
     }
 }
 

@@ -1,9 +1,10 @@
 //! LayerNorm's kernels: rows anywhere in memory, streams wider than what goes into products, in place, added to.
 
 use super::super::View;
-use super::super::layer_norm::{self, Gradients, Inputs};
+use super::super::norm::{self, Gradients, Inputs, Outputs};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
-use crate::kernels::workspace::layer_norm_partials;
+use crate::kernels::Norm;
+use crate::kernels::workspace::norm_partials;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -34,11 +35,11 @@ fn norms_anywhere() {
     let gpu = gpu();
     for (rows, width) in SIZES {
         for offsets in OFFSETS {
-            Norm::<f32, f32>::new(&gpu, rows, width, offsets).check();
-            Norm::<f32, bf16>::new(&gpu, rows, width, offsets).check();
-            Norm::<f32, f16>::new(&gpu, rows, width, offsets).check();
-            Norm::<bf16, bf16>::new(&gpu, rows, width, offsets).check();
-            Norm::<f16, f16>::new(&gpu, rows, width, offsets).check();
+            Rows::<f32, f32>::new(&gpu, rows, width, offsets).check();
+            Rows::<f32, bf16>::new(&gpu, rows, width, offsets).check();
+            Rows::<f32, f16>::new(&gpu, rows, width, offsets).check();
+            Rows::<bf16, bf16>::new(&gpu, rows, width, offsets).check();
+            Rows::<f16, f16>::new(&gpu, rows, width, offsets).check();
         }
     }
 }
@@ -50,7 +51,7 @@ fn off_centre<T: Element>(len: usize, seed: u64) -> Vec<T> {
 }
 
 /// What both passes read, on the GPU and here.
-struct Norm<'a, X, Y> {
+struct Rows<'a, X, Y> {
     gpu: &'a CudaDevice,
     width: usize,
     eps: f64,
@@ -73,7 +74,7 @@ struct Exact {
     db: Vec<f64>,
 }
 
-impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
+impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
     fn new(gpu: &'a CudaDevice, rows: usize, width: usize, offsets: [usize; 2]) -> Self {
         let n = rows * width;
         Self {
@@ -135,14 +136,19 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
         let x = Buffer::new(gpu, &self.x, of_x);
         let [weight, bias] = [&self.weight, &self.bias].map(|w| Buffer::new(gpu, w, of_y));
         let (weight, bias) = (weight.view(gpu), bias.view(gpu));
-        let forward = |x: View, bias: Option<View>, y: View| {
+        let forward = |x: View, y: View| {
             let statistics = Buffer::<f32>::room(gpu, 2 * self.rows(), of_x);
-            let of_rows = statistics.view(gpu);
-            layer_norm::forward(gpu, x, (weight, bias), self.eps, y, of_rows).unwrap();
+            let inputs = inputs(x, weight, bias);
+            let outputs = Outputs {
+                sum: None,
+                y,
+                statistics: statistics.view(gpu),
+            };
+            norm::forward(gpu, Norm::Layer, self.eps, inputs, outputs).unwrap();
             statistics
         };
         let y = Buffer::<Y>::room(gpu, self.x.len(), of_y);
-        let statistics = forward(x.view(gpu), Some(bias), y.view(gpu));
+        let statistics = forward(x.view(gpu), y.view(gpu));
         let y = y.read(gpu);
         assert_close(&self.what("y"), &y, &exact.y);
         let of_rows = statistics.read(gpu);
@@ -154,28 +160,21 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
         assert_close(&self.what("rstd"), &every_second(1), &exact.rstd);
         assert_eq!(bits(&x.read(gpu)), bits(&self.x), "{}", self.what("x"));
 
-        // Without a bias as with one of zeros; and where x lies.
-        let zeros = Buffer::new(gpu, &vec![0f32; self.width], of_x);
-        let [plain, with_zeros] = [None, Some(zeros.view(gpu))].map(|bias| {
-            let y = Buffer::<Y>::room(gpu, self.x.len(), of_y);
-            forward(x.view(gpu), bias, y.view(gpu));
-            bits(&y.read(gpu))
-        });
-        assert!(plain == with_zeros, "{}", self.what("no bias"));
+        // Where x lies.
         if X::DTYPE == Y::DTYPE {
             let x_and_y = Buffer::new(gpu, &self.x, of_y);
-            forward(x_and_y.view(gpu), Some(bias), x_and_y.view(gpu));
+            forward(x_and_y.view(gpu), x_and_y.view(gpu));
             // Not to the bit: where x lay elsewhere the kernel may have taken its other path.
             assert_close(&self.what("y in place"), &x_and_y.read(gpu), &exact.y);
         }
-        self.check_backward(&exact, weight, statistics.view(gpu));
+        self.check_backward(&exact, [weight, bias], statistics.view(gpu));
     }
 
-    fn check_backward(&self, exact: &Exact, weight: View, statistics: View) {
+    fn check_backward(&self, exact: &Exact, [weight, bias]: [View; 2], statistics: View) {
         let (gpu, [of_x, of_y], n) = (self.gpu, self.offsets, self.x.len());
-        let partials_len = layer_norm_partials(self.rows(), self.width);
+        let partials_len = norm_partials(Norm::Layer, self.rows(), self.width);
         // dx where `place` says, dw and db.
-        let backward = |place: Place, sums: &[Vec<f32>; 2], with_db: bool| {
+        let backward = |place: Place, sums: &[Vec<f32>; 2]| {
             let (x, dy) = (
                 Buffer::new(gpu, &self.x, of_x),
                 Buffer::new(gpu, &self.dy, of_y),
@@ -191,20 +190,23 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
             };
             let [dw, db] = [&sums[0], &sums[1]].map(|values| Buffer::new(gpu, values, of_x));
             let partials = Buffer::<f32>::room(gpu, partials_len, of_x);
-            let inputs = Inputs {
-                dy: dy.view(gpu),
-                x: x.view(gpu),
-                weight,
-                statistics,
-            };
+            let adds = place == Place::Added;
             let gradients = Gradients {
                 dx,
-                add_dx: place == Place::Added,
+                add_dx: adds,
+                copy: None,
+                y: None,
                 dw: dw.view(gpu),
-                db: with_db.then(|| db.view(gpu)),
-                add_sums: place == Place::Added,
+                add_dw: adds,
+                db: Some(db.view(gpu)),
+                add_db: adds,
             };
-            layer_norm::backward(gpu, inputs, gradients, partials.view(gpu)).unwrap();
+            let (read, inputs) = (
+                [dy.view(gpu), statistics],
+                inputs(x.view(gpu), weight, bias),
+            );
+            let partials_view = partials.view(gpu);
+            norm::backward(gpu, Norm::Layer, read, inputs, gradients, partials_view).unwrap();
             partials.read(gpu);
             let (x, dy) = (x.read(gpu), dy.read(gpu));
             if place != Place::X {
@@ -222,30 +224,25 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
             (dx, dw.read(gpu), db.read(gpu))
         };
         let room = [(); 2].map(|()| vec![f32::NAN; self.width]);
-        let (dx, dw, db) = backward(Place::Apart, &room, true);
+        let (dx, dw, db) = backward(Place::Apart, &room);
         assert_close(&self.what("dx"), &dx, &exact.dx);
         assert_close(&self.what("dw"), &dw, &exact.dw);
         assert_close(&self.what("db"), &db, &exact.db);
 
-        // Once more, with dx elsewhere, or without db: the same bits.
-        let mut places = vec![
-            (Place::Apart, true),
-            (Place::Apart, false),
-            (Place::X, true),
-        ];
+        // Once more, with dx elsewhere: the same bits.
+        let mut places = vec![Place::Apart, Place::X];
         if X::DTYPE == Y::DTYPE {
-            places.push((Place::Dy, true));
+            places.push(Place::Dy);
         }
-        for (place, with_db) in places {
-            let (dx_again, dw_again, db_again) = backward(place, &room, with_db);
+        for place in places {
+            let (dx_again, dw_again, db_again) = backward(place, &room);
             let what = self.what(&format!("{place:?}"));
             assert!(bits(&dx_again) == bits(&dx), "dx, {what}");
             assert!(bits(&dw_again) == bits(&dw), "dw, {what}");
-            let db = if with_db { &db } else { &room[1] };
-            assert!(bits(&db_again) == bits(db), "db, {what}");
+            assert!(bits(&db_again) == bits(&db), "db, {what}");
         }
 
-        let (dx, dw, db) = backward(Place::Added, &self.before.1, true);
+        let (dx, dw, db) = backward(Place::Added, &self.before.1);
         let with = |before: Vec<f64>, exact: &[f64]| -> Vec<f64> {
             before.iter().zip(exact).map(|(a, b)| a + b).collect()
         };
@@ -261,6 +258,15 @@ impl<'a, X: Element, Y: Element> Norm<'a, X, Y> {
         let (rows, width, offsets) = (self.rows(), self.width, self.offsets);
         let (x, y) = (X::DTYPE, Y::DTYPE);
         format!("{what} of {x:?} to {y:?}, ({rows}, {width}) at {offsets:?}")
+    }
+}
+
+fn inputs<'a>(x: View<'a>, weight: View<'a>, bias: View<'a>) -> Inputs<'a> {
+    Inputs {
+        x,
+        branch: None,
+        weight,
+        bias: Some(bias),
     }
 }
 

@@ -1,0 +1,222 @@
+//! What RMSNorm and LayerNorm have in common: their kernels, as ops by themselves and on a residual stream.
+
+mod residual;
+
+pub(crate) use residual::ResidualNorm;
+
+#[cfg(feature = "cuda")]
+use super::lowering::Operands;
+use super::lowering::{Accumulate, Calls, Kernel, Named, Signature, Slices, Slot, kernel, on_gpu};
+use crate::graph::Target;
+use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::rows::norm as kernel;
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda::norm as cuda_kernel;
+use crate::kernels::{Norm, limits, workspace};
+use candle_core::{Result, WithDType};
+
+/// Forward of a norm by itself: x, w and, of LayerNorm, b.
+pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
+    let mut calls = Calls::default();
+    let affine = |calls: &mut Calls, input| calls.widened_on_gpu(signature, input);
+    let mut reads = Named::from([("x", Slot::Input(0))]);
+    reads.push("weight", affine(&mut calls, 1));
+    if norm == Norm::Layer {
+        reads.push("bias", affine(&mut calls, 2));
+    }
+    let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
+    let kernel = forward_kernel(norm, signature.inputs[1].dims[0]);
+    calls.call(kernel.with_all(signature.attributes), reads, writes)
+}
+
+/// Backward of a norm by itself.
+pub(super) fn backward(norm: Norm, signature: &Signature<'_>) -> Calls {
+    let mut calls = Calls::default();
+    let reads = [
+        ("dy", Slot::OutputGradient),
+        ("x", Slot::Input(0)),
+        ("weight", calls.widened_on_gpu(signature, 1)),
+        ("statistics", Slot::Kept(0)),
+    ];
+    let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
+    let partials = partials(norm, signature, &mut calls, [rows, width]);
+    let wide: &[_] = match norm {
+        Norm::Rms => &[("dweight", 1)],
+        Norm::Layer => &[("dweight", 1), ("dbias", 2)],
+    };
+    calls.wide_gradients(
+        signature,
+        backward_kernel(norm, width),
+        reads,
+        wide,
+        partials,
+    )
+}
+
+/// Room for partial sums of rows.
+fn partials(
+    norm: Norm,
+    signature: &Signature<'_>,
+    calls: &mut Calls,
+    [rows, width]: [usize; 2],
+) -> Slot {
+    let elements = match signature.target {
+        Target::Cuda => workspace::norm_partials(norm, rows, width),
+        Target::Cpu => kernel::partials_len(norm, rows, width),
+    };
+    calls.scratch(&[elements], signature.inputs[0].wide_dtype())
+}
+
+/// Reads `x` (N, D), optionally the `branch` that is added to it (N, D) in y's dtype, `weight` (D) and, of LayerNorm,
+/// `bias` (D); writes optionally `sum`, x + branch (N, D), `y` (N, D) and `statistics` (N, 1 or 2). x is in y's dtype, or
+/// in the one that is computed in. A GPU needs no `sum`.
+fn forward_kernel(norm: Norm, width: usize) -> Kernel {
+    fn on_cpu<X: Stored<Wide = Y::Wide>, Y: Stored>(
+        norm: Norm,
+        k: &Kernel,
+        s: &Slices<'_>,
+    ) -> Result<()> {
+        let (weight, bias) = (s.wide_x("weight")?, bias_of::<Y::Wide>(s)?);
+        let inputs = kernel::Inputs {
+            x: s.x::<X>("x")?,
+            weight: &weight,
+            bias: &bias,
+        };
+        let branch = match s.some_x::<Y>("branch")? {
+            Some(branch) => Some(kernel::Branch {
+                branch,
+                sum: s.y("sum")?,
+            }),
+            None => None,
+        };
+        let outputs = kernel::Outputs {
+            y: s.y::<Y>("y")?,
+            statistics: s.y("statistics")?,
+        };
+        kernel::forward(norm, k.number("eps")?, inputs, branch, outputs);
+        Ok(())
+    }
+    let kernel = match norm {
+        Norm::Rms => kernel!("rms_norm", of "y", |T, k, s| match s.dtype()? == T::DTYPE {
+            true => on_cpu::<T, T>(Norm::Rms, k, s)?,
+            false => on_cpu::<<T as Stored>::Wide, T>(Norm::Rms, k, s)?,
+        }),
+        Norm::Layer => kernel!("layer_norm", of "y", |T, k, s| match s.dtype()? == T::DTYPE {
+            true => on_cpu::<T, T>(Norm::Layer, k, s)?,
+            false => on_cpu::<<T as Stored>::Wide, T>(Norm::Layer, k, s)?,
+        }),
+    };
+    match (width <= limits::NORM_WIDTH, norm) {
+        (false, _) => kernel,
+        (true, Norm::Rms) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::Rms, k, l)),
+        (true, Norm::Layer) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::Layer, k, l)),
+    }
+}
+
+/// LayerNorm's bias; nothing of RMSNorm.
+fn bias_of<'a, R: crate::kernels::cpu::Real>(s: &Slices<'a>) -> Result<std::borrow::Cow<'a, [R]>> {
+    match s.has_x("bias") {
+        true => s.wide_x("bias"),
+        false => Ok(Default::default()),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn forward_on_gpu(norm: Norm, k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let outputs = cuda_kernel::Outputs {
+        sum: l.some_y("sum"),
+        y: l.y("y")?,
+        statistics: l.y("statistics")?,
+    };
+    cuda_kernel::forward(l.gpu, norm, k.number("eps")?, inputs_on_gpu(l)?, outputs)
+}
+
+#[cfg(feature = "cuda")]
+fn inputs_on_gpu<'a>(l: &Operands<'a>) -> Result<cuda_kernel::Inputs<'a>> {
+    Ok(cuda_kernel::Inputs {
+        x: l.x("x")?,
+        branch: l.some_x("branch"),
+        weight: l.x("weight")?,
+        bias: l.some_x("bias"),
+    })
+}
+
+/// Reads `dy` (N, D), or writes it: it becomes the norm's output then. Reads `x` (N, D), on a GPU optionally the
+/// `branch` that is added to it, `weight` (D), of LayerNorm where dy becomes the output `bias` (D), and `statistics`;
+/// writes `dx` (N, D), `dweight` (D), `dbias` (D), all of which it may add to, `partials` and, on a GPU optionally,
+/// `copy`, which is dx in dy's dtype.
+fn backward_kernel(norm: Norm, width: usize) -> Kernel {
+    fn on_cpu<X: Stored<Wide = Y::Wide>, Y: Stored>(
+        norm: Norm,
+        k: &Kernel,
+        s: &Slices<'_>,
+    ) -> Result<()> {
+        let (weight, bias) = (s.wide_x("weight")?, bias_of::<Y::Wide>(s)?);
+        let dy = match s.some_x::<Y>("dy")? {
+            Some(dy) => kernel::OutputGradient::Read(dy),
+            None => kernel::OutputGradient::Becomes(s.y("dy")?),
+        };
+        let inputs = kernel::Inputs {
+            x: s.x::<X>("x")?,
+            weight: &weight,
+            bias: &bias,
+        };
+        let gradients = kernel::Gradients {
+            dx: s.y("dx")?,
+            add_dx: s.adds(k, "dx"),
+            dw: s.y("dweight")?,
+            add_dw: s.adds(k, "dweight"),
+            db: s.some_y("dbias")?.unwrap_or_default(),
+            add_db: s.adds(k, "dbias"),
+        };
+        let (statistics, partials) = (s.x("statistics")?, s.y("partials")?);
+        kernel::backward(norm, dy, inputs, statistics, gradients, partials);
+        Ok(())
+    }
+    fn of_dtypes<T: Stored>(norm: Norm, k: &Kernel, s: &Slices<'_>) -> Result<()> {
+        match s.dtype_of("x")? == T::DTYPE {
+            true => on_cpu::<T, T>(norm, k, s),
+            false => on_cpu::<<T as Stored>::Wide, T>(norm, k, s),
+        }
+    }
+    let kernel = match norm {
+        Norm::Rms => {
+            kernel!("rms_norm_backward", of "dy", |T, k, s| of_dtypes::<T>(Norm::Rms, k, s)?)
+        }
+        Norm::Layer => {
+            kernel!("layer_norm_backward", of "dy", |T, k, s| of_dtypes::<T>(Norm::Layer, k, s)?)
+        }
+    };
+    let kernel = match (width <= limits::NORM_WIDTH, norm) {
+        (false, _) => kernel,
+        (true, Norm::Rms) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::Rms, k, l)),
+        (true, Norm::Layer) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::Layer, k, l)),
+    };
+    let sums: &[&'static str] = match norm {
+        Norm::Rms => &["dx", "dweight"],
+        Norm::Layer => &["dx", "dweight", "dbias"],
+    };
+    let sums = sums.iter();
+    sums.fold(kernel, |kernel, sum| kernel.summing(sum, Accumulate::Never))
+}
+
+#[cfg(feature = "cuda")]
+fn backward_on_gpu(norm: Norm, k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let becomes = l.some_y("dy");
+    let dy = match becomes {
+        Some(dy) => dy,
+        None => l.x("dy")?,
+    };
+    let gradients = cuda_kernel::Gradients {
+        dx: l.y("dx")?,
+        add_dx: l.adds(k, "dx"),
+        copy: l.some_y("copy"),
+        y: becomes, // where dy lies
+        dw: l.y("dweight")?,
+        add_dw: l.adds(k, "dweight"),
+        db: l.some_y("dbias"),
+        add_db: l.adds(k, "dbias"),
+    };
+    let (read, partials) = ([dy, l.x("statistics")?], l.y("partials")?);
+    cuda_kernel::backward(l.gpu, norm, read, inputs_on_gpu(l)?, gradients, partials)
+}
