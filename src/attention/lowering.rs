@@ -1,9 +1,10 @@
 //! What lowerings of attention have in common: operands, and sizes as kernels have them.
 
+use crate::graph::Attribute;
 use crate::kernels::attention::Sizes;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::flash_attention::Dropped;
-use crate::kernels::{Dropout, DropoutMask};
+use crate::kernels::{Dropout, DropoutMask, Mask};
 use crate::ops::dropout::of_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
@@ -83,26 +84,47 @@ pub(super) fn matrices(dims: &[usize]) -> [usize; 3] {
     }
 }
 
-/// With the sizes; `passes` times the two products of forward.
-pub(super) fn sized(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
+/// Adds the sizes and FLOPs of a call; `passes` counts pairs of matmuls.
+pub(super) fn sized_as(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
     let [q, k, v] = [0, 1, 2].map(|i| matrices(signature.inputs[i].dims));
     let batch = match signature.inputs[0].dims {
         [leading @ .., _, _, _] => leading.iter().product(),
         _ => 1,
     };
-    let scores = (q[0] * q[1]) as f64 * k[1] as f64;
-    let multiplied = scores * (q[2] + v[2]) as f64;
+    let sizes = Sizes {
+        batch,
+        heads: q[0].checked_div(batch).unwrap_or(0),
+        kv_heads: k[0].checked_div(batch).unwrap_or(0),
+        queries: q[1],
+        keys: k[1],
+        head_dim: q[2],
+        value_dim: v[2],
+        mask: Mask::Full, // the attributes say which, and the scale
+        scale: 1.0,
+    };
+    sized(kernel, &sizes, signature.attributes, passes)
+}
+
+/// Adds sizes, FLOPs and the attributes, which have the mask and the scale.
+pub(super) fn sized(
+    kernel: Kernel,
+    sizes: &Sizes,
+    attributes: &[(&'static str, Attribute)],
+    passes: f64,
+) -> Kernel {
+    let scores = (sizes.matrices() * sizes.queries) as f64 * sizes.keys as f64;
+    let multiplied = scores * (sizes.head_dim + sizes.value_dim) as f64;
     let kernel = kernel.sized([
-        ("batch", batch),
-        ("matrices", q[0]),
-        ("kv_matrices", k[0]),
-        ("queries", q[1]),
-        ("keys", k[1]),
-        ("head_dim", q[2]),
-        ("value_dim", v[2]),
+        ("batch", sizes.batch),
+        ("heads", sizes.heads),
+        ("kv_heads", sizes.kv_heads),
+        ("queries", sizes.queries),
+        ("keys", sizes.keys),
+        ("head_dim", sizes.head_dim),
+        ("value_dim", sizes.value_dim),
     ]);
     kernel
-        .with_all(signature.attributes)
+        .with_all(attributes)
         .costing(2.0 * passes * multiplied)
         .scoring(scores)
 }
@@ -119,11 +141,10 @@ pub(super) fn with_workspace(
 }
 
 pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {
-    let batch = k.count("batch")?;
     Ok(Sizes {
-        batch,
-        heads: k.count("matrices")? / batch.max(1),
-        kv_heads: k.count("kv_matrices")? / batch.max(1),
+        batch: k.count("batch")?,
+        heads: k.count("heads")?,
+        kv_heads: k.count("kv_heads")?,
         queries: k.count("queries")?,
         keys: k.count("keys")?,
         head_dim: k.count("head_dim")?,

@@ -24,7 +24,7 @@ mod computed;
 pub(crate) mod cost;
 pub(crate) mod first_keys;
 pub(crate) mod flash;
-pub(crate) mod in_model;
+pub(crate) mod in_rows;
 pub(crate) mod lowering;
 pub(crate) mod naive;
 mod nothing;
@@ -45,7 +45,7 @@ use crate::kernels;
 use crate::ops::{Dropout, dropout};
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
-pub(crate) use in_model::planned_flash_sizes;
+pub(crate) use flash::lowering::planned_flash_sizes;
 
 /// How to attend; it means the same to every algorithm.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -142,6 +142,16 @@ pub struct ValueRef {
     pub tracked: bool,
 }
 
+impl ValueRef {
+    /// The shape of the operand, a value of these.
+    pub(crate) fn shape_in<'a>(&'a self, values: &'a [Value]) -> &'a [usize] {
+        match &self.view {
+            Some(view) => &view.shape,
+            None => &values[self.value.0].shape,
+        }
+    }
+}
+
 /// Elements of a value, by their places.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
@@ -233,10 +243,7 @@ impl Graph {
 
     /// The shape of an operand of this graph.
     pub(crate) fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
-        match &operand.view {
-            Some(view) => &view.shape,
-            None => &self.value(operand.value).shape,
-        }
+        operand.shape_in(&self.values)
     }
 
     /// The weights that are read, each once, in the order in which they are read first.

@@ -1,6 +1,6 @@
-//! The two norms of rows.
+//! RMSNorm and LayerNorm as a parameter of kernels.
 
-/// Which norm of a row of D elements.
+/// A norm over rows of D elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
     /// RMSNorm: `y = w x / sqrt(mean(x^2) + eps)`.
@@ -10,7 +10,7 @@ pub enum Norm {
 }
 
 impl Norm {
-    /// What forward keeps of each row: the mean, if it takes one, and rstd, 1 over the square root.
+    /// Returns how many statistics a row has: rstd, after the mean for LayerNorm.
     pub const fn statistics(self) -> usize {
         match self {
             Self::Rms => 1,
@@ -18,7 +18,7 @@ impl Norm {
         }
     }
 
-    /// What backward sums over rows: the gradients of w and, if there is one, b.
+    /// Returns how many parameters have gradients that are summed over rows.
     pub const fn sums(self) -> usize {
         self.statistics()
     }

@@ -1,7 +1,9 @@
 //! The kernels of a bias.
 
 use super::cpu::for_stored;
-use super::lowering::{Calls, Kernel, Signature, Slot, Workspace, converted, kernel, on_gpu};
+use super::lowering::{
+    Accumulate, Calls, Kernel, Signature, Slot, Workspace, converted, kernel, on_gpu,
+};
 use crate::graph::Target;
 use crate::kernels::cpu::parallel::block_sums;
 use crate::kernels::cpu::{Stored, rows::bias as kernel};
@@ -11,7 +13,7 @@ use crate::kernels::workspace;
 use candle_core::{DType, WithDType};
 
 /// Reads a bias (out), in y's dtype or in f32; writes it to every row of y (N, out).
-pub(crate) fn bias() -> Kernel {
+pub(super) fn bias() -> Kernel {
     let kernel = Kernel::new("bias", |_, s| {
         for_stored!(s.dtype_of("y")?, T => {
             let bias = s.wide_x::<<T as Stored>::Wide>("bias")?;
@@ -30,9 +32,9 @@ pub(crate) fn bias() -> Kernel {
 
 /// Reads dy (N, out); writes dbias (out), the sum of its rows in the dtype that sums are computed in, and on a GPU
 /// partials. N is `rows`, out `columns`; sums are in `wide`.
-pub(crate) fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel {
-    let kernel = kernel!("bias_backward", |T, _, s| {
-        kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?);
+fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel {
+    let kernel = kernel!("bias_backward", |T, k, s| {
+        kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?, s.adds(k, "dbias"));
     });
     let kernel = kernel.with_workspace(Workspace {
         what: "partial sums of a bias",
@@ -40,12 +42,11 @@ pub(crate) fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel 
         elements: block_sums(rows, columns),
         element_bytes: wide.size_in_bytes(),
     });
-    on_gpu!(kernel, |_, l| cuda_kernel::gradient(
-        l.gpu,
-        l.x("dy")?,
-        l.y("dbias")?,
-        l.y("partials")?
-    ))
+    let kernel = on_gpu!(kernel, |k, l| {
+        let (dy, db, adds) = (l.x("dy")?, l.y("dbias")?, l.adds(k, "dbias"));
+        cuda_kernel::gradient(l.gpu, dy, db, adds, l.y("partials")?)
+    });
+    kernel.summing("dbias", Accumulate::Never)
 }
 
 /// The gradient of the bias, in its dtype.

@@ -1,5 +1,5 @@
-//! Head and loss of a step, some rows at a time, with their gradients at once: the logits of all rows are never there,
-//! and none is kept.
+//! The head and the loss of a training step, in chunks of rows. Each chunk's gradients are computed right after its
+//! loss, so the logits of all rows never exist and none are saved.
 
 use super::cross_entropy::Reduction;
 use super::cross_entropy::lowering::{gradient_of_counted, in_place, mean_of};
@@ -10,34 +10,31 @@ use crate::graph::Target;
 use candle_core::DType;
 use std::ops::Range;
 
-/// Elements of logits at a time, about: 10 MiB of f32. Fewer rows would read and write the head's gradient more often
-/// (it is added to once for each chunk), more would leave the cache.
+/// The number of logits in a chunk on the CPU, about 10 MiB of f32. Smaller chunks would read and write the head's
+/// gradient more often; larger ones would not fit the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
-/// On a GPU: products of so many rows are as fast as larger ones.
+/// The same on a GPU, where larger matmuls are not faster.
 const GPU_CHUNK_ELEMENTS: usize = 4096 * 10_240;
 
-/// Rows at a time at least, whatever the vocabulary.
+/// The minimum number of rows in a chunk.
 const CHUNK_ROWS: usize = 64;
 
-/// [`linear_cross_entropy`](super::linear_cross_entropy()) where the loss is what is differentiated: its gradient is
-/// known beforehand.
+/// [`linear_cross_entropy`](super::linear_cross_entropy()) as the loss of a step, whose gradient is known in forward.
 ///
-/// Inputs: x (N, D), the weight (V, D). Reads: the weight's copy, if it has one, and the targets (N). Forward makes the
-/// mean loss of the step, and the gradients of both inputs; backward nothing. The loss is computed in f32 for half
-/// precision, from logits that come in its dtype.
+/// Inputs: x (N, D), the weight (V, D). Reads: the copy of the weight, if it has one, and the targets (N). Forward
+/// computes the mean loss of the step and the gradients of both inputs; backward has no calls. Logits are in x's dtype,
+/// the loss in f32 or f64.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct HeadLoss {
-    /// The target that does not count.
+    /// The target that is ignored.
     pub ignore: Option<i64>,
     pub reduction: Reduction,
-    /// Micro-batches of the step, whose losses' mean it takes.
+    /// The number of micro-batches whose mean the loss is.
     pub micro_batches: usize,
-    /// Whether gradients of x and of the weight are needed.
-    pub wanted: [bool; 2],
 }
 
-/// Its sizes.
+/// Sizes and device.
 struct Sizes {
     rows: usize,
     width: usize,
@@ -64,7 +61,7 @@ impl HeadLoss {
         let targets = Slot::Read(targets);
         let wide = signature.output.dtype;
         let losses = calls.temporary("losses", &[all_rows], wide);
-        // How many ids are ignored is known in a run alone.
+        // How many ids are ignored is only known in a run.
         let (divisor, dloss) = match (self.reduction, self.ignore) {
             (Reduction::Sum, _) => (1, None), // the run's loss gradient has the divisor
             (Reduction::Mean, None) => (all_rows * self.micro_batches, None),
@@ -75,7 +72,7 @@ impl HeadLoss {
                 (self.micro_batches, Some(dloss))
             }
         };
-        let [dx_is_wanted, dw_is_wanted] = self.wanted;
+        let [dx_is_wanted, dw_is_wanted] = [0, 1].map(|input| signature.needs_grad(input));
         let weight = read_weight(signature, 1);
         let (at_once, row_stride) = (sizes.rows_at_once(), sizes.row_stride());
         let parts = sizes.parts();
@@ -103,7 +100,7 @@ impl HeadLoss {
                 let kernel = product_into(of_x, of_part.t(), row_stride, Accumulate::Never);
                 calls.push(kernel, [("a", some_x), ("b", b)], [("c", c)]);
             }
-            // The logits become their gradient.
+            // The gradient overwrites the logits.
             let reads = Named::from([("targets", some(&mut calls, targets, 1))]);
             let reads = reads.with_some("dloss", dloss);
             let writes = [("logits", logits), ("losses", some(&mut calls, losses, 1))];
@@ -150,13 +147,13 @@ impl Sizes {
         }
     }
 
-    /// Rows whose logits are there at a time.
+    /// Returns the rows of a chunk.
     fn rows_at_once(&self) -> usize {
         let within =
             |elements: usize| (elements / self.classes).clamp(CHUNK_ROWS.min(self.rows), self.rows);
         match self.target {
             Target::Cpu => within(CHUNK_ELEMENTS),
-            // All of a size, and so that each begins where products like it.
+            // Chunks of equal size that start at aligned rows.
             Target::Cuda => {
                 let chunks = self.rows.div_ceil(within(GPU_CHUNK_ELEMENTS));
                 self.rows.div_ceil(chunks).next_multiple_of(2 * CHUNK_ROWS)
@@ -164,7 +161,7 @@ impl Sizes {
         }
     }
 
-    /// From a row of logits to the next, in elements: on a GPU whole 16 bytes.
+    /// Returns the row stride of the logits, in elements: a multiple of 16 bytes on a GPU.
     fn row_stride(&self) -> usize {
         match self.target {
             Target::Cpu => self.classes,
@@ -172,9 +169,9 @@ impl Sizes {
         }
     }
 
-    /// The classes in parts, each multiplied by itself. cuBLASLt has only slow kernels for a vocabulary that is not in
-    /// whole 16 bytes (GPT-2's 50,257: 6.7 times slower), however its rows lie: on a GPU the few beyond come apart, and
-    /// first, so that dx rounds their sum and not the large one twice.
+    /// Splits the classes into ranges with a matmul each. cuBLASLt only has slow kernels for a vocabulary that is not a
+    /// multiple of 16 bytes (GPT-2's 50,257: 6.7 times slower), whatever the row stride. On a GPU the remaining classes
+    /// are a range of their own. It comes first, so that dx rounds the small sum twice and not the large one.
     fn parts(&self) -> Vec<Range<usize>> {
         let whole = match self.target {
             Target::Cpu => self.classes,
@@ -185,7 +182,7 @@ impl Sizes {
         parts
     }
 
-    /// Elements of 16 bytes.
+    /// Returns how many elements 16 bytes hold.
     fn in_vector(&self) -> usize {
         16 / self.dtype.size_in_bytes()
     }

@@ -99,7 +99,7 @@ pub(crate) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).c
     Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
 );
 
-/// By itself, with or without a bias; `compile::lower` plans those of one input together.
+/// With or without a bias.
 pub(super) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);

@@ -150,7 +150,7 @@ fn check(
 }
 
 /// The op, as nodes call it.
-pub(crate) const NAME: &str = "linear_cross_entropy";
+const NAME: &str = "linear_cross_entropy";
 
 pub(crate) const INFO: OpInfo = OpInfo::new(NAME)
     .on_gpu()
@@ -170,7 +170,7 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
     Some((elements, elements * x.dtype.size_in_bytes() as f64))
 }
 
-/// In a plan, by itself; `compile::lower` plans the loss of a step in rows.
+/// By itself; the loss of a planned step is a [`HeadLoss`](super::head_loss::HeadLoss).
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);

@@ -32,7 +32,7 @@
 
 mod activation;
 pub(crate) mod arithmetic;
-pub(crate) mod bias;
+mod bias;
 pub(crate) mod cast;
 mod concat;
 mod contiguous;

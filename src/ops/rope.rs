@@ -228,6 +228,40 @@ fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
         .with_all(signature.attributes)
 }
 
+/// Returns the kernel that rotates the first heads of each row in place, or rotates gradients back. Reads `cos`, `sin`
+/// (T, Dh/2); writes `x` (B, T, `row`). Only on GPUs.
+pub(crate) fn in_place(
+    [batch, length, heads, head_dim, row]: [usize; 5],
+    by_halves: bool,
+    back: bool,
+) -> Kernel {
+    let name = if back { "rotate_back" } else { "rotate" };
+    let kernel = on_gpu!(Kernel::of_gpus(name), |k, l| {
+        let turned = cuda_kernel::Turned {
+            batch: k.count("batch")?,
+            length: k.count("length")?,
+            heads: k.count("heads")?,
+            head_dim: k.count("head_dim")?,
+            row: k.count("row")?,
+        };
+        let turn = cuda_kernel::Turn {
+            by_halves: k.flag(HALVES),
+            back: k.flag("back"),
+        };
+        cuda_kernel::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, turn)
+    });
+    let kernel = kernel.sized([
+        ("batch", batch),
+        ("length", length),
+        ("heads", heads),
+        ("head_dim", head_dim),
+        ("row", row),
+    ]);
+    let flags = [(HALVES, by_halves), ("back", back)];
+    let flags = flags.map(|(name, set)| (name, Attribute::Flag(set)));
+    kernel.with_all(&flags).in_place()
+}
+
 /// The attribute of a rotation that is [by halves](RotaryPairs::Halves).
 pub(crate) const HALVES: &str = "by halves";
 

@@ -1,16 +1,19 @@
 //! Flash attention as calls of kernels, on heads as they lie.
 
-#[cfg(feature = "cuda")]
-use crate::attention::lowering::dropped;
 use crate::attention::lowering::{
-    GRADIENTS, checked, dropout_mask, first_keys, inputs, sized, sizes, with_workspace,
+    GRADIENTS, checked, dropout_mask, first_keys, inputs, sized_as, sizes, with_workspace,
 };
+#[cfg(feature = "cuda")]
+use crate::attention::{in_rows, lowering::dropped};
 use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self as kernel, Heads, Tiles};
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::flash_attention::{self as gpu_kernel, Heads as GpuHeads};
+use crate::kernels::cuda::{
+    View,
+    flash_attention::{self as gpu_kernel, Heads as GpuHeads},
+};
 use crate::kernels::workspace;
 use crate::ops::dropout::of_attributes;
 #[cfg(feature = "cuda")]
@@ -22,9 +25,8 @@ use candle_core::{DType, Result};
 
 pub(in crate::attention) const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let kernel = kernel!(KERNELS[0], |T, k, s| forward::<T>(k, s)?);
-        let kernel = on_gpu!(kernel, |k, l| forward_on_gpu(k, l));
-        let kernel = with_workspace(sized(kernel, signature, 1.0), |sizes| {
+        let kernel = sized_as(forward_kernel(), signature, 1.0);
+        let kernel = with_workspace(kernel, |sizes| {
             forward_workspace(sizes, signature.output.dtype)
         });
         let mut calls = checked(signature);
@@ -34,9 +36,8 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         calls.call(kernel, inputs(signature), writes)
     },
     backward: |signature| {
-        let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
-        let kernel = on_gpu!(kernel, |k, l| backward_on_gpu(k, l));
-        let kernel = with_workspace(sized(kernel, signature, 2.0), |sizes| {
+        let kernel = sized_as(backward_kernel(), signature, 2.0);
+        let kernel = with_workspace(kernel, |sizes| {
             backward_workspace(sizes, signature.output.dtype)
         });
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
@@ -50,7 +51,26 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
 };
 
 /// Forward and backward, as reports call them.
-pub(in crate::attention) const KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
+const KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
+
+/// Without sizes.
+pub(in crate::attention) fn forward_kernel() -> Kernel {
+    let kernel = kernel!(KERNELS[0], |T, k, s| forward::<T>(k, s)?);
+    on_gpu!(kernel, |k, l| forward_on_gpu(k, l))
+}
+
+/// Without sizes.
+pub(in crate::attention) fn backward_kernel() -> Kernel {
+    let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
+    on_gpu!(kernel, |k, l| backward_on_gpu(k, l))
+}
+
+/// Returns the sizes of a planned call of flash attention.
+#[cfg(feature = "cuda")]
+pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
+    let is_flash = KERNELS.contains(&kernel.name());
+    is_flash.then(|| sizes(kernel).ok()).flatten()
+}
 
 /// What is kept: lse, and in half precision what rounding took from out.
 fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
@@ -135,16 +155,16 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
 #[cfg(feature = "cuda")]
 fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let [queries, keys] = [of_queries(&sizes), of_keys(&sizes)];
     let outputs = gpu_kernel::Outputs {
-        out: GpuHeads::new(l.y("out")?, queries),
+        out: as_q(k, &sizes, l.y("out")?),
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
     let inputs = gpu_kernel::ForwardInputs {
-        q: GpuHeads::new(l.lying("q")?, queries),
-        k: GpuHeads::new(l.lying("k")?, keys),
-        v: GpuHeads::new(l.lying("v")?, keys),
+        q,
+        k: keys,
+        v,
         first_keys: l.some_x("first_keys"),
         dropout: dropped(of_attributes(k.attributes()), l)?,
     };
@@ -157,25 +177,48 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 #[cfg(feature = "cuda")]
 fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let [queries, keys] = [of_queries(&sizes), of_keys(&sizes)];
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
     let inputs = gpu_kernel::Inputs {
-        d_out: GpuHeads::new(l.lying("d_out")?, queries),
-        q: GpuHeads::new(l.lying("q")?, queries),
-        k: GpuHeads::new(l.lying("k")?, keys),
-        v: GpuHeads::new(l.lying("v")?, keys),
-        out: GpuHeads::new(l.x("out")?, queries),
+        d_out: as_q(k, &sizes, l.lying("d_out")?),
+        q,
+        k: keys,
+        v,
+        out: as_q(k, &sizes, l.x("out")?),
         lse: l.x("lse")?,
         rounding_error: l.some_x("rounding_error"),
         first_keys: l.some_x("first_keys"),
         dropout: dropped(of_attributes(k.attributes()), l)?,
     };
-    let gradients = gpu_kernel::Gradients {
-        dq: GpuHeads::new(l.y("dq")?, queries),
-        dk: GpuHeads::new(l.y("dk")?, keys),
-        dv: GpuHeads::new(l.y("dv")?, keys),
-    };
+    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, ["dq", "dk", "dv"], "dqkv");
+    let gradients = gpu_kernel::Gradients { dq, dk, dv };
     let workspace = l.y("workspace")?;
     gpu_kernel::backward(l.gpu, &sizes, l.tf32(k), inputs, gradients, workspace)
+}
+
+/// Returns q, k and v or their gradients with their strides.
+#[cfg(feature = "cuda")]
+fn as_qkv<'a>(
+    k: &Kernel,
+    sizes: &Sizes,
+    operands: &Named<View<'a>>,
+    apart: [&str; 3],
+    packed: &str,
+) -> [GpuHeads<'a>; 3] {
+    if in_rows::are(k) {
+        return in_rows::of_qkv(sizes, operands, apart, packed).map(|rows| rows.heads(sizes));
+    }
+    let dims = [of_queries(sizes), of_keys(sizes), of_keys(sizes)];
+    let views = apart.map(|name| *operands.operand(name));
+    [0, 1, 2].map(|i| GpuHeads::new(views[i], dims[i]))
+}
+
+/// Returns an operand in the layout of q.
+#[cfg(feature = "cuda")]
+fn as_q<'a>(k: &Kernel, sizes: &Sizes, view: View<'a>) -> GpuHeads<'a> {
+    match in_rows::are(k) {
+        true => in_rows::of_q(sizes, view).heads(sizes),
+        false => GpuHeads::new(view, of_queries(sizes)),
+    }
 }
 
 /// What is read as `name`: heads by their strides, or one after another.

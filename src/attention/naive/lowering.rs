@@ -1,31 +1,36 @@
 //! Naive attention as calls of kernels, on heads one after another.
 
 use super::op::workspaces;
+#[cfg(feature = "cuda")]
+use crate::attention::in_rows;
 use crate::attention::lowering::{
-    GRADIENTS, checked, first_keys, inputs, matrices, sized, sizes, with_workspace,
+    GRADIENTS, checked, first_keys, inputs, matrices, sized_as, sizes, with_workspace,
 };
 use crate::graph::Target;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::naive;
-#[cfg(feature = "cuda")]
-use crate::kernels::cuda::naive_attention::{self, HeadGroups};
 use crate::kernels::workspace;
-use crate::ops::lowering::{Calls, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu};
 #[cfg(feature = "cuda")]
-use crate::ops::lowering::{Kernel, Operands};
+use crate::kernels::{
+    attention::Sizes,
+    cuda::{
+        View,
+        flash_attention::Heads,
+        naive_attention::{self, HeadGroups},
+    },
+};
+#[cfg(feature = "cuda")]
+use crate::ops::lowering::Operands;
+use crate::ops::lowering::{
+    Calls, Kernel, Lowering, Named, Signature, Slices, Slot, kernel, on_gpu,
+};
 use candle_core::{DType, Result};
 
 pub(in crate::attention) const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let kernel = kernel!("naive_attention", |T, k, s| {
-            let sizes = sizes(k)?;
-            let lse = s.some_y("lse")?.unwrap_or_default();
-            naive::forward(&sizes, operands::<T>(s)?, s.y("p")?, lse, s.y("out")?);
-        });
-        let kernel = with_workspace(sized(kernel, signature, 1.0), |sizes| {
+        let kernel = with_workspace(sized_as(forward_kernel(), signature, 1.0), |sizes| {
             workspaces(sizes, signature.output.dtype)[0]
         });
-        let kernel = on_gpu!(kernel, |k, l| forward(k, l));
         let mut calls = checked(signature);
         let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
         if signature.kept.len() > 1 {
@@ -39,16 +44,9 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         calls.call(kernel, inputs(signature), writes)
     },
     backward: |signature| {
-        let kernel = kernel!("naive_attention_backward", |T, k, s| {
-            let sizes = sizes(k)?;
-            let (d_out, p) = (s.x("d_out")?, s.x("p")?);
-            let gradients = [s.y("dq")?, s.y("dk")?, s.y("dv")?];
-            naive::backward(&sizes, operands::<T>(s)?, d_out, p, gradients);
-        });
-        let kernel = with_workspace(sized(kernel, signature, 2.0), |sizes| {
+        let kernel = with_workspace(sized_as(backward_kernel(), signature, 2.0), |sizes| {
             workspaces(sizes, signature.output.dtype)[1]
         });
-        let kernel = on_gpu!(kernel, |k, l| backward(k, l));
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
         let reads = reads.with("p", Slot::Kept(0));
         let mut calls = Calls::default();
@@ -63,6 +61,27 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         calls.call(kernel, reads, writes)
     },
 };
+
+/// Without sizes.
+pub(in crate::attention) fn forward_kernel() -> Kernel {
+    let kernel = kernel!("naive_attention", |T, k, s| {
+        let sizes = sizes(k)?;
+        let lse = s.some_y("lse")?.unwrap_or_default();
+        naive::forward(&sizes, operands::<T>(s)?, s.y("p")?, lse, s.y("out")?);
+    });
+    on_gpu!(kernel, |k, l| forward(k, l))
+}
+
+/// Without sizes.
+pub(in crate::attention) fn backward_kernel() -> Kernel {
+    let kernel = kernel!("naive_attention_backward", |T, k, s| {
+        let sizes = sizes(k)?;
+        let (d_out, p) = (s.x("d_out")?, s.x("p")?);
+        let gradients = [s.y("dq")?, s.y("dk")?, s.y("dv")?];
+        naive::backward(&sizes, operands::<T>(s)?, d_out, p, gradients);
+    });
+    on_gpu!(kernel, |k, l| backward(k, l))
+}
 
 fn operands<'a, T: Stored>(s: &Slices<'a>) -> Result<naive::Inputs<'a, T>> {
     Ok(naive::Inputs {
@@ -82,14 +101,14 @@ fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
     (signature.target == Target::Cuda).then_some([heads, of_head / k[1].max(1), k[1]])
 }
 
-/// Launches it. Writes out, the probabilities and, in half precision, the scores of some heads in f32.
+/// Writes out, the probabilities and, in half precision, the scores of some heads in f32.
 #[cfg(feature = "cuda")]
 fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let heads = HeadGroups::of(&sizes(k)?, l.some_x("first_keys"));
-    let (out, p) = (l.y("out")?, l.y("p")?);
+    let sizes = sizes(k)?;
+    let qkv = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
+    let (out, p) = (as_q(k, &sizes, l.y("out")?, sizes.value_dim), l.y("p")?);
     let scores = l.some_y("scores").unwrap_or(p); // f32's in the same place
-    let qkv = [l.x("q")?, l.x("k")?, l.x("v")?];
-    let multiply = &mut l.multiplier();
+    let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiplier());
     naive_attention::forward(l.gpu, multiply, &heads, qkv, scores, p, out)
 }
 
@@ -97,11 +116,64 @@ fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 /// f32 and, in half precision, the scores'.
 #[cfg(feature = "cuda")]
 fn backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
-    let heads = HeadGroups::of(&sizes(k)?, l.some_x("first_keys"));
-    let inputs = [l.x("d_out")?, l.x("q")?, l.x("k")?, l.x("v")?, l.x("p")?];
-    let gradients = [l.y("dq")?, l.y("dk")?, l.y("dv")?];
+    let sizes = sizes(k)?;
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
+    let inputs = [as_q(k, &sizes, l.x("d_out")?, sizes.value_dim), q, keys, v];
+    let gradients = as_qkv(k, &sizes, &l.writes, ["dq", "dk", "dv"], "dqkv");
     let dp = l.y("dp")?;
     let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
-    let multiply = &mut l.multiplier();
-    naive_attention::backward(l.gpu, multiply, &heads, inputs, [dp, ds], gradients)
+    let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiplier());
+    naive_attention::backward(
+        l.gpu,
+        multiply,
+        &heads,
+        inputs,
+        l.x("p")?,
+        [dp, ds],
+        gradients,
+    )
+}
+
+/// Returns the heads of one batched matmul: those of a sequence if heads are in rows, else all.
+#[cfg(feature = "cuda")]
+fn groups<'a>(k: &Kernel, sizes: &Sizes, l: &Operands<'a>) -> HeadGroups<'a> {
+    let all = HeadGroups::of(sizes, l.some_x("first_keys"));
+    match in_rows::are(k) {
+        true => HeadGroups {
+            kv_heads: sizes.kv_heads,
+            ..all
+        },
+        false => all,
+    }
+}
+
+/// Returns an operand in the layout of q, with rows of `width` elements.
+#[cfg(feature = "cuda")]
+fn as_q<'a>(k: &Kernel, sizes: &Sizes, view: View<'a>, width: usize) -> Heads<'a> {
+    let rows = sizes.group() * sizes.queries;
+    match in_rows::are(k) {
+        true => in_rows::of_q(sizes, view).heads(sizes),
+        false => Heads::new(view, [1, sizes.kv_matrices(), rows, width]),
+    }
+}
+
+/// Returns q, k and v or their gradients with their strides.
+#[cfg(feature = "cuda")]
+fn as_qkv<'a>(
+    k: &Kernel,
+    sizes: &Sizes,
+    operands: &Named<View<'a>>,
+    apart: [&str; 3],
+    packed: &str,
+) -> [Heads<'a>; 3] {
+    if in_rows::are(k) {
+        return in_rows::of_qkv(sizes, operands, apart, packed).map(|rows| rows.heads(sizes));
+    }
+    let [q, keys, v] = apart.map(|name| *operands.operand(name));
+    let of_keys = |view, width| Heads::new(view, [1, sizes.kv_matrices(), sizes.keys, width]);
+    [
+        as_q(k, sizes, q, sizes.head_dim),
+        of_keys(keys, sizes.head_dim),
+        of_keys(v, sizes.value_dim),
+    ]
 }

@@ -15,22 +15,22 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub(super) struct Gradients {
     values: HashMap<ValueId, BufferRange>,
-    /// Gradients of weights that are computed once a value is there again.
-    waiting: Vec<Waiting>,
+    /// Calls that are written once a value is recomputed.
+    waiting: Vec<Deferred>,
 }
 
-/// Writes a call down.
+/// Writes deferred calls.
 type Write = dyn FnOnce(&mut Lower<'_>) -> Result<()>;
 
-/// A call that waits until a value that it reads is made again.
-pub(super) struct Waiting {
+/// Calls that are deferred until a value they read is recomputed.
+pub(super) struct Deferred {
     /// The value.
     pub x: ValueId,
-    /// What else it reads.
+    /// The other buffers that they read.
     pub buffers: Vec<BufferId>,
-    /// The part that it belongs to.
+    /// The part of the step that they belong to.
     pub part: Option<usize>,
-    /// Writes the call down.
+    /// Writes the calls.
     pub write: Box<Write>,
 }
 
@@ -55,7 +55,7 @@ impl Gradients {
         self.values.insert(value, gradient);
     }
 
-    /// Whether a buffer has a gradient that is still read, or is read by a call to come.
+    /// Whether a gradient in this buffer, or a deferred call, still reads it.
     pub fn reads(&self, buffer: BufferId) -> bool {
         let values = self.values.values().map(|gradient| gradient.buffer);
         let waiting = self.waiting.iter().flat_map(|waiting| &waiting.buffers);
@@ -84,13 +84,13 @@ impl Lower<'_> {
         Some(copy)
     }
 
-    /// Has a call wait.
-    pub(super) fn wait(&mut self, waiting: Waiting) {
+    /// Defers calls.
+    pub(super) fn wait(&mut self, waiting: Deferred) {
         self.gradients.waiting.push(waiting);
     }
 
-    /// A value was made again, at `place`: the calls that wait for it are written.
-    pub(super) fn remade(&mut self, value: ValueId, place: BufferRange) -> Result<()> {
+    /// Records that a value was recomputed at `place`, and writes the calls that were deferred until then.
+    pub(super) fn recomputed(&mut self, value: ValueId, place: BufferRange) -> Result<()> {
         self.places[value.0] = Some(place);
         let waiting = std::mem::take(&mut self.gradients.waiting);
         for call in waiting {
@@ -106,10 +106,11 @@ impl Lower<'_> {
         Ok(())
     }
 
-    /// Whether backward makes a value again, where its gradient lay.
-    pub(super) fn is_remade(&self, value: ValueId) -> bool {
-        let is_remade = |i: usize| self.program.nodes[i].output == value && self.remakes[i];
-        self.program.is_wanted(value) && self.program.maker(value).is_some_and(is_remade)
+    /// Whether backward recomputes a value in the buffer of its gradient.
+    pub(super) fn is_recomputed(&self, value: ValueId) -> bool {
+        let is_recomputed =
+            |i: usize| self.program.nodes[i].output == value && self.recomputes_output[i];
+        self.program.needs_grad(value) && self.program.maker(value).is_some_and(is_recomputed)
     }
 
     /// Adds the gradient of what `operand` shows to that of its value.

@@ -1,7 +1,8 @@
 //! From a traced graph to a plan: every node's forward in order, the gradients in reverse, the update.
 //!
 //! The function's nodes are rewritten first ([`program`](super::program)). Then each node, in order, writes the calls
-//! that its lowering says ([`node`]), and in reverse those of its backward, which hands gradients on.
+//! that its lowering says ([`mod@forward`]), and in reverse those of its backward, which hands gradients on
+//! ([`mod@backward`]).
 //!
 //! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
 //! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), calls that no
@@ -9,13 +10,15 @@
 //! ([`fetch`]), and weights that every rank has a part of ([`sharded`]). What does not: where buffers lie
 //! ([`arena`](super::arena)) and what computes a call.
 
+mod backward;
 mod dead;
 mod exchange;
 mod fetch;
 mod finish;
+mod forward;
 mod gradients;
 mod loss;
-mod node;
+mod node_writer;
 mod recompute;
 mod sharded;
 #[cfg(test)]
@@ -114,7 +117,7 @@ struct Lower<'a> {
     job: &'a Job<'a>,
     program: Rc<Program>,
     /// By node: whether its backward makes its output again, where the gradient of that lay.
-    remakes: Vec<bool>,
+    recomputes_output: Vec<bool>,
     plan: Writer,
     /// By value: where it lies.
     places: Vec<Option<BufferRange>>,
@@ -140,8 +143,8 @@ impl<'a> Lower<'a> {
         let recompute = program.recompute(job.recompute);
         Self {
             job,
-            remakes: match job.kind.has_backward() {
-                true => node::remade(&program),
+            recomputes_output: match job.kind.has_backward() {
+                true => backward::nodes_recomputing_output(&program),
                 false => vec![false; program.nodes.len()],
             },
             plan: Writer::default(),
@@ -204,13 +207,14 @@ impl<'a> Lower<'a> {
         for (i, node) in program.nodes.iter().enumerate().rev() {
             self.recompute_segments(i)?;
             let is_due =
-                |output: &ValueId| self.gradients.has(*output) && program.is_wanted(*output);
+                |output: &ValueId| self.gradients.has(*output) && program.needs_grad(*output);
             let mut outputs = [node.output].into_iter().chain(node.second);
             if outputs.any(|output| is_due(&output)) {
-                for input in &node.inputs {
-                    if let Some(maker) = program.maker(input.value) {
+                let makers = node.inputs.iter().filter_map(|x| program.maker(x.value));
+                for maker in makers.chain([i]) {
+                    if self.lacks_saved(maker) {
                         let [cost, _] = program.nodes[maker].costs;
-                        self.run_part(maker, cost, |lower| lower.keep_again(maker))?;
+                        self.run_part(maker, cost, |lower| lower.recompute_saved(maker))?;
                     }
                 }
                 self.run_part(i, node.costs[1], |lower| lower.backward_of(i))?;

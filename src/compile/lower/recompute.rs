@@ -1,4 +1,4 @@
-//! Checkpointed segments, which backward runs again.
+//! Recomputation of checkpointed segments in backward.
 
 use super::super::plan::Phase;
 use super::Lower;
@@ -6,7 +6,7 @@ use crate::Result;
 use crate::graph::ValueId;
 
 impl Lower<'_> {
-    /// Runs the checkpointed segments again whose last node is number `last`, for backward, which comes to it now.
+    /// Recomputes the checkpointed segments that end with node `last`, whose backward comes next.
     pub(super) fn recompute_segments(&mut self, last: usize) -> Result<()> {
         let program = self.program.clone();
         let next = program.nodes.get(last + 1);
@@ -24,7 +24,7 @@ impl Lower<'_> {
         Ok(())
     }
 
-    /// Forgets where the values lie that a segment makes: backward makes them again.
+    /// Forgets the buffers of the values that a segment computes.
     fn forget(&mut self, segment: usize) {
         let program = self.program.clone();
         let is_made = |value: usize| program.segments_of(ValueId(value)).contains(&segment);

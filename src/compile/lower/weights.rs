@@ -36,10 +36,10 @@ impl Weights {
         let count = job.function.parameters.len();
         let (mut to_come, mut is_free_early) = (vec![0; count], vec![true; count]);
         for node in &program.nodes {
-            for (input, passes) in node.inputs.iter().zip(&node.passes) {
+            for (input, needs_grad) in node.inputs.iter().zip(&node.needs_grad) {
                 let weights = program.weights_of(input.value);
                 for number in weights.iter().filter_map(|w| job.function.numbers.get(w)) {
-                    match passes {
+                    match needs_grad {
                         true => to_come[*number] += 1,
                         false => is_free_early[*number] = false,
                     }
@@ -145,10 +145,10 @@ impl Lower<'_> {
         let exchanged = config.ranks.exchanged();
         let is_rounded =
             exchanged == Some(DType::BF16) && config.accumulation == 1 && !config.loss_scaling;
-        let passes = self.is_on_gpu() && (config.optimizer_in_backward || is_rounded);
+        let needs_grad = self.is_on_gpu() && (config.optimizer_in_backward || is_rounded);
         match factors {
             DType::F64 => DType::F64,
-            DType::BF16 if passes && weights.iter().all(is_last) => DType::BF16,
+            DType::BF16 if needs_grad && weights.iter().all(is_last) => DType::BF16,
             _ => DType::F32,
         }
     }

@@ -1,12 +1,13 @@
-//! Rewrites attention on a GPU: heads are read and written in the projections' layout and rotated in place, and the
-//! three projections are one product where their weights can be one. On the CPU copies of heads cost nothing that
-//! shows.
+//! Fuses attention on a GPU: kernels read and write heads in the layout of the projections and rotate them in place.
+//! The three projections become one matmul if their weights can be packed. On the CPU, copying heads costs nothing
+//! measurable.
 
 use super::packed::Packed;
 use super::{Kind, Node, Program, Replacement};
-use crate::attention::in_model::{InModel, ModelAttention};
+use crate::attention::in_rows::InRows;
 use crate::attention::{Mask, flash, naive};
 use crate::graph::{Attribute, Source, Target, Value, ValueId, ValueRef, View};
+use crate::kernels::attention::Sizes;
 use crate::ops::dropout::of_attributes;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{CONTIGUOUS, TO_DTYPE};
@@ -23,13 +24,13 @@ pub(super) fn rewrite(program: &mut Program) {
         let Some(found) = Found::around(program, i) else {
             continue;
         };
-        let packed = match found.sizes.packed {
+        let packed = match found.in_rows.packed {
             true => None,
-            false => as_one_product(program, found.projections),
+            false => as_one_product(program, i, found.projections),
         };
         let qkv = match &packed {
             Some((_, qkv)) => vec![*qkv],
-            None if found.sizes.packed => vec![found.projections[0]],
+            None if found.in_rows.packed => vec![found.projections[0]],
             None => found.projections.to_vec(),
         };
         replacements.push(found.attention(program, i, &qkv));
@@ -38,9 +39,10 @@ pub(super) fn rewrite(program: &mut Program) {
     program.replace(replacements);
 }
 
-/// The maps that make these as one, and what that makes.
+/// Packs the linear layers that compute the inputs of an attention into one; returns it and its output.
 fn as_one_product(
     program: &mut Program,
+    attention: usize,
     projections: [ValueId; 3],
 ) -> Option<(Replacement, ValueId)> {
     let makers = projections.map(|value| program.maker(value));
@@ -49,14 +51,18 @@ fn as_one_product(
     let are_maps = nodes
         .iter()
         .all(|map| program.is_kernel(*map, &linear::INFO) && program.nodes[*map].inputs[0] == x);
-    if !are_maps {
+    let flows = |node: usize, input: usize| program.nodes[node].needs_grad[input];
+    let flows_alike = (0..3).all(|i| {
+        flows(attention, i) == flows(attention, 0) && flows(nodes[i], 0) == flows(nodes[0], 0)
+    });
+    if !are_maps || !flows_alike {
         return None;
     }
     let Packed {
         weight,
         copy,
         rows,
-        passes,
+        needs_grad,
     } = program.packed(&nodes.map(|map| (map, 1)))?;
     let like = program.value(projections[0]).clone();
     let mut shape = like.shape.clone();
@@ -69,7 +75,7 @@ fn as_one_product(
         inputs: vec![x, weight],
         reads: vec![copy],
         output: qkv,
-        passes: vec![maps.iter().any(|map| map.passes[0]), passes],
+        needs_grad: vec![maps.iter().any(|map| map.needs_grad[0]), needs_grad],
         ..maps[0].clone()
     };
     let replacement = Replacement {
@@ -86,17 +92,16 @@ fn joined([first, others @ ..]: [&str; 3]) -> String {
     format!("{first}+{}", names.join("+"))
 }
 
-/// An attention, with what cuts its operands into heads, rotates them and merges its output.
+/// An attention with the nodes that split its operands into heads, rotate them and merge its output.
 struct Found {
-    sizes: InModel,
-    is_naive: bool,
-    /// Where q, k and v come from.
+    in_rows: InRows,
+    /// The projections q, k and v.
     projections: [ValueId; 3],
     /// Cosines and sines, where they are rotated.
     angles: Option<[ValueRef; 2]>,
-    /// What is merged.
+    /// The merged heads.
     output: ValueId,
-    /// All of them, in order.
+    /// Indices of all these nodes, ascending.
     nodes: Vec<usize>,
 }
 
@@ -128,20 +133,8 @@ impl Found {
         let alike = k.shape == of_kv && v.shape == of_kv && !q.shape.contains(&0) && kv_heads > 0;
         let rotated_alike =
             k.angles == q.angles && v.angles.is_none() && q.by_halves == k.by_halves;
-        let sizes = InModel {
-            batch,
-            length,
-            heads,
-            kv_heads,
-            head_dim,
-            mask,
-            scale,
-            dropout: of_attributes(&node.attributes),
-            by_halves: q.by_halves,
-            packed: false,
-        };
-        // Parts of the rows of one projection.
-        let columns = sizes.columns();
+        // q, k and v may be column ranges of one projection.
+        let columns = [heads, kv_heads, kv_heads].map(|heads| heads * head_dim);
         let row = columns.iter().sum();
         let firsts = [0, columns[0], columns[0] + columns[1]];
         let parts = [&q, &k, &v].map(|x| x.part);
@@ -153,12 +146,15 @@ impl Found {
         let takes = !is_naive || kv_heads == heads; // naive attention's kernels know no groups
         let mut nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
         nodes.sort_unstable();
-        // Rotated in place: nothing else reads a projection, nor does what makes it.
+        // Projections are rotated in place, so nothing else may read them, nor may the backward of the node that
+        // computes them. A recomputed segment must compute them again, or they would be rotated twice.
         let is_ours = [&q, &k, &v].iter().all(|x| {
             let readers = program.readers(x.projection).iter();
             let makers = [linear::INFO, linear_bias::INFO, rms_norm::INFO];
             let maker = program.maker(x.projection);
-            let made = maker.is_some_and(|by| makers.iter().any(|op| program.is(by, op)));
+            let made = maker.is_some_and(|by| {
+                makers.iter().any(|op| program.is(by, op)) && program.are_in_one_segment(i, by)
+            });
             made && !program.is_output(x.projection)
                 && readers.clone().all(|reader| nodes.contains(reader))
                 && (in_one || readers.count() == 1)
@@ -166,13 +162,31 @@ impl Found {
         let together = nodes
             .iter()
             .all(|other| program.are_in_one_segment(i, *other));
+        // A packed projection has one gradient.
+        let flows_alike = !in_one
+            || node
+                .needs_grad
+                .iter()
+                .all(|needs_grad| *needs_grad == node.needs_grad[0]);
         let fits = is_merged && alike && rotated_alike && known && takes && is_ours && together;
-        (fits && (in_one || parts == [None; 3])).then_some(Self {
-            sizes: InModel {
+        (fits && flows_alike && (in_one || parts == [None; 3])).then_some(Self {
+            in_rows: InRows {
+                sizes: Sizes {
+                    batch,
+                    heads,
+                    kv_heads,
+                    queries: length,
+                    keys: length,
+                    head_dim,
+                    value_dim: head_dim,
+                    mask,
+                    scale,
+                },
+                dropout: of_attributes(&node.attributes),
+                is_naive,
                 packed: in_one,
-                ..sizes
+                by_halves: q.angles.as_ref().map(|_| q.by_halves),
             },
-            is_naive,
             projections: [&q, &k, &v].map(|x| x.projection),
             angles: q.angles,
             output: merged.output,
@@ -180,35 +194,29 @@ impl Found {
         })
     }
 
-    /// The one node, of projections or of what they are packed in; `i` is the attention.
+    /// Returns the fused node. `qkv` are the projections, or their packed one; `i` is the attention's index.
     fn attention(self, program: &Program, i: usize, qkv: &[ValueId]) -> Replacement {
         let node = &program.nodes[i];
-        let is_wanted = program.is_wanted(node.output);
-        let kind = ModelAttention {
-            sizes: InModel {
-                packed: qkv.len() == 1,
-                ..self.sizes
-            },
-            is_naive: self.is_naive,
-            rotates: self.angles.is_some(),
-            is_wanted,
+        let in_rows = InRows {
+            packed: qkv.len() == 1,
+            ..self.in_rows
         };
         let whole = |value: &ValueId| ValueRef {
             value: *value,
             view: None,
             tracked: true,
         };
-        let passes = match qkv.len() {
-            1 => vec![node.passes.contains(&true)],
-            _ => node.passes.clone(),
+        let needs_grad = match qkv.len() {
+            1 => vec![node.needs_grad.contains(&true)],
+            _ => node.needs_grad.clone(),
         };
         let angles = self.angles.into_iter().flatten();
         let by = Node {
-            kind: Kind::Attention(kind),
+            kind: Kind::Attention(in_rows),
             inputs: qkv.iter().map(whole).collect(),
             reads: angles.chain(node.reads.iter().cloned()).collect(),
             output: self.output,
-            passes,
+            needs_grad,
             ..node.clone()
         };
         let all = self.nodes.iter().map(|node| &program.nodes[*node]);
@@ -220,31 +228,31 @@ impl Found {
     }
 }
 
-/// q, k or v, from a projection to the heads that attention reads.
+/// q, k or v: a projection and the nodes that split it into heads.
 struct Heads {
-    /// (N, their columns), or more in a row.
+    /// (B, T, columns); the columns of q, k or v, or more.
     projection: ValueId,
-    /// Which of its columns they are, if not all.
+    /// The range of its columns, if not all.
     part: Option<Part>,
     /// (B, heads, T, Dh).
     shape: Vec<usize>,
     /// Cosines and sines, where they are rotated.
     angles: Option<[ValueRef; 2]>,
     by_halves: bool,
-    /// What cuts and rotates them.
+    /// The nodes that split and rotate them.
     nodes: Vec<usize>,
 }
 
-/// Columns of longer rows.
+/// A range of columns.
 #[derive(Clone, Copy, PartialEq)]
 struct Part {
     first: usize,
-    /// How many columns there are in all.
+    /// The number of columns in a row.
     row: usize,
 }
 
 impl Heads {
-    /// What node `reader` reads as `operand`.
+    /// Follows `operand` of node `reader` back to its projection.
     fn of(program: &Program, operand: &ValueRef, reader: usize) -> Option<Self> {
         let mut maker = cut(program, operand, reader)?;
         let (mut angles, mut by_halves, mut nodes) = (None, false, Vec::new());
@@ -286,7 +294,7 @@ impl Heads {
 }
 
 impl Part {
-    /// All of the columns of a view.
+    /// Returns all columns of a view.
     fn all(view: &View) -> Self {
         Self {
             first: 0,
@@ -295,7 +303,7 @@ impl Part {
     }
 }
 
-/// Which columns a view (B, T, width) is of a (B, T, row) of so many elements.
+/// Returns the columns of a (B, T, row) tensor that a (B, T, width) view selects.
 fn part(view: &View, elements: usize) -> Option<Part> {
     let [batch, length, width] = view.shape[..] else {
         return None;
@@ -308,13 +316,13 @@ fn part(view: &View, elements: usize) -> Option<Part> {
     fits.then_some(Part { first, row })
 }
 
-/// The node that makes all of an operand, which node `reader` alone reads.
+/// Returns the node that computes an operand, if `reader` is the only reader and reads all of it.
 fn cut(program: &Program, operand: &ValueRef, reader: usize) -> Option<usize> {
     let is_whole = operand.view.is_none() && program.only_reader(operand.value) == Some(reader);
     is_whole.then(|| program.maker(operand.value)).flatten()
 }
 
-/// The constant that a table is, behind its casts.
+/// Returns the constant that an operand is a cast of.
 fn constant(program: &Program, operand: &ValueRef) -> Option<ValueRef> {
     let Some(maker) = program.maker(operand.value) else {
         let source = &program.value(operand.value).source;

@@ -1,35 +1,53 @@
-//! Takes out the casts of weights: a weight's copy in half precision lasts as long as the weight does not change, so
-//! the plan makes it where it is first read, or once for all micro-batches, and not where the function did.
+//! Removes the casts of weights that matmuls read. The plan makes such a copy where it is first read, or once for all
+//! micro-batches, and keeps it until the weight changes.
 
-use super::Program;
+use super::{Node, Program};
 use crate::graph::{Source, ValueRef};
 use crate::ops::WEIGHT_CAST;
 
 pub(super) fn rewrite(program: &mut Program) {
-    let casts = program.nodes.iter().enumerate().filter(|(_, node)| {
-        node.op == WEIGHT_CAST
-            && program.lasts(&node.inputs[0])
-            && !program.is_wanted(node.output)
-            && !program.is_output(node.output)
-    });
-    let casts = casts.map(|(i, node)| (i, node.output, node.inputs[0].value));
-    let casts: Vec<_> = casts.collect();
-    for (i, copy, weight) in casts.into_iter().rev() {
-        program.copies.insert(copy, weight);
-        program.nodes.remove(i);
+    let mut casts: Vec<usize> = Vec::new();
+    for (i, node) in program.nodes.iter().enumerate() {
+        // A weight has copies in one dtype; a cast to another dtype stays a node.
+        let dtype = |node: usize| program.value(program.nodes[node].output).dtype;
+        let is_alike = |other: &usize| {
+            let weight = program.nodes[*other].inputs[0].value;
+            weight != node.inputs[0].value || dtype(*other) == dtype(i)
+        };
+        if node.op == WEIGHT_CAST && program.is_copy(node) && casts.iter().all(is_alike) {
+            casts.push(i);
+        }
+    }
+    for i in casts.into_iter().rev() {
+        let cast = program.nodes.remove(i);
+        program.copies.insert(cast.output, cast.inputs[0].value);
     }
 }
 
 impl Program {
-    /// Whether an operand is a weight, all of it, that changes by updates alone.
-    fn lasts(&self, operand: &ValueRef) -> bool {
-        let is_input = matches!(self.value(operand.value).source, Source::Input(_));
-        self.is_leaf(operand) && operand.view.is_none() && !is_input && self.is_plain(operand)
+    /// Whether a cast of a weight is only read as the copy of that weight. If an op had it as an input, its backward
+    /// could read it after the weight was updated.
+    fn is_copy(&self, cast: &Node) -> bool {
+        let readers = self.readers(cast.output).iter().map(|i| &self.nodes[*i]);
+        let mut inputs = readers.flat_map(|node| &node.inputs);
+        self.is_persistent(&cast.inputs[0])
+            && !self.needs_grad(cast.output)
+            && !self.is_output(cast.output)
+            && !inputs.any(|input| input.value == cast.output)
     }
 
-    /// Whether an operand's gradient, if one is needed, is a parameter's.
-    pub(super) fn is_plain(&self, operand: &ValueRef) -> bool {
+    /// Whether an operand is a full weight that only an optimizer changes.
+    fn is_persistent(&self, operand: &ValueRef) -> bool {
+        let is_input = matches!(self.value(operand.value).source, Source::Input(_));
+        self.is_leaf(operand)
+            && operand.view.is_none()
+            && !is_input
+            && self.has_parameter_gradient(operand)
+    }
+
+    /// Whether an operand is a parameter or needs no gradient.
+    pub(super) fn has_parameter_gradient(&self, operand: &ValueRef) -> bool {
         let is_parameter = self.kind.has_backward() && self.numbers.contains_key(&operand.value);
-        is_parameter || !self.is_wanted(operand.value)
+        is_parameter || !self.needs_grad(operand.value)
     }
 }

@@ -1,10 +1,10 @@
-//! Where gradients flow in a graph, and the nodes that only pass a value on.
+//! Finds the values that need a gradient, and the nodes that only pass a value on.
 
 use crate::graph::{Graph, Node, Source, ValueId, ValueRef};
 
-/// Where gradients flow: from the first output to the weights that are trained.
+/// The values on paths from the first output to the trained weights.
 pub(super) struct Flow {
-    /// By value: whether it depends on such a weight.
+    /// By value: whether it depends on a trained weight.
     depends: Vec<bool>,
     /// By value: whether the output depends on it.
     matters: Vec<bool>,
@@ -41,26 +41,27 @@ impl Flow {
         Self { depends, matters }
     }
 
-    /// Whether a value's gradient is needed.
-    pub fn is_wanted(&self, value: ValueId) -> bool {
+    /// Whether a value needs a gradient.
+    pub fn needs_grad(&self, value: ValueId) -> bool {
         self.depends[value.0] && self.matters[value.0]
     }
 
-    /// Whether a node hands a gradient that is needed to this input.
+    /// Whether an input of a node needs the gradient that the node's backward computes.
     pub fn passes_through(&self, graph: &Graph, node: &Node, input: usize) -> bool {
-        self.is_wanted(node.output)
-            && self.is_wanted(node.inputs[input].value)
+        self.needs_grad(node.output)
+            && self.needs_grad(node.inputs[input].value)
             && flows(graph, node, input)
     }
 }
 
-/// Whether a node hands a gradient to this input. A segment's end does, whose input is taken out of its graph.
+/// Whether a node's backward computes a gradient for this input. The end of a segment does, although its input is
+/// detached.
 fn flows(graph: &Graph, node: &Node, input: usize) -> bool {
     let is_end = || !node.inputs.iter().any(|x| x.tracked);
     node.inputs[input].tracked || (is_end() && graph.value(node.output).tracked)
 }
 
-/// A node with other names of what it reads.
+/// Returns a node that reads renamed values.
 pub(super) fn renamed(node: &Node, names: &[ValueId]) -> Node {
     let of = |operands: &[ValueRef]| operands.iter().map(|x| named(x, names)).collect();
     Node {
@@ -77,7 +78,7 @@ pub(super) fn named(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
     }
 }
 
-/// The value that a node gives out as it is: one that is copied for the sake of candle's graph.
+/// Returns the input of a node that returns it unchanged: a copy made for candle's graph.
 pub(super) fn passed_on(graph: &Graph, node: &Node) -> Option<ValueId> {
     let [x] = &node.inputs[..] else {
         return None;

@@ -1,4 +1,4 @@
-//! Rewrites SwiGLU with its two maps: one product makes gate and up.
+//! Packs the two linear layers of SwiGLU: one matmul computes gate and up.
 
 use super::{Program, Replacement};
 use crate::graph::{Kept, Value};
@@ -27,7 +27,7 @@ pub(super) fn rewrite(program: &mut Program) {
         }];
         by.inputs.splice(1.., [packed.weight]);
         by.reads = vec![packed.copy];
-        by.passes.splice(1.., [packed.passes]);
+        by.needs_grad.splice(1.., [packed.needs_grad]);
         replacements.push(Replacement {
             nodes: vec![i],
             at: i,

@@ -1,4 +1,4 @@
-//! Rewrites head and loss where the loss is what is differentiated: some rows at a time, with their gradients.
+//! Fuses the head and the loss of a training step: logits and gradients are computed for some rows at a time.
 
 use super::{Kind, Program};
 use crate::compile::config::PlanKind;
@@ -19,15 +19,24 @@ pub(super) fn rewrite(program: &mut Program) {
     let Some(i) = program.maker(loss) else {
         return;
     };
-    // Read by anything else, its gradient would not be 1.
+    // If anything else read the loss, its gradient would not be 1.
     let is_head = program.is_kernel(i, &linear_cross_entropy::INFO);
-    if !is_head || !program.is_wanted(loss) || !program.readers(loss).is_empty() {
+    if !is_head || !program.needs_grad(loss) || !program.readers(loss).is_empty() {
         return;
     }
     let node = &program.nodes[i];
+    let (x, weight) = (&node.inputs[0], &node.inputs[1]);
     let targets = &node.reads[node.reads.len() - 1];
-    let is_empty = |input: usize| program.shape_of(&node.inputs[input]).contains(&0);
-    if program.value(targets.value).dtype != DType::U32 || is_empty(0) || is_empty(1) {
+    let is_empty = |operand| program.shape_of(operand).contains(&0);
+    // The chunks' gradients of the weight are summed in a parameter's gradient. A recomputed segment would add them
+    // twice.
+    let sums = !node.needs_grad[1] || program.is_leaf(weight) && x.value != weight.value;
+    if program.value(targets.value).dtype != DType::U32
+        || is_empty(x)
+        || is_empty(weight)
+        || !sums
+        || !node.segments.is_empty()
+    {
         return;
     }
     let head = HeadLoss {
@@ -40,7 +49,6 @@ pub(super) fn rewrite(program: &mut Program) {
             None => Reduction::Mean,
         },
         micro_batches: program.micro_batches,
-        wanted: [node.passes[0], node.passes[1]],
     };
     let node = &mut program.nodes[i];
     node.kind = Kind::Head(head);

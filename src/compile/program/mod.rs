@@ -1,7 +1,7 @@
 //! A traced graph as it is planned: nodes over values, which rewrites make fewer of.
 //!
-//! A [`Program`] begins as the graph's nodes, without those that only pass a value on. [`Program::new`] then runs the
-//! rewrites in this order, one file each; every one takes a program to a program that computes the same:
+//! A [`Program`] starts as the nodes of the graph, without those that only pass a value on. [`Program::new`] then
+//! applies these rewrites in order, one file each. A rewrite replaces nodes by a fused node that computes the same:
 //!
 //! 1. [`head`]: head and loss of a step, some rows at a time;
 //! 2. [`copies`]: casts of weights, which are no calls of every micro-batch;
@@ -10,8 +10,8 @@
 //! 5. [`siblings`]: linear maps of one input, side by side;
 //! 6. [`norm`]: RMSNorm with the addition before it, and rounded.
 //!
-//! A rewrite never takes a value away that something else reads. What follows (backward, what is recomputed, who may
-//! write over what, places) is the same for all nodes: [`lower`](super::lower).
+//! A rewrite never removes a value that another node reads. The passes that follow treat all nodes alike
+//! ([`lower`](super::lower)): forward, backward with recomputation and in-place writes, update, liveness, placement.
 
 mod attention;
 mod copies;
@@ -33,49 +33,48 @@ use super::config::PlanKind;
 use super::traced::TracedFunction;
 use crate::graph::{Source, Target, TraceEvent, Value, ValueId, ValueRef};
 use crate::ops::info::OpInfo;
-use crate::ops::lowering::Signature;
-use crate::probe::Operand;
+use crate::ops::lowering::{NodeOperands, PlanContext, Signature};
 use flow::Flow;
 use std::collections::HashMap;
 
-/// Nodes in order, and what rewrites ask of them.
+/// Nodes in execution order over values, with producers and readers.
 pub(super) struct Program {
     pub target: Target,
     pub kind: PlanKind,
     /// Micro-batches of a step.
     pub micro_batches: usize,
-    /// Those of the graph, and those that rewrites have added.
+    /// The values of the graph, then those that rewrites added.
     pub values: Vec<Value>,
     pub nodes: Vec<Node>,
     pub outputs: Vec<ValueRef>,
-    /// By value: which parameter it is.
+    /// By value: the index of the parameter that it is.
     numbers: HashMap<ValueId, usize>,
-    /// By value: the weights that it is, one under the other, where it is several.
+    /// By value that rewrites added: the weights that are stacked in it.
     stacks: HashMap<ValueId, Vec<ValueId>>,
-    /// By value: the weight that it is the copy of, as products read it.
+    /// By copy that matmuls read: its weight.
     copies: HashMap<ValueId, ValueId>,
-    /// By value: the checkpointed segments that it is made in, an outer one before those within it.
+    /// By value: the checkpointed segments that compute it, the outermost first.
     segments: Vec<Vec<usize>>,
-    /// By value: whether its gradient is needed.
+    /// By value: whether it needs a gradient.
     wanted: Vec<bool>,
-    /// By value: whether all that is read of it is all of it, as it lies.
+    /// By value: whether it is never read as a view and, if it is a parameter, is all of it.
     is_whole: Vec<bool>,
-    /// By value: the node that makes or keeps it.
+    /// By value: the node that computes it.
     makers: Vec<Option<usize>>,
     /// By value: the nodes that read it, in order.
     readers: Vec<Vec<usize>>,
 }
 
-/// Nodes that a rewrite replaces by one.
+/// Nodes and the fused node that replaces them.
 struct Replacement {
     nodes: Vec<usize>,
-    /// The place of the one.
+    /// The position of the fused node.
     at: usize,
     by: Node,
 }
 
 impl Program {
-    /// Of a traced function, rewritten.
+    /// Returns the rewritten program of a traced function.
     pub fn new(function: &TracedFunction, kind: PlanKind, micro_batches: usize) -> Self {
         let mut program = Self::of(function, kind, micro_batches);
         for rewrite in [
@@ -92,7 +91,7 @@ impl Program {
         program
     }
 
-    /// The graph's nodes.
+    /// Returns the program of the graph's nodes, one by one.
     fn of(function: &TracedFunction, kind: PlanKind, micro_batches: usize) -> Self {
         let graph = &function.graph;
         let count = graph.values.len();
@@ -156,7 +155,7 @@ impl Program {
             copies: HashMap::new(),
             segments,
             wanted: (0..count)
-                .map(|value| flow.is_wanted(ValueId(value)))
+                .map(|value| flow.needs_grad(ValueId(value)))
                 .collect(),
             is_whole,
             makers: Vec::new(),
@@ -166,7 +165,7 @@ impl Program {
         program
     }
 
-    /// Who makes and who reads each value.
+    /// Finds the producer and the readers of each value.
     fn index(&mut self) {
         let count = self.values.len();
         self.makers = vec![None; count];
@@ -184,7 +183,7 @@ impl Program {
         }
     }
 
-    /// Puts each replacement in the place of its nodes.
+    /// Replaces nodes.
     fn replace(&mut self, all: Vec<Replacement>) {
         let mut nodes: Vec<Option<Node>> = std::mem::take(&mut self.nodes)
             .into_iter()
@@ -199,10 +198,9 @@ impl Program {
             nodes[replacement.at] = Some(replacement.by);
         }
         self.nodes = nodes.into_iter().flatten().collect();
-        self.index();
     }
 
-    /// A new value, made as this one is.
+    /// Adds a value that is computed in the same segments as `like`.
     fn add(&mut self, value: Value, like: ValueId) -> ValueId {
         self.values.push(value);
         self.segments.push(self.segments[like.0].clone());
@@ -213,54 +211,43 @@ impl Program {
         ValueId(self.values.len() - 1)
     }
 
-    /// The value with an id of this program.
+    /// Returns the value with an id of this program.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0]
     }
 
-    /// The shape of an operand.
+    /// Returns the shape of an operand.
     pub fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
-        match &operand.view {
-            Some(view) => &view.shape,
-            None => &self.value(operand.value).shape,
-        }
+        operand.shape_in(&self.values)
     }
 
-    /// What a node's lowering is told; of a backward, which outputs have gradients.
-    pub fn signature<'a>(&'a self, node: &'a Node, gradients: Option<[bool; 2]>) -> Signature<'a> {
-        let of_value = |id: ValueId| Operand {
-            dims: &self.value(id).shape,
-            dtype: self.value(id).dtype,
-        };
-        let operands = |operands: &'a [ValueRef]| {
-            let operands = operands.iter().map(|operand| Operand {
-                dims: self.shape_of(operand),
-                dtype: self.value(operand.value).dtype,
-            });
-            operands.collect()
-        };
-        Signature {
+    /// Returns the signature of a node for its lowering. `has_grad` says which outputs have gradients in backward.
+    pub fn signature<'a>(&'a self, node: &'a Node, has_grad: [bool; 2]) -> Signature<'a> {
+        let operands = NodeOperands {
             attributes: &node.attributes,
-            inputs: operands(&node.inputs),
-            reads: operands(&node.reads),
-            output: of_value(node.output),
-            kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
-            target: self.target,
-            planned: gradients,
-        }
+            inputs: &node.inputs,
+            reads: &node.reads,
+            output: node.output,
+            kept: &node.kept,
+        };
+        let plan = PlanContext {
+            has_grad,
+            needs_grad: &node.needs_grad,
+        };
+        Signature::of_values(&self.values, operands, self.target, Some(plan))
     }
 
-    /// The number of the node that makes a value; `None` for what comes from outside.
+    /// Returns the index of the node that computes a value; `None` for weights, inputs and constants.
     pub fn maker(&self, value: ValueId) -> Option<usize> {
         self.makers[value.0]
     }
 
-    /// The numbers of the nodes that read a value, in order.
+    /// Returns the indices of the nodes that read a value, ascending.
     fn readers(&self, value: ValueId) -> &[usize] {
         &self.readers[value.0]
     }
 
-    /// The number of the one node that reads a value, which is not given out.
+    /// Returns the index of the only node that reads a value, if the function does not return the value.
     fn only_reader(&self, value: ValueId) -> Option<usize> {
         match (self.readers(value), self.is_output(value)) {
             ([reader], false) => Some(*reader),
@@ -279,42 +266,42 @@ impl Program {
         node.op == op.op && matches!(node.kind, Kind::Op(_))
     }
 
-    /// Whether a node is this op, not composed of candle's own.
+    /// Whether a node is this op and has a kernel.
     fn is_kernel(&self, node: usize, op: &OpInfo) -> bool {
         self.is(node, op) && !self.nodes[node].composed
     }
 
-    /// Whether two nodes are recomputed together, or not at all.
+    /// Whether two nodes are in the same checkpointed segment, or in none.
     fn are_in_one_segment(&self, a: usize, b: usize) -> bool {
         self.nodes[a].segments == self.nodes[b].segments
     }
 
-    /// The checkpointed segments that a value is made in, an outer one before those within it.
+    /// Returns the checkpointed segments that compute a value, the outermost first.
     pub fn segments_of(&self, value: ValueId) -> &[usize] {
         &self.segments[value.0]
     }
 
-    /// Whether a value's gradient is needed.
-    pub fn is_wanted(&self, value: ValueId) -> bool {
+    /// Whether a value needs a gradient.
+    pub fn needs_grad(&self, value: ValueId) -> bool {
         self.wanted[value.0]
     }
 
-    /// Whether a value comes from outside and is read whole: a weight, an input, a constant.
+    /// Whether an operand is a weight, an input or a constant that is never read as a view.
     pub fn is_leaf(&self, operand: &ValueRef) -> bool {
         self.is_whole[operand.value.0] && self.value(operand.value).source != Source::Node
     }
 
-    /// The weights that a value is, one under the other; of any other value it alone.
+    /// Returns the weights that are stacked in a value, or the value itself.
     pub fn weights_of(&self, value: ValueId) -> Vec<ValueId> {
         self.stacks.get(&value).cloned().unwrap_or(vec![value])
     }
 
-    /// The weight that a value is the copy of.
+    /// Returns the weight of a copy.
     pub fn copied(&self, value: ValueId) -> Option<ValueId> {
         self.copies.get(&value).copied()
     }
 
-    /// The copies of weights, each with the node that reads it first, in order.
+    /// Returns the copies of weights in reading order, each with the first node that reads it.
     pub fn copies(&self) -> Vec<(ValueId, &Node)> {
         let mut copies: Vec<(ValueId, &Node)> = Vec::new();
         let reads = |node: &'_ Node| node.reads.clone();

@@ -1,7 +1,7 @@
-//! A node of a program: an op of the graph, or what stands for several.
+//! The nodes of a program: ops of the graph and fused nodes.
 
 use super::flow::Flow;
-use crate::attention::in_model::ModelAttention;
+use crate::attention::in_rows::InRows;
 use crate::graph::{self, Attribute, Graph, Kept, ValueId, ValueRef};
 use crate::op_table;
 use crate::ops::cost::Cost;
@@ -10,10 +10,10 @@ use crate::ops::lowering::{Calls, Lowering, Signature};
 use crate::ops::norm::ResidualNorm;
 use crate::probe::Path;
 
-/// A node.
+/// One op, or several fused.
 #[derive(Clone, Debug)]
 pub(in crate::compile) struct Node {
-    /// Where in the model, without the op's name.
+    /// The place in the model, without the op's name.
     pub path: String,
     /// The outermost module there.
     pub module: Path,
@@ -21,45 +21,45 @@ pub(in crate::compile) struct Node {
     pub op: &'static str,
     /// Whether it is composed of candle's own ops.
     pub composed: bool,
-    /// What computes it.
+    /// How it is computed.
     pub kind: Kind,
-    /// What tells this call from another on the same operands.
+    /// The parameters of the op.
     pub attributes: Vec<(&'static str, Attribute)>,
     pub inputs: Vec<ValueRef>,
-    /// What it reads besides, to which no gradient goes.
+    /// Inputs without a gradient: token ids, angles, copies of weights.
     pub reads: Vec<ValueRef>,
     pub output: ValueId,
-    /// Another output, which has a gradient too.
+    /// A second output of a fused node.
     pub second: Option<ValueId>,
-    /// What it makes for backward beside them.
+    /// Tensors that it saves for backward.
     pub kept: Vec<Kept>,
-    /// By input: whether it hands a gradient there that is needed.
-    pub passes: Vec<bool>,
-    /// The checkpointed segments that it is in, an outer one before those within it.
+    /// By input: whether backward has to compute its gradient.
+    pub needs_grad: Vec<bool>,
+    /// The checkpointed segments that contain it, the outermost first.
     pub segments: Vec<usize>,
-    /// Whether backward computes again what it keeps.
-    pub recomputes_kept: bool,
-    /// The graph's ops that it stands for.
+    /// Whether backward recomputes the tensors it saves.
+    pub recomputes_saved: bool,
+    /// The names of the ops it replaces.
     pub ops: Vec<&'static str>,
-    /// What its forward and its backward cost, by their formulas; backward of those whose gradients are needed.
+    /// The cost of forward and backward, by the formulas of its ops. Ops that need no gradient have no backward.
     pub costs: [Cost; 2],
 }
 
-/// What computes a node.
+/// The kinds of nodes.
 #[derive(Clone, Debug)]
 pub(in crate::compile) enum Kind {
-    /// An op, by its own lowering; `None` where it has none.
+    /// An op with its lowering; `None` if it has none.
     Op(Option<Lowering>),
-    /// RMSNorm or LayerNorm in f32, with what is added before it, rounded.
+    /// RMSNorm or LayerNorm in f32, with the residual addition before it and the cast after it.
     Norm(ResidualNorm),
-    /// Attention in the projections' layout.
-    Attention(ModelAttention),
-    /// Head and loss of a step.
+    /// Attention in the layout of the projections.
+    Attention(InRows),
+    /// The head and the loss of a step.
     Head(HeadLoss),
 }
 
 impl Kind {
-    /// `None` for an op that has no lowering.
+    /// Returns the calls of forward; `None` if the op has no lowering.
     pub fn forward(&self, signature: &Signature<'_>) -> Option<Calls> {
         Some(match self {
             Self::Op(lowering) => (lowering.as_ref()?.forward)(signature),
@@ -69,7 +69,7 @@ impl Kind {
         })
     }
 
-    /// As [`forward`](Self::forward), from the outputs' gradients.
+    /// Returns the calls of backward; `None` if the op has no lowering.
     pub fn backward(&self, signature: &Signature<'_>) -> Option<Calls> {
         Some(match self {
             Self::Op(lowering) => (lowering.as_ref()?.backward)(signature),
@@ -79,21 +79,22 @@ impl Kind {
         })
     }
 
-    /// The output once more, from what stays for backward, if that is cheap.
-    pub fn again(&self, signature: &Signature<'_>) -> Option<Calls> {
+    /// Returns calls that recompute the output from what is saved for backward; `None` if that is not cheap.
+    pub fn recompute_output(&self, signature: &Signature<'_>) -> Option<Calls> {
         match self {
-            Self::Norm(norm) => Some(norm.again(signature)),
+            Self::Norm(norm) => Some(norm.recompute_output(signature)),
             _ => None,
         }
     }
 }
 
 impl Node {
-    /// A node of a graph, in these segments.
+    /// Returns the node of a graph's node.
     pub(super) fn of(graph: &Graph, node: &graph::Node, segments: Vec<usize>, flow: &Flow) -> Self {
         let [forward, backward] = op_table::costs_of_node(graph, node);
-        let backward = backward.filter(|_| flow.is_wanted(node.output));
-        let passes = (0..node.inputs.len()).map(|input| flow.passes_through(graph, node, input));
+        let backward = backward.filter(|_| flow.needs_grad(node.output));
+        let needs_grad =
+            (0..node.inputs.len()).map(|input| flow.passes_through(graph, node, input));
         Self {
             path: place_of(node),
             module: node.module,
@@ -106,27 +107,27 @@ impl Node {
             output: node.output,
             second: None,
             kept: node.kept.clone(),
-            passes: passes.collect(),
+            needs_grad: needs_grad.collect(),
             segments,
-            recomputes_kept: false,
+            recomputes_saved: false,
             ops: vec![node.op],
             costs: [forward, backward].map(Option::unwrap_or_default),
         }
     }
 
-    /// What it makes.
+    /// Returns the values that it computes.
     pub fn made(&self) -> impl Iterator<Item = ValueId> {
         let kept = self.kept.iter().map(|kept| kept.value);
         [self.output].into_iter().chain(self.second).chain(kept)
     }
 
-    /// The attribute with this name.
+    /// Returns the attribute with this name.
     pub fn attribute(&self, name: &str) -> Option<Attribute> {
         let mut attributes = self.attributes.iter();
         attributes.find_map(|(other, value)| (*other == name).then_some(*value))
     }
 
-    /// As standing for these nodes, in order.
+    /// Replaces these nodes: takes over their names and costs.
     pub(super) fn standing_for<'n>(self, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
         let (mut ops, mut costs) = (Vec::new(), [Cost::default(); 2]);
         for node in nodes {
@@ -139,7 +140,7 @@ impl Node {
     }
 }
 
-/// A node's path without its op's name: the place that calls are at.
+/// Returns a node's path without its op's name.
 fn place_of(node: &graph::Node) -> String {
     let place = node.path.strip_suffix(node.op).unwrap_or(&node.path);
     place.strip_suffix('/').unwrap_or(place).to_string()

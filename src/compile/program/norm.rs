@@ -1,5 +1,4 @@
-//! Rewrites RMSNorm and LayerNorm in f32: with the addition before it, as the norms of a residual stream have one, and
-//! with the cast after it.
+//! Fuses RMSNorm and LayerNorm in f32 with the residual addition before them and the cast after them.
 
 use super::{Kind, Node, Program, Replacement};
 use crate::graph::{Attribute, ValueId, ValueRef};
@@ -19,7 +18,7 @@ pub(super) fn rewrite(program: &mut Program) {
     program.replace(replacements);
 }
 
-/// A norm of f32, and its eps.
+/// Returns the norm that a node is, if it is one in f32, and its eps.
 fn norm_of(program: &Program, i: usize) -> Option<(Norm, f64)> {
     let node = &program.nodes[i];
     let Some(Attribute::Number(eps)) = node.attribute("eps") else {
@@ -34,9 +33,9 @@ fn norm_of(program: &Program, i: usize) -> Option<(Norm, f64)> {
     let (x, affine) = (&node.inputs[0], &node.inputs[1..]);
     let is_f32 = |operand: &ValueRef| program.value(operand.value).dtype == DType::F32;
     let is_empty = program.shape_of(x).contains(&0);
-    // Its backward leaves a gradient of x: one that flows, and not into a weight.
-    let flows = node.passes[0] && program.maker(x.value).is_some();
-    let leaves_gradient = flows || !program.is_wanted(x.value) || !program.is_wanted(node.output);
+    // Its backward always writes the gradient of x, so x must not be a weight, nor detached if it needs a gradient.
+    let flows = node.needs_grad[0] && program.maker(x.value).is_some();
+    let leaves_gradient = flows || !program.needs_grad(x.value) || !program.needs_grad(node.output);
     let fits = is_f32(x) && x.view.is_none() && !is_empty && leaves_gradient;
     let are_weights = affine
         .iter()
@@ -44,7 +43,7 @@ fn norm_of(program: &Program, i: usize) -> Option<(Norm, f64)> {
     (fits && are_weights && node.kept.len() == 1).then_some((norm, eps))
 }
 
-/// The norm at `i` with what it takes in.
+/// Returns the fused node of the norm at `i`.
 fn around(
     program: &Program,
     i: usize,
@@ -58,18 +57,16 @@ fn around(
         by.output = y;
     }
     let sum = sum_of(program, i, by.output, is_free);
-    let is_half = program.value(by.output).dtype != DType::F32;
     by.kind = Kind::Norm(ResidualNorm {
         norm,
         eps,
         adds: sum.is_some(),
         sum_stays: true,
-        branch_is_wanted: is_half && sum.as_ref().is_some_and(|sum| sum.passes[1]),
     });
     if let Some(sum) = sum {
         by.second = Some(node.inputs[0].value);
         by.inputs.splice(..1, sum.operands);
-        by.passes.splice(..1, sum.passes);
+        by.needs_grad.splice(..1, sum.needs_grad);
         nodes.extend(sum.nodes);
     }
     nodes.sort_unstable();
@@ -77,7 +74,7 @@ fn around(
     Replacement { nodes, at: i, by }
 }
 
-/// The cast of what the norm at `i` gives to half precision, if nothing else reads that; and what it makes.
+/// Returns the cast of a norm's output to half precision and its output, if nothing else reads the norm's output.
 fn rounded(program: &Program, i: usize) -> Option<(usize, ValueId)> {
     let at = program.only_reader(program.nodes[i].output)?;
     let node = &program.nodes[at];
@@ -94,16 +91,16 @@ fn is_cast(program: &Program, i: usize) -> bool {
     program.is(i, &cast::CAST) && node.inputs[0].view.is_none()
 }
 
-/// What is normed, as a sum.
+/// The addition before a norm.
 struct Sum {
-    /// Stream and branch.
+    /// The residual stream and the branch.
     operands: [ValueRef; 2],
-    passes: [bool; 2],
-    /// What makes it.
+    needs_grad: [bool; 2],
+    /// The indices of its nodes.
     nodes: Vec<usize>,
 }
 
-/// What is normed at `i`, if it is a sum that the norm reads before all others.
+/// Returns the addition before the norm at `i`, if the norm is the first to read the sum.
 fn sum_of(program: &Program, i: usize, y: ValueId, is_free: impl Fn(usize) -> bool) -> Option<Sum> {
     let x = program.nodes[i].inputs[0].value;
     let at = program.maker(x)?;
@@ -120,9 +117,9 @@ fn sum_of(program: &Program, i: usize, y: ValueId, is_free: impl Fn(usize) -> bo
         return None;
     }
     let [stream, mut branch] = [add.inputs[0].clone(), add.inputs[1].clone()];
-    let [of_stream, mut of_branch] = [add.passes[0], add.passes[1]];
+    let [of_stream, mut of_branch] = [add.needs_grad[0], add.needs_grad[1]];
     let (dtype, mut nodes) = (program.value(y).dtype, vec![at]);
-    // Under autocast the branch is widened for the sum alone.
+    // Under autocast the branch is cast to f32 only for the sum.
     let widened = program.maker(branch.value).filter(|cast| {
         is_cast(program, *cast)
             && whole(&program.nodes[*cast].inputs[0])
@@ -131,14 +128,14 @@ fn sum_of(program: &Program, i: usize, y: ValueId, is_free: impl Fn(usize) -> bo
     });
     if let Some(cast) = widened.filter(|_| dtype != DType::F32) {
         branch = program.nodes[cast].inputs[0].clone();
-        of_branch = of_branch && program.nodes[cast].passes[0];
+        of_branch = of_branch && program.nodes[cast].needs_grad[0];
         nodes.push(cast);
     }
     let fits = program.value(stream.value).dtype == DType::F32
         && program.value(branch.value).dtype == dtype;
     fits.then_some(Sum {
         operands: [stream, branch],
-        passes: [of_stream, of_branch],
+        needs_grad: [of_stream, of_branch],
         nodes,
     })
 }

@@ -1,24 +1,23 @@
-//! Weights that one product reads, one under the other.
+//! Packs weights: stacks them so that one matmul computes all outputs.
 
 use super::Program;
 use crate::graph::{Source, Target, Value, ValueId, ValueRef};
 use candle_core::DType;
 
-/// Weights as one.
+/// Stacked weights.
 pub(super) struct Packed {
     pub weight: ValueRef,
     /// Its copy in half precision.
     pub copy: ValueRef,
-    /// How many rows it has.
+    /// Its rows.
     pub rows: usize,
-    /// Whether its gradient is needed.
-    pub passes: bool,
+    /// Whether it needs a gradient.
+    pub needs_grad: bool,
 }
 
 impl Program {
-    /// The weights of some maps as one, on a GPU in half precision, where products of more columns are faster: given
-    /// by the nodes that read them, and as which input. `None` unless these maps alone read them, and all of them are
-    /// trained or none.
+    /// Stacks the weights of linear layers, given as pairs of node and input. On a GPU in half precision one matmul
+    /// with more columns is faster. `None` if another node reads one of the weights, or if only some are trained.
     pub(super) fn packed(&mut self, maps: &[(usize, usize)]) -> Option<Packed> {
         if self.target != Target::Cuda {
             return None;
@@ -32,8 +31,9 @@ impl Program {
         let mut all = weights.iter().enumerate();
         let fits = all.all(|(i, weight)| {
             self.readers(*weight).len() == 1
+                && self.readers(copies[i]).len() == 1
                 && self.value(*weight).dtype == DType::F32
-                && self.is_wanted(*weight) == self.is_wanted(weights[0])
+                && self.needs_grad(*weight) == self.needs_grad(weights[0])
                 && width(weight) == width(&weights[0])
                 && !weights[..i].contains(weight)
         });
@@ -42,9 +42,9 @@ impl Program {
         }
         let rows = weights.iter().map(|weight| self.value(*weight).shape[0]);
         let rows = rows.sum();
-        let passes = maps
+        let needs_grad = maps
             .iter()
-            .any(|(node, input)| self.nodes[*node].passes[*input]);
+            .any(|(node, input)| self.nodes[*node].needs_grad[*input]);
         let stacked = Value {
             shape: vec![rows, first.shape[1]],
             ..first
@@ -67,11 +67,11 @@ impl Program {
             weight: whole(weight, true),
             copy: whole(copy, false),
             rows,
-            passes,
+            needs_grad,
         })
     }
 
-    /// The copy that a node's products read for an input.
+    /// Returns the copy that the matmuls of a node read for an input.
     fn copy_of(&self, (node, input): (usize, usize)) -> Option<ValueId> {
         let node = &self.nodes[node];
         let weight = node.inputs[input].value;

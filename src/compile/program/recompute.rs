@@ -1,22 +1,23 @@
-//! What backward computes again, with the same bits, instead of finding it there.
+//! Selects the tensors that backward recomputes instead of saving them. The results have the same bits.
 
 use super::{Kind, Program};
 use crate::graph::Target;
 use crate::ops::swiglu_linear;
 use candle_core::DType;
 
-/// What is computed again beside the graph's checkpointed segments: the first nodes of each kind, so many.
+/// The number of nodes of each kind that are recomputed in addition to checkpointed segments, the first ones first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Recompute {
-    /// In how many norms the sum that they read: what it is the sum of stays, of which the stream does anyway. On a GPU
-    /// in half precision, where the branch takes half as much as the sum.
+    /// Norms whose sum is recomputed from stream and branch. On a GPU in half precision: the branch needs half the
+    /// memory of the sum, and the stream is saved anyway.
     pub sums: usize,
-    /// In how many gated maps gate and up: half of what a transformer's block leaves, and half of its products.
+    /// SwiGLU nodes whose gate and up are recomputed: half of what a transformer block saves, and half of its matmul
+    /// FLOPs.
     pub gates: usize,
 }
 
 impl Program {
-    /// Has the first of each kind computed again. Returns how many there were.
+    /// Marks the first nodes of each kind as recomputed. Returns how many there are.
     pub fn recompute(&mut self, wanted: Recompute) -> Recompute {
         let mut taken = Recompute::default();
         let mut passes_on = vec![false; self.values.len()]; // by value: a sum that does not stay
@@ -24,7 +25,7 @@ impl Program {
             let is_gate = self.is_kernel(i, &swiglu_linear::INFO);
             let node = &mut self.nodes[i];
             if is_gate && taken.gates < wanted.gates {
-                node.recomputes_kept = true;
+                node.recomputes_saved = true;
                 taken.gates += 1;
             }
             let (Kind::Norm(norm), Some(sum)) = (&mut node.kind, node.second) else {

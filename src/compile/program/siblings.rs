@@ -1,5 +1,5 @@
-//! Puts linear maps of one input side by side, last first. Backward comes to them in the order of the model then, and
-//! each adds to the gradient of their input where it lies.
+//! Reorders linear layers with the same input: next to each other, the last one first. Backward then visits them in the
+//! order of the model, and each adds to the gradient of the input in place.
 
 use super::Program;
 use crate::ops::{linear, linear_bias};
@@ -30,7 +30,7 @@ pub(super) fn rewrite(program: &mut Program) {
     program.nodes = in_order.collect();
 }
 
-/// Whether a node is a linear map, and what it reads but x is there before any node.
+/// Whether a node is a linear layer whose other inputs are weights.
 fn is_map_of_weights(program: &Program, i: usize) -> bool {
     let node = &program.nodes[i];
     let is_linear = [linear::INFO, linear_bias::INFO]
@@ -42,7 +42,7 @@ fn is_map_of_weights(program: &Program, i: usize) -> bool {
             .all(|read| program.copied(read.value).is_some())
     };
     let weights = || node.inputs[1..].iter().all(|x| program.is_leaf(x));
-    is_linear && copies() && weights() && program.is_plain(&node.inputs[1])
+    is_linear && copies() && weights() && program.has_parameter_gradient(&node.inputs[1])
 }
 
 fn are_siblings(program: &Program, first: usize, other: usize) -> bool {
@@ -51,7 +51,7 @@ fn are_siblings(program: &Program, first: usize, other: usize) -> bool {
     is_map_of_weights(program, other)
         && a.inputs[0].value == b.inputs[0].value
         && a.inputs[0].view == b.inputs[0].view
-        && a.passes[0] == b.passes[0]
+        && a.needs_grad[0] == b.needs_grad[0]
         && parent(&a.path) == parent(&b.path)
         && program.are_in_one_segment(first, other)
 }

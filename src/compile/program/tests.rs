@@ -26,12 +26,12 @@ fn program(
     Program::new(&function, PlanKind::TrainStep, 1)
 }
 
-/// `add_rms_norm bf16 (embedding, linear, norm)`: a node, its output's dtype, and what its inputs are made by or called.
+/// Returns a line for each node, such as `add_rms_norm bf16 (embedding, linear, norm)`: name, dtype, producers of inputs.
 fn printed(program: &Program) -> Vec<String> {
     let name = |node: &Node| match &node.kind {
         Kind::Op(_) => node.op.to_string(),
-        Kind::Norm(norm) if norm.adds => "add_rms_norm".into(),
-        Kind::Norm(_) => "residual rms_norm".into(),
+        Kind::Norm(norm) if norm.adds => format!("add_{}", node.op),
+        Kind::Norm(_) => format!("residual {}", node.op),
         Kind::Attention(_) => "attention in rows".into(),
         Kind::Head(_) => "head and loss".into(),
     };
@@ -145,7 +145,8 @@ fn a_segments_end() {
 }
 
 fn attend(vb: &VarBuilder<'_>, x: &Tensor, algorithm: Algorithm, mask: Mask) -> Result<Tensor> {
-    let heads = |name| ops::split_heads(&linear(vb, x, name)?, 2);
+    let [x] = ops::cast_for("linear", [x])?;
+    let heads = |name| ops::split_heads(&linear(vb, &x, name)?, 2);
     let config = AttentionConfig {
         mask,
         ..Default::default()
@@ -279,11 +280,10 @@ fn head_and_loss() {
 #[test]
 fn sums_and_gates() {
     let blocks = |vb: &VarBuilder<'static>, mut x: Tensor| {
-        for _ in 0..4 {
-            let y = norm(vb, &x)?;
-            let w = vb.get((16, 16), "w")?;
-            let w3 = vb.get((16, 16), "w3")?;
-            x = ops::add(&x, &ops::swiglu_linear(&y, &w, &w3)?)?;
+        for layer in 0..4 {
+            let y = norm(&vb.pp(layer), &x)?;
+            let [w1, w3] = ["w1", "w3"].map(|name| vb.pp(layer).get((16, 16), name));
+            x = ops::add(&x, &ops::swiglu_linear(&y, &w1?, &w3?)?)?;
         }
         ops::mean(&linear(vb, &norm(vb, &x)?, "a")?)
     };
@@ -295,7 +295,7 @@ fn sums_and_gates() {
             _ => None,
         });
         let stays: Vec<bool> = stays.collect();
-        let gates = program.nodes.iter().filter(|node| node.recomputes_kept);
+        let gates = program.nodes.iter().filter(|node| node.recomputes_saved);
         assert_eq!(gates.count(), taken.gates);
         (taken, stays)
     };
@@ -310,4 +310,69 @@ fn sums_and_gates() {
         (taken(2, 4), vec![false, true, false, true])
     );
     assert_eq!(of(Target::Cpu, 9, 9), (taken(0, 4), vec![true; 4]));
+}
+
+/// A head in a checkpointed segment is not fused: recomputing the segment would add its gradients twice.
+#[test]
+fn a_head_in_a_segment() {
+    let program = program(Target::Cpu, Precision::F32, |vb, x| {
+        let head = vb.get((10, 16), "head")?;
+        let targets = input("targets", (2, 8), DType::U32)?;
+        let loss = move |[x, head]: [&Tensor; 2]| ops::linear_cross_entropy(x, head, &targets);
+        checkpoint(loss, [&x, &head])
+    });
+    assert!(printed(&program).contains(&"linear_cross_entropy f32 (embedding, head)".into()));
+}
+
+/// Projections that are made outside of an attention's segment are not rotated in place: backward would rotate them
+/// twice.
+#[test]
+fn a_core_in_a_segment() {
+    let core = program(Target::Cuda, Precision::F32, |vb, x| {
+        let [q, k, v] = ["q", "k", "v"].map(|name| linear(vb, &x, name));
+        let attend = |x: [&Tensor; 3]| {
+            let [q, k, v] = x.map(|x| ops::split_heads(x, 2));
+            let config = AttentionConfig {
+                mask: Mask::Causal,
+                ..Default::default()
+            };
+            ops::merge_heads(&Algorithm::Flash.attend(&q?, &k?, &v?, &config)?)
+        };
+        ops::mean(&checkpoint(attend, [&q?, &k?, &v?])?)
+    });
+    let lines = printed(&core);
+    assert!(
+        !lines.iter().any(|line| line.starts_with("attention in")),
+        "{lines:?}"
+    );
+}
+
+/// A cast that is read as an input is a node: a product reads its own copy, or the cast as it is.
+#[test]
+fn casts_that_others_read() {
+    let read = program(Target::Cpu, Precision::BF16, |vb, x| {
+        let w = vb.get((16, 16), "w")?;
+        let copy = crate::no_grad(|| ops::cast_for("matmul", [&w]))?;
+        let y = ops::linear(&x, &w)?;
+        ops::mean(&ops::linear(&y, &copy[0])?)
+    });
+    assert!(read.copies().is_empty());
+    assert!(printed(&read).contains(&"weight_cast bf16 (w)".into()));
+}
+
+/// LayerNorm is fused as RMSNorm is.
+#[test]
+fn a_sum_and_its_layer_norm() {
+    let program = program(Target::Cuda, Precision::BF16, |vb, x| {
+        let x = ops::add(&x, &linear(vb, &x, "a")?)?;
+        let (weight, bias) = (vb.get(16, "norm")?, vb.get(16, "bias")?);
+        let y = ops::layer_norm(&x, &weight, &bias, 1e-5)?;
+        ops::mean(&ops::add(&x, &linear(vb, &y, "b")?)?)
+    });
+    let line = "add_layer_norm bf16 (embedding, linear, norm, bias)";
+    assert!(
+        printed(&program).contains(&line.into()),
+        "{:?}",
+        printed(&program)
+    );
 }

@@ -160,12 +160,17 @@ pub fn for_tasks_with<S>(
     run(workers, 1, &|_| work());
 }
 
-/// `out[j] = sum over rows of term(row)[j]`, where `add(rows, partial)` adds the terms of some rows, in order, to
-/// `partial`.
+/// Computes `out[j] = sum over rows of term(row)[j]`, or adds it to `out`. `add(rows, partial)` adds the terms of some
+/// rows, in order, to `partial`.
 ///
 /// Blocks of a fixed number of rows are summed each on its own, then the blocks in order: the same bits for any number
 /// of threads, and shorter chains of rounding than a plain loop.
-pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(Range<usize>, &mut [T]) + Sync) {
+pub fn sum_rows<T: Real>(
+    out: &mut [T],
+    rows: usize,
+    adds: bool,
+    add: impl Fn(Range<usize>, &mut [T]) + Sync,
+) {
     let width = out.len();
     let blocks = rows.div_ceil(BLOCK_ROWS);
     let mut partials = vec![T::ZERO; blocks * width]; // (blocks, width)
@@ -175,7 +180,9 @@ pub fn sum_rows<T: Real>(out: &mut [T], rows: usize, add: impl Fn(Range<usize>, 
         // SAFETY: part `block` is this task's.
         add(rows, unsafe { shared.part(block, width) });
     });
-    out.fill(T::ZERO);
+    if !adds {
+        out.fill(T::ZERO);
+    }
     simd::vectorized(
         #[inline(always)]
         || {

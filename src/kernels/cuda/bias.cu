@@ -2,7 +2,8 @@
 //
 // fill: y (rows, width) = bias (width), rounded once. Grid (ceil(width / 256), min(rows, 65535)), block 256.
 // sums: out (parts, width) f32 = the sums of x's rows (rows, width) in parts, part p from row p `rows_per_part`. Grid
-// (ceil(width / 32), parts), block (32, 8). Called twice: for partial sums, then for their sum. The order is fixed.
+// (ceil(width / 32), parts), block (32, 8). Called twice: for partial sums, then for their sum, which is added to out
+// where `accumulate`. The order is fixed.
 
 template <class B, class Y> __device__ __forceinline__ void fill(const B* bias, Y* y, long long rows, int width) {
     int column = blockIdx.x * 256 + threadIdx.x;
@@ -12,7 +13,8 @@ template <class B, class Y> __device__ __forceinline__ void fill(const B* bias, 
 }
 
 template <class T>
-__device__ __forceinline__ void sums(const T* x, float* out, long long rows, int width, int rows_per_part) {
+__device__ __forceinline__ void sums(const T* x, float* out, long long rows, int width, int rows_per_part,
+                                     int accumulate) {
     __shared__ float of_rows[8][32];
     int column = blockIdx.x * 32 + threadIdx.x;
     long long first = (long long)blockIdx.y * rows_per_part, end = first + rows_per_part;
@@ -25,7 +27,8 @@ __device__ __forceinline__ void sums(const T* x, float* out, long long rows, int
     __syncthreads();
     if (threadIdx.y == 0 && column < width) {
         for (int i = 1; i < 8; i++) sum += of_rows[i][threadIdx.x];
-        out[(long long)blockIdx.y * width + column] = sum;
+        float* to = out + (long long)blockIdx.y * width + column;
+        *to = accumulate ? *to + sum : sum;
     }
 }
 
@@ -36,8 +39,8 @@ __device__ __forceinline__ void sums(const T* x, float* out, long long rows, int
 
 #define SUMS(NAME)                                                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        sums_##NAME(const NAME* x, float* out, long long rows, int width, int rows_per_part) {                         \
-        sums<NAME>(x, out, rows, width, rows_per_part);                                                                \
+        sums_##NAME(const NAME* x, float* out, long long rows, int width, int rows_per_part, int accumulate) {         \
+        sums<NAME>(x, out, rows, width, rows_per_part, accumulate);                                                    \
     }
 
 FILL(f32, f32, f32)

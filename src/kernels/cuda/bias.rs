@@ -29,26 +29,40 @@ pub(crate) fn fill(gpu: &CudaDevice, bias: View, y: View) -> Result<()> {
     Ok(())
 }
 
-/// db (width), f32, is the sum of the rows of dy (N, width); `workspace` is f32, of [`bias_backward`]'s length.
-pub(crate) fn gradient(gpu: &CudaDevice, dy: View, db: View, workspace: View) -> Result<()> {
+/// Computes db (width), f32, the sum of the rows of dy (N, width), or adds it; `workspace` is f32 scratch of
+/// [`bias_backward`]'s length.
+pub(crate) fn gradient(
+    gpu: &CudaDevice,
+    dy: View,
+    db: View,
+    adds: bool,
+    workspace: View,
+) -> Result<()> {
     let (rows, width) = (dy.len / db.len.max(1), db.len);
     if width == 0 {
         return Ok(());
     }
     let parts = bias_parts(rows);
     let partial = workspace.part(0, bias_backward(rows, width));
-    sums(gpu, dy, partial, [rows, width, parts])?;
-    sums(gpu, partial, db, [parts, width, 1])
+    sums(gpu, dy, partial, [rows, width, parts], false)?;
+    sums(gpu, partial, db, [parts, width, 1], adds)
 }
 
-fn sums(gpu: &CudaDevice, x: View, out: View, [rows, width, parts]: [usize; 3]) -> Result<()> {
+fn sums(
+    gpu: &CudaDevice,
+    x: View,
+    out: View,
+    [rows, width, parts]: [usize; 3],
+    adds: bool,
+) -> Result<()> {
     let kernel = SOURCE.kernel(gpu, "sums", suffix(x.dtype))?;
     let config = launch_config((width.div_ceil(32), parts), (32, 8));
     let rows_per_part = rows.div_ceil(parts) as i32;
-    let (rows, width) = (rows as i64, width as i32);
+    let (rows, width, adds) = (rows as i64, width as i32, i32::from(adds));
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&out.pointer);
-    launch.arg(&rows).arg(&width).arg(&rows_per_part);
+    launch.arg(&rows).arg(&width);
+    launch.arg(&rows_per_part).arg(&adds);
     // SAFETY: the arguments are those of the kernel, buffers of rows * width and of parts * width elements.
     unsafe { launch.launch(config) }.w()?;
     Ok(())

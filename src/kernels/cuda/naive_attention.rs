@@ -13,6 +13,7 @@
 //! ([`super::matmul`]).
 
 use super::View;
+use super::flash_attention::Heads;
 use super::matmul::Matrix;
 use super::softmax::{self, Scores};
 use crate::kernels::Mask;
@@ -99,11 +100,6 @@ impl<'a> HeadGroups<'a> {
         self.kv_heads * self.of_head()
     }
 
-    /// These heads' scores, of those of more heads, from the first of head `first` on.
-    fn of_all<'v>(&self, view: View<'v>, first: usize) -> View<'v> {
-        view.part(first * self.of_head(), self.elements())
-    }
-
     /// These heads' scores as matrices.
     fn matrices<'v>(&self, view: View<'v>) -> Matrix<'v> {
         Matrix::several(view, self.rows(), self.keys)
@@ -154,7 +150,7 @@ impl<'a> HeadGroups<'a> {
 
 /// `s = x y^T` where the mask leaves something: x (rows, Dh), y (Tk, Dh), s (rows, Tk). The scores of q and k; of d_out
 /// and v, the probabilities' gradients.
-pub(crate) fn compare(
+fn compare(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
     [x, y]: [Matrix; 2],
@@ -170,7 +166,7 @@ pub(crate) fn compare(
 
 /// `y = p x`, where p (rows, Tk) is 0 for what the mask hides; x (Tk, Dh), y (rows, Dh). The output of probabilities
 /// and v; of the scores' gradients and k, those of q.
-pub(crate) fn weighted_sum(
+fn weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
     [p, x]: [Matrix; 2],
@@ -186,7 +182,7 @@ pub(crate) fn weighted_sum(
 
 /// `y = p^T x`, of the same: x (rows, Dh), y (Tk, Dh). The gradients of v, of probabilities and d_out; of k, of the
 /// scores' gradients and q.
-pub(crate) fn transposed_weighted_sum(
+fn transposed_weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
     [p, x]: [Matrix; 2],
@@ -200,87 +196,131 @@ pub(crate) fn transposed_weighted_sum(
     Ok(())
 }
 
-/// Matrices of so many rows one after another in all of `view`, from the first of head `head` on.
-fn matrices<'a>(view: View<'a>, sizes: &HeadGroups, rows: usize, head: usize) -> Matrix<'a> {
-    let matrix_stride = view.len / sizes.kv_heads.max(1);
-    let cols = matrix_stride / rows.max(1);
-    Matrix::several(view.part_from(head * matrix_stride), rows, cols)
+/// The heads whose scores are computed together: some of one sequence, or all of several.
+struct Turn<'a> {
+    sequences: Range<usize>,
+    /// The first head of k and v in each sequence.
+    first: usize,
+    /// Their number in each sequence, and sizes.
+    sizes: HeadGroups<'a>,
+    /// The number of heads of k and v in a sequence.
+    of_sequence: usize,
 }
 
-/// `p = softmax(scale q k^T)`, `out = p v`, of heads one after another: q (Hkv, rows, Dh), k (Hkv, Tk, Dh), v (Hkv, Tk,
-/// Dv), p (Hkv, rows, Tk), out (Hkv, rows, Dv). Some heads after others, as many as there is room for in `scores` (..,
-/// rows, Tk) f32, which is p itself if that is f32.
+/// Splits all heads into turns of as many heads as fit in `scores`, at least one.
+fn turns<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<Turn<'a>> {
+    let at_once = (scores.len / sizes.of_head().max(1)).max(1);
+    let heads = sizes.kv_heads;
+    let several = (at_once / heads.max(1)).max(1);
+    let mut turns = Vec::new();
+    for start in (0..sequences).step_by(several) {
+        for first in (0..heads).step_by(at_once) {
+            let some = HeadGroups {
+                kv_heads: at_once.min(heads - first),
+                first_head: sizes.first_head + (start * heads + first) * sizes.group,
+                ..*sizes
+            };
+            turns.push(Turn {
+                sequences: start..sequences.min(start + several),
+                first,
+                sizes: some,
+                of_sequence: heads,
+            });
+        }
+    }
+    turns
+}
+
+impl Turn<'_> {
+    /// Returns the scores of these heads among those of all.
+    fn of_all<'v>(&self, view: View<'v>) -> View<'v> {
+        let first = self.sequences.start * self.of_sequence + self.first;
+        view.part(first * self.sizes.of_head(), self.elements())
+    }
+
+    /// Returns the scores of these heads in a buffer of their own.
+    fn alone<'v>(&self, view: View<'v>) -> View<'v> {
+        view.part(0, self.elements())
+    }
+
+    fn elements(&self) -> usize {
+        self.sequences.len() * self.sizes.elements()
+    }
+
+    /// Returns the scores of a sequence.
+    fn scores<'v>(&self, view: View<'v>, sequence: usize) -> Matrix<'v> {
+        let before = (sequence - self.sequences.start) * self.sizes.elements();
+        self.sizes
+            .matrices(view.part(before, self.sizes.elements()))
+    }
+
+    /// Returns the heads of a sequence as matrices.
+    fn heads<'v>(&self, x: Heads<'v>, sequence: usize) -> Matrix<'v> {
+        let ([of_sequence, of_head, row_stride], [_, _, rows, cols]) = (x.strides, x.dims);
+        let first = sequence * of_sequence + self.first * of_head;
+        Matrix {
+            row_stride,
+            matrix_stride: of_head,
+            ..Matrix::new(x.view.part_from(first), rows, cols)
+        }
+    }
+}
+
+/// Computes `p = softmax(scale q k^T)` and `out = p v`. With N sequences of the heads of `sizes`: q and out (N, Hkv,
+/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in turns, as many as fit
+/// in `scores` (.., rows, Tk) f32, which is p itself if that is f32.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
-    [q, k, v]: [View; 3],
+    [q, k, v]: [Heads; 3],
     scores: View,
     p: View,
-    out: View,
+    out: Heads,
 ) -> Result<()> {
-    for (first, some) in turns(sizes, scores) {
-        let of_rows = |view| matrices(view, sizes, sizes.rows(), first);
-        let of_keys = |view| matrices(view, sizes, sizes.keys, first);
-        let [s, p_of_some] = [scores.part(0, some.elements()), some.of_all(p, first)];
-        compare(multiply, &some, [of_rows(q), of_keys(k)], some.matrices(s))?;
-        softmax::forward(gpu, some.scores(), s, p_of_some)?;
-        weighted_sum(
-            multiply,
-            &some,
-            [some.matrices(p_of_some), of_keys(v)],
-            of_rows(out),
-        )?;
+    let is_apart = scores.pointer != p.pointer;
+    for turn in turns(sizes, q.dims[0], scores) {
+        let (some, p) = (&turn.sizes, turn.of_all(p));
+        let s = if is_apart { turn.alone(scores) } else { p };
+        for n in turn.sequences.clone() {
+            let factors = [turn.heads(q, n), turn.heads(k, n)];
+            compare(multiply, some, factors, turn.scores(s, n))?;
+        }
+        softmax::forward(gpu, some.scores(), s, p)?;
+        for n in turn.sequences.clone() {
+            let factors = [turn.scores(p, n), turn.heads(v, n)];
+            weighted_sum(multiply, some, factors, turn.heads(out, n))?;
+        }
     }
     Ok(())
 }
 
-/// The heads in turns, as many at once as there is room for in `scores`, one at least: the first of them, and their
-/// sizes.
-fn turns<'a>(
-    sizes: &HeadGroups<'a>,
-    scores: View,
-) -> impl Iterator<Item = (usize, HeadGroups<'a>)> + use<'a> {
-    let sizes = *sizes;
-    let at_once = (scores.len / sizes.of_head().max(1)).max(1);
-    let firsts = (0..sizes.kv_heads).step_by(at_once);
-    firsts.map(move |first| {
-        let kv_heads = at_once.min(sizes.kv_heads - first);
-        let some = HeadGroups {
-            kv_heads,
-            first_head: sizes.first_head + first * sizes.group,
-            ..sizes
-        };
-        (first, some)
-    })
-}
-
-/// `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`, of the same.
-/// Some heads after others, as many as there is room for in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is
-/// the same if that is f32.
+/// Computes `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`. Heads
+/// are computed in turns, as many as fit in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is dp itself if
+/// that is f32.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
-    [d_out, q, k, v, p]: [View; 5],
+    [d_out, q, k, v]: [Heads; 4],
+    p: View,
     [dp, ds]: [View; 2],
-    [dq, dk, dv]: [View; 3],
+    [dq, dk, dv]: [Heads; 3],
 ) -> Result<()> {
-    for (first, some) in turns(sizes, dp) {
-        let of_rows = |view| matrices(view, sizes, sizes.rows(), first);
-        let of_keys = |view| matrices(view, sizes, sizes.keys, first);
-        let [dp, ds] = [dp, ds].map(|view| view.part(0, some.elements()));
-        compare(
-            multiply,
-            &some,
-            [of_rows(d_out), of_keys(v)],
-            some.matrices(dp),
-        )?;
-        transposed_weighted_sum(multiply, &some, [of_rows(p), of_rows(d_out)], of_keys(dv))?;
-        softmax::backward_from_p(gpu, some.scores(), [dp, some.of_all(p, first)], ds)?;
-        let ds = some.matrices(ds);
-        weighted_sum(multiply, &some, [ds, of_keys(k)], of_rows(dq))?;
-        transposed_weighted_sum(multiply, &some, [ds, of_rows(q)], of_keys(dk))?;
+    for turn in turns(sizes, q.dims[0], dp) {
+        let (some, p) = (&turn.sizes, turn.of_all(p));
+        let [dp, ds] = [dp, ds].map(|view| turn.alone(view));
+        for n in turn.sequences.clone() {
+            let [d_out, v, dv] = [d_out, v, dv].map(|x| turn.heads(x, n));
+            compare(multiply, some, [d_out, v], turn.scores(dp, n))?;
+            transposed_weighted_sum(multiply, some, [turn.scores(p, n), d_out], dv)?;
+        }
+        softmax::backward_from_p(gpu, some.scores(), [dp, p], ds)?;
+        for n in turn.sequences.clone() {
+            let [q, k, dq, dk] = [q, k, dq, dk].map(|x| turn.heads(x, n));
+            weighted_sum(multiply, some, [turn.scores(ds, n), k], dq)?;
+            transposed_weighted_sum(multiply, some, [turn.scores(ds, n), q], dk)?;
+        }
     }
     Ok(())
 }

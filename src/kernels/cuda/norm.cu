@@ -34,13 +34,11 @@ __device__ __forceinline__ void add_branch(Pack<X, N>& x, float (&h)[N], const P
 template <bool WHOLE, int N>
 __device__ __forceinline__ void scale_pack(float (&h)[N], float rstd, const float (&w)[N], const float* bias, int first,
                                            int width) {
-#pragma unroll
-    for (int i = 0; i < N; i++) h[i] = h[i] * rstd * w[i];
-    if (!CENTERED) return;
     float b[N];
-    load_wide<WHOLE>(bias, first, width, 0.f, b);
+    if (CENTERED) load_wide<WHOLE>(bias, first, width, 0.f, b);
+    // Rounded alike in both passes: the compiler may not choose which sums are fused.
 #pragma unroll
-    for (int i = 0; i < N; i++) h[i] += b[i];
+    for (int i = 0; i < N; i++) h[i] = CENTERED ? fmaf(mul(h[i], rstd), w[i], b[i]) : mul(mul(h[i], rstd), w[i]);
 }
 
 // ---- Forward. sum may be x's buffer, as a thread writes what it alone has read, and so may y where they have one

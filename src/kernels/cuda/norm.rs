@@ -1,6 +1,6 @@
 //! RMSNorm and LayerNorm; see `norm.cu`.
 //!
-//! x may be f32 where y is in half precision: the residual stream beside what goes into products.
+//! x may be f32 while y is half precision: the residual stream and the input of a matmul.
 
 use super::norm_rows::{ROWS, threads_for_rows};
 use super::source::{PRELUDE, Source};
@@ -11,7 +11,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-/// RMSNorm's, and LayerNorm's.
+/// The kernels of RMSNorm and of LayerNorm.
 const SOURCES: [Source; 2] = [
     Source {
         name: "rms_norm",
@@ -33,12 +33,12 @@ const SOURCES: [Source; 2] = [
     },
 ];
 
-/// What both passes read.
+/// Inputs of both passes.
 #[derive(Clone, Copy)]
 pub(crate) struct Inputs<'a> {
     /// (rows, width).
     pub x: View<'a>,
-    /// What is added to x before the sum of both is normed: (rows, width), in y's dtype.
+    /// Added to x before the norm: (rows, width), in y's dtype.
     pub branch: Option<View<'a>>,
     /// (width) f32.
     pub weight: View<'a>,
@@ -46,7 +46,7 @@ pub(crate) struct Inputs<'a> {
     pub bias: Option<View<'a>>,
 }
 
-/// What forward writes.
+/// Outputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct Outputs<'a> {
     /// x + branch, rounded to x's dtype: (rows, width); may be x's buffer.
@@ -57,7 +57,7 @@ pub(crate) struct Outputs<'a> {
     pub statistics: View<'a>,
 }
 
-/// y, and the sum that it is the norm of.
+/// Computes y and the statistics of x, or of x + branch.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     norm: Norm,
@@ -97,16 +97,16 @@ pub(crate) fn forward(
     Ok(())
 }
 
-/// What backward writes.
+/// Outputs of backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Gradients<'a> {
     /// (rows, width), in x's dtype; may be x's buffer, or dy's where they have one dtype and y is not wanted.
     pub dx: View<'a>,
-    /// Whether dx holds a gradient already, which is added to.
+    /// Whether dx is added to.
     pub add_dx: bool,
-    /// dx once more, rounded to dy's dtype.
+    /// dx rounded to dy's dtype.
     pub copy: Option<View<'a>>,
-    /// The norm's output once more, to the bit, in dy's dtype; may be dy's buffer.
+    /// The norm's output, with the bits of forward; may be dy's buffer.
     pub y: Option<View<'a>>,
     /// (width) f32.
     pub dw: View<'a>,
@@ -118,9 +118,9 @@ pub(crate) struct Gradients<'a> {
     pub add_db: bool,
 }
 
-/// The gradients of x, w and b, from `dy` (rows, width) in y's dtype and from forward's `statistics`. `partials`
-/// ([`norm_partials`](crate::kernels::workspace::norm_partials)) f32 is room to work in. An x in f32 whose branch is in
-/// half precision may be read with it again; others are read as their sum.
+/// Computes the gradients of x, w and b from `dy` (rows, width) in y's dtype and forward's `statistics`. `partials` is
+/// f32 scratch of [`norm_partials`](crate::kernels::workspace::norm_partials) elements. A branch is only taken in half
+/// precision next to x in f32; pass the sum as x otherwise.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     norm: Norm,

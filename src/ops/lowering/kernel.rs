@@ -61,7 +61,7 @@ pub struct Kernel {
     name: &'static str,
     attributes: Vec<(&'static str, Attribute)>,
     view: Option<graph::View>,
-    /// The operands that it can add to, and whether it does.
+    /// The outputs that it can add to, and whether it does.
     sums: Vec<(&'static str, Accumulate)>,
     is_in_place: bool,
     flops: f64,
@@ -96,7 +96,7 @@ impl Kernel {
         Self::new(name, |k, _| bail!("{} was planned for a GPU", k.name))
     }
 
-    /// Under another name.
+    /// Renames the kernel.
     pub(crate) fn named(self, name: &'static str) -> Self {
         Self { name, ..self }
     }
@@ -175,14 +175,14 @@ impl Kernel {
         }
     }
 
-    /// Which can add to what it writes as `operand`, and whether it does.
+    /// Declares that the kernel can add to `operand`, and whether it does.
     pub(crate) fn summing(mut self, operand: &'static str, accumulate: Accumulate) -> Self {
         self.sums.reserve_exact(1);
         self.sums.push((operand, accumulate));
         self
     }
 
-    /// As it is, but for whether it adds to `operand`.
+    /// Sets whether the kernel adds to `operand`.
     pub(crate) fn accumulating(mut self, operand: &str, accumulate: Accumulate) -> Self {
         let sums = self.sums.iter_mut();
         for (_, sum) in sums.filter(|(name, _)| *name == operand) {
@@ -239,13 +239,13 @@ impl Kernel {
         self.scores
     }
 
-    /// Whether it adds to what it writes as `operand`; `None` if it cannot.
+    /// Returns whether the kernel adds to `operand`; `None` if it cannot.
     pub fn accumulate(&self, operand: &str) -> Option<Accumulate> {
         let mut sums = self.sums.iter();
         sums.find_map(|(name, accumulate)| (*name == operand).then_some(*accumulate))
     }
 
-    /// Whether it adds to what it writes as `operand` in micro-batch `micro_batch` of a step.
+    /// Whether the kernel adds to `operand` in this micro-batch of a step.
     pub(crate) fn adds(&self, operand: &str, micro_batch: usize) -> bool {
         let accumulate = self.accumulate(operand);
         accumulate.is_some_and(|accumulate| accumulate.adds(micro_batch))

@@ -25,7 +25,7 @@ pub use named::Named;
 pub(crate) use operands::{Multiplier, Operands};
 pub(crate) use slices::{Slice, Slices, StepState};
 
-use crate::graph::{self, Attribute, Graph, Node, ValueId};
+use crate::graph::{self, Attribute, Graph, Node, Value, ValueId};
 use crate::probe::Operand;
 use candle_core::DType;
 use std::ops::Range;
@@ -48,34 +48,73 @@ pub(crate) struct Signature<'a> {
     pub kept: Vec<Operand<'a>>,
     /// Whose kernels run.
     pub target: graph::Target,
-    /// Of a backward in a plan: whether the output has a gradient, and whether the second one has. The output's may be
-    /// written over then, by the output. `None` of all others.
-    pub planned: Option<[bool; 2]>,
+    /// Set for calls in a plan.
+    pub plan: Option<PlanContext<'a>>,
+}
+
+/// The attributes and operands of a node.
+pub(crate) struct NodeOperands<'a> {
+    pub attributes: &'a [(&'static str, Attribute)],
+    pub inputs: &'a [graph::ValueRef],
+    pub reads: &'a [graph::ValueRef],
+    pub output: ValueId,
+    pub kept: &'a [graph::Kept],
+}
+
+/// What a lowering knows of a call in a plan. There, backward may overwrite the output's gradient with the output.
+#[derive(Clone, Copy)]
+pub(crate) struct PlanContext<'a> {
+    /// Whether the output and the second output have gradients, in backward.
+    pub has_grad: [bool; 2],
+    /// By input: whether backward has to compute its gradient.
+    pub needs_grad: &'a [bool],
 }
 
 impl<'g> Signature<'g> {
-    /// Of a node, for the graph's target.
+    /// Returns the signature of a node of a graph.
     pub fn of(graph: &'g Graph, node: &'g Node) -> Self {
+        let call = NodeOperands {
+            attributes: &node.attributes,
+            inputs: &node.inputs,
+            reads: &node.reads,
+            output: node.output,
+            kept: &node.kept,
+        };
+        Self::of_values(&graph.values, call, graph.target, None)
+    }
+
+    /// Returns the signature of a node whose operands are among `values`.
+    pub fn of_values(
+        values: &'g [Value],
+        node: NodeOperands<'g>,
+        target: graph::Target,
+        plan: Option<PlanContext<'g>>,
+    ) -> Self {
         let of_value = |id: ValueId| Operand {
-            dims: &graph.value(id).shape,
-            dtype: graph.value(id).dtype,
+            dims: &values[id.0].shape,
+            dtype: values[id.0].dtype,
         };
         let operands = |operands: &'g [graph::ValueRef]| {
             let operands = operands.iter().map(|operand| Operand {
-                dims: graph.shape_of(operand),
-                dtype: graph.value(operand.value).dtype,
+                dims: operand.shape_in(values),
+                dtype: values[operand.value.0].dtype,
             });
             operands.collect()
         };
         Self {
-            attributes: &node.attributes,
-            inputs: operands(&node.inputs),
-            reads: operands(&node.reads),
+            attributes: node.attributes,
+            inputs: operands(node.inputs),
+            reads: operands(node.reads),
             output: of_value(node.output),
             kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
-            target: graph.target,
-            planned: None,
+            target,
+            plan,
         }
+    }
+
+    /// Whether backward has to compute the gradient of an input. True outside of plans, where this is not known.
+    pub fn needs_grad(&self, input: usize) -> bool {
+        self.plan.is_none_or(|plan| plan.needs_grad[input])
     }
 
     /// The attribute with this name.
@@ -101,13 +140,14 @@ pub(crate) enum Slot {
     Gradient(usize),
     /// What [`Calls::scratch`] has made.
     Scratch(usize),
-    /// In plans alone: the second output of a node that stands for several, and its gradient.
-    Second,
-    SecondGradient,
-    /// What the op reads beside its inputs as a table that the plan holds, in f32, rounded to the first input's dtype.
-    Table(usize),
-    /// What [`Calls::part`] has cut.
+    /// A range of another slot ([`Calls::part`]). This and the slots below occur only in plans.
     Part(usize),
+    /// The second output of a fused node.
+    Second,
+    /// Its gradient.
+    SecondGradient,
+    /// A constant that the plan stores as a table: in f32, rounded to the dtype of the first input.
+    Table(usize),
     /// The mean loss of a step.
     StepLoss,
 }
@@ -127,17 +167,17 @@ pub(crate) struct Calls {
     pub calls: Vec<KernelCall>,
     /// Buffers for these calls alone.
     pub scratch: Vec<Scratch>,
-    /// Elements of slots.
+    /// Ranges of slots.
     pub parts: Vec<(Slot, Range<usize>)>,
-    /// Forward: the output is this input's elements. Backward: the gradient of this input is this one.
+    /// Aliases. Forward: the output is this input. Backward: the gradient of this input is the other slot.
     pub same: Vec<(usize, Slot)>,
     /// Of which of the op's [`reads`](Signature::reads).
     pub check: Option<(usize, Check)>,
 }
 
-/// A buffer for some calls alone.
+/// A buffer that only the calls of one node use.
 pub(crate) struct Scratch {
-    /// What it is in the op's formula, if it has a part there.
+    /// Its name in the op's formula; `None` for scratch.
     pub name: Option<&'static str>,
     pub shape: Vec<usize>,
     pub dtype: DType,
@@ -183,13 +223,13 @@ impl Calls {
         self
     }
 
-    /// `count` elements of a slot, from `first` on.
+    /// Returns the slot of `count` elements of another, starting at `first`.
     pub fn part(&mut self, slot: Slot, first: usize, count: usize) -> Slot {
         self.parts.push((slot, first..first + count));
         Slot::Part(self.parts.len() - 1)
     }
 
-    /// What a slot is a part of.
+    /// Returns the slot that a slot is a range of, or the slot itself.
     pub fn base(&self, slot: Slot) -> Slot {
         match slot {
             Slot::Part(i) => self.parts[i].0,
@@ -288,7 +328,7 @@ impl Calls {
         call.kernel.workspace(first.map(|first| first.dtype))
     }
 
-    /// Shape and dtype of a slot that an op by itself has.
+    /// Returns shape and dtype of a slot; `None` for slots that only occur in plans.
     pub fn operand<'a>(&'a self, slot: Slot, signature: &Signature<'a>) -> Option<Operand<'a>> {
         match slot {
             Slot::Input(i) | Slot::Gradient(i) => signature.inputs.get(i).copied(),
@@ -321,7 +361,7 @@ impl Calls {
         self.buffer(None, shape, dtype)
     }
 
-    /// The same, for what has a name in the op's formula.
+    /// Returns a buffer with a name, for an operand of the op's formula.
     pub fn temporary(&mut self, name: &'static str, shape: &[usize], dtype: DType) -> Slot {
         self.buffer(Some(name), shape, dtype)
     }

@@ -1,4 +1,4 @@
-//! What RMSNorm and LayerNorm have in common: their kernels, as ops by themselves and on a residual stream.
+//! The kernels of RMSNorm and LayerNorm, for the ops and for fused nodes of plans.
 
 mod residual;
 
@@ -15,7 +15,7 @@ use crate::kernels::cuda::norm as cuda_kernel;
 use crate::kernels::{Norm, limits, workspace};
 use candle_core::{Result, WithDType};
 
-/// Forward of a norm by itself: x, w and, of LayerNorm, b.
+/// Returns the forward of a norm as an op. Inputs: x, w and, for LayerNorm, b.
 pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
     let mut calls = Calls::default();
     let affine = |calls: &mut Calls, input| calls.widened_on_gpu(signature, input);
@@ -29,7 +29,7 @@ pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
     calls.call(kernel.with_all(signature.attributes), reads, writes)
 }
 
-/// Backward of a norm by itself.
+/// Returns the backward of a norm as an op.
 pub(super) fn backward(norm: Norm, signature: &Signature<'_>) -> Calls {
     let mut calls = Calls::default();
     let reads = [
@@ -53,7 +53,7 @@ pub(super) fn backward(norm: Norm, signature: &Signature<'_>) -> Calls {
     )
 }
 
-/// Room for partial sums of rows.
+/// Returns scratch for the partial sums of rows.
 fn partials(
     norm: Norm,
     signature: &Signature<'_>,
@@ -67,9 +67,9 @@ fn partials(
     calls.scratch(&[elements], signature.inputs[0].wide_dtype())
 }
 
-/// Reads `x` (N, D), optionally the `branch` that is added to it (N, D) in y's dtype, `weight` (D) and, of LayerNorm,
-/// `bias` (D); writes optionally `sum`, x + branch (N, D), `y` (N, D) and `statistics` (N, 1 or 2). x is in y's dtype, or
-/// in the one that is computed in. A GPU needs no `sum`.
+/// Reads `x` (N, D), optionally a `branch` (N, D) in y's dtype, `weight` (D) and, for LayerNorm, `bias` (D). Writes `y`
+/// (N, D), `statistics` (N, 1 or 2) and, if there is a branch, `sum` = x + branch (N, D), which is optional on GPUs. x
+/// is in y's dtype or in the dtype of the computation.
 fn forward_kernel(norm: Norm, width: usize) -> Kernel {
     fn on_cpu<X: Stored<Wide = Y::Wide>, Y: Stored>(
         norm: Norm,
@@ -113,7 +113,7 @@ fn forward_kernel(norm: Norm, width: usize) -> Kernel {
     }
 }
 
-/// LayerNorm's bias; nothing of RMSNorm.
+/// Returns the bias of LayerNorm, or an empty slice.
 fn bias_of<'a, R: crate::kernels::cpu::Real>(s: &Slices<'a>) -> Result<std::borrow::Cow<'a, [R]>> {
     match s.has_x("bias") {
         true => s.wide_x("bias"),
@@ -141,10 +141,9 @@ fn inputs_on_gpu<'a>(l: &Operands<'a>) -> Result<cuda_kernel::Inputs<'a>> {
     })
 }
 
-/// Reads `dy` (N, D), or writes it: it becomes the norm's output then. Reads `x` (N, D), on a GPU optionally the
-/// `branch` that is added to it, `weight` (D), of LayerNorm where dy becomes the output `bias` (D), and `statistics`;
-/// writes `dx` (N, D), `dweight` (D), `dbias` (D), all of which it may add to, `partials` and, on a GPU optionally,
-/// `copy`, which is dx in dy's dtype.
+/// Reads `dy` (N, D), or overwrites it with the norm's output. Reads `x` (N, D), on a GPU optionally the `branch` that
+/// is added to it, `weight` (D), `statistics`, and `bias` (D) if LayerNorm's output is recomputed. Writes `dx` (N, D),
+/// `dweight` (D) and `dbias` (D), or adds to them, `partials`, and on a GPU optionally `copy`, dx in dy's dtype.
 fn backward_kernel(norm: Norm, width: usize) -> Kernel {
     fn on_cpu<X: Stored<Wide = Y::Wide>, Y: Stored>(
         norm: Norm,

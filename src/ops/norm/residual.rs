@@ -1,7 +1,7 @@
-//! A norm on a residual stream, as plans have it: with the addition before it, and rounded for what follows.
+//! A norm on the residual stream of a plan, fused with the addition before it and the cast after it.
 //!
-//! The gradient of what is normed is added to in place, and the output does not stay: backward, which reads the same,
-//! computes it again where its gradient lay.
+//! Backward adds to the gradient of the residual stream in place. The output is not saved: backward recomputes it in
+//! the buffer of its gradient.
 
 use super::{backward_kernel, forward_kernel, partials};
 use crate::graph::{Attribute, Target};
@@ -12,33 +12,32 @@ use candle_core::DType;
 /// A norm of x (N, D) in f32, or of s = x + branch: [`rms_norm`](crate::ops::rms_norm()) or
 /// [`layer_norm`](crate::ops::layer_norm()) of s.
 ///
-/// Inputs: x, the branch in y's dtype if there is one, w (D) and LayerNorm's b (D) in f32. Outputs: y (N, D), which may
-/// be in half precision, and s in f32 if it is a sum. Kept: the rows' statistics, and s; or x and the branch.
+/// Inputs: x; the branch (N, D) in y's dtype, if there is one; w (D) and, for LayerNorm, b (D) in f32. Outputs: y (N,
+/// D), possibly in half precision; s in f32, if there is a branch. Saved for backward: the statistics of each row, and
+/// s, or x and the branch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ResidualNorm {
     pub norm: Norm,
     pub eps: f64,
-    /// Whether it is of a sum.
+    /// Whether there is a branch.
     pub adds: bool,
-    /// Whether the sum stays for backward, not what it is the sum of.
+    /// Whether s is saved for backward; if not, x and the branch are.
     pub sum_stays: bool,
-    /// Whether the gradient of a branch in half precision is needed.
-    pub branch_is_wanted: bool,
 }
 
 impl ResidualNorm {
-    /// The weight's place among the inputs.
+    /// Returns the input that is w.
     fn weight(&self) -> usize {
         1 + usize::from(self.adds)
     }
 
-    /// N and D.
+    /// Returns N and D.
     fn sizes(&self, signature: &Signature<'_>) -> [usize; 2] {
         let width = signature.inputs[self.weight()].dims[0];
         [signature.inputs[0].rows(), width]
     }
 
-    /// Weight and bias.
+    /// Returns w and b as operands.
     fn affine(&self) -> Named<Slot> {
         let weight = self.weight();
         let bias = (self.norm == Norm::Layer).then_some(Slot::Input(weight + 1));
@@ -67,7 +66,7 @@ impl ResidualNorm {
         Calls::default().call(kernel, reads.and(self.affine()), writes)
     }
 
-    /// As where the sum stays.
+    /// Returns the same norm with s saved.
     pub fn of_sum(self) -> Self {
         Self {
             sum_stays: true,
@@ -75,14 +74,14 @@ impl ResidualNorm {
         }
     }
 
-    /// y and the statistics once more, from what stays.
-    pub fn again(&self, signature: &Signature<'_>) -> Calls {
+    /// Recomputes y and the statistics from what is saved.
+    pub fn recompute_output(&self, signature: &Signature<'_>) -> Calls {
         let reads = self.normed().and(self.affine());
         let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
         Calls::default().call(self.kernel(signature), reads, writes)
     }
 
-    /// What is normed, as it stays.
+    /// Returns s as operands: itself, or x and the branch.
     fn normed(&self) -> Named<Slot> {
         match (self.adds, self.sum_stays) {
             (false, _) => [("x", Slot::Input(0))].into(),
@@ -98,8 +97,9 @@ impl ResidualNorm {
             false => Slot::Gradient(0),
         };
         let is_half = signature.output.dtype != DType::F32;
-        let [has_dy, _] = signature.planned.unwrap_or([true, false]);
-        let copies = has_dy && self.branch_is_wanted && signature.target == Target::Cuda;
+        let has_dy = signature.plan.is_none_or(|plan| plan.has_grad[0]);
+        let on_gpu = signature.target == Target::Cuda;
+        let copies = has_dy && self.adds && is_half && on_gpu && signature.needs_grad(1);
         if has_dy {
             let sizes @ [rows, width] = self.sizes(signature);
             let partials = partials(self.norm, signature, &mut calls, sizes);

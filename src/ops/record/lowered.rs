@@ -105,7 +105,7 @@ impl<S: Spec> Lowered<S> {
             output: shaped(&shape, dtype),
             kept: kept.iter().map(|(_, x, dtype)| shaped(x, *dtype)).collect(),
             target,
-            planned: None,
+            plan: None,
         };
         let calls = (self.lowering.forward)(&signature);
         let mut run = Run::new(device, &signature, &calls, reads);
@@ -191,7 +191,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
             output: y.into(),
             kept: kept.iter().map(Into::into).collect(),
             target: Target::of(device),
-            planned: None,
+            plan: None,
         };
         let calls = (self.lowering.backward)(&signature);
         let given = [(Slot::Output, y), (Slot::OutputGradient, &dy)].into_iter();

@@ -102,7 +102,7 @@ pub(crate) fn scattered(dy: &Tensor, view: View, shape: &[usize]) -> Result<Tens
         },
         kept: Vec::new(),
         target: Target::of(dy.device()),
-        planned: None,
+        plan: None,
     };
     let (storage, layout) = dy.storage_and_layout();
     let mut run = Run::new(dy.device(), &signature, &calls, Vec::new());

@@ -1,7 +1,8 @@
 //! Steps of losses planned on a GPU against the same planned on the CPU.
 
 use super::loss_step::{
-    Case, elementwise_ops, every_op, hollow, ignoring_head, ops_of_other_models, parts,
+    Case, elementwise_ops, every_op, fused_in_segments, hollow, ignoring_head, ops_of_other_models,
+    outputs_made_again, parts,
 };
 use super::{CPU, distance};
 use candle_core::{Device, Tensor, Var};
@@ -79,7 +80,15 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn losses_are_those_of_the_cpu(
-    #[values(every_op, ops_of_other_models, elementwise_ops, ignoring_head, parts)]
+    #[values(
+        every_op,
+        ops_of_other_models,
+        elementwise_ops,
+        ignoring_head,
+        parts,
+        outputs_made_again,
+        fused_in_segments
+    )]
     case: fn() -> Case,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {

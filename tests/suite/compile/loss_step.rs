@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::attention::{Algorithm, AttentionConfig, Mask};
+use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
 use tallow::compile::{Category, Inputs, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{self, Checkpointing};
+use tallow::nn::{self, Checkpointing, checkpoint};
 use tallow::ops::{Gelu, KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::{Autocast, Precision};
@@ -634,6 +634,97 @@ pub fn parts() -> Case {
 #[test]
 fn parts_are_as_eager() {
     parts().assert_as_eager(None);
+}
+
+/// Parameters that meet a norm's or a gate's output in ops other than linear maps: backward makes these outputs again,
+/// later than such an op has read them.
+pub fn outputs_made_again() -> Case {
+    Case {
+        parameters: vec![
+            weight("first", &[8, 6], 1),
+            weight("scale", &[8], 2),
+            weight("mixing", &[8, 8], 3),
+            weight("times", &[5, 8], 4),
+            weight("w1", &[12, 8], 5),
+            weight("w3", &[12, 8], 6),
+            weight("over", &[5, 12], 7),
+            weight("bias", &[8], 8),
+        ],
+        inputs: vec![("x", weight("", &[5, 6], 9).1.as_tensor().clone())],
+        bound: 5e-6,
+        loss: |weights, x| {
+            let [first, scale, mixing, times, w1, w3, over, bias] = weights else {
+                panic!("eight weights");
+            };
+            let h = ops::linear(&x[0], first)?; // (5, 8)
+            let y = ops::rms_norm(&h, scale, 1e-5)?;
+            let a = ops::matmul(&y, mixing)?;
+            let b = ops::mul(&y, times)?;
+            let sum = ops::add(&h, &ops::add(&a, &b)?)?;
+            let normed = ops::layer_norm(&sum, scale, bias, 1e-5)?;
+            let gated = ops::swiglu_linear(&normed, w1, w3)?; // (5, 12)
+            let c = ops::mul(&gated, &ops::sigmoid(over)?)?;
+            let d = ops::mul(&gated, over)?;
+            let both = ops::concat(&[&ops::add(&c, &d)?, &sum], 1)?;
+            ops::mean(&ops::mul(&both, &both)?)
+        },
+    }
+}
+
+#[rstest]
+fn outputs_made_again_are_as_eager(#[values(None, Some(DType::BF16))] half: Option<DType>) {
+    outputs_made_again().assert_as_eager(half);
+}
+
+/// Checkpointed segments that hold an attention without its projections, a gate alone, and the loss.
+pub fn fused_in_segments() -> Case {
+    Case {
+        parameters: vec![
+            weight("table", &[11, 16], 1),
+            weight("q", &[16, 16], 2),
+            weight("k", &[16, 16], 3),
+            weight("v", &[16, 16], 4),
+            weight("w1", &[12, 16], 5),
+            weight("w3", &[12, 16], 6),
+            weight("w2", &[16, 12], 7),
+        ],
+        inputs: vec![
+            ("tokens", random_ids((2, 5), 11)),
+            ("targets", random_ids((2, 5), 11)),
+        ],
+        bound: 5e-6,
+        loss: |weights, x| {
+            let [table, q, k, v, w1, w3, w2] = weights else {
+                panic!("seven weights");
+            };
+            let h = ops::embedding(&x[0], table)?; // (2, 5, 16)
+            let projected = [q, k, v].map(|weight| ops::linear(&h, weight));
+            let [q, k, v] = projected;
+            let angles = Tensor::from_iter((0..20).map(|i| i as f32 / 5.0), h.device())?;
+            let angles = angles.reshape((5, 4))?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            let attend = move |x: [&Tensor; 3]| {
+                let [q, k, v] = x.map(|x| ops::split_heads(x, 2));
+                let [q, k] = [q, k].map(|x| ops::rope(&x?, &cos, &sin));
+                let config = AttentionConfig {
+                    mask: Mask::Causal,
+                    ..Default::default()
+                };
+                ops::merge_heads(&attention::flash(&q?, &k?, &v?, &config)?)
+            };
+            let h = ops::add(&h, &checkpoint(attend, [&q?, &k?, &v?])?)?;
+            let gate = |[x, w1, w3]: [&Tensor; 3]| ops::swiglu_linear(x, w1, w3);
+            let h = ops::linear(&checkpoint(gate, [&h, w1, w3])?, w2)?;
+            let targets = x[1].clone();
+            let loss = move |[x, head]: [&Tensor; 2]| ops::linear_cross_entropy(x, head, &targets);
+            checkpoint(loss, [&h, table])
+        },
+    }
+}
+
+#[rstest]
+fn fused_in_segments_are_as_eager(#[values(None, Some(DType::BF16))] half: Option<DType>) {
+    fused_in_segments().assert_as_eager(half);
 }
 
 /// Of two weights one is read as it is cast, the other as its copy.

@@ -11,7 +11,7 @@ use super::super::planned::Planned;
 use super::super::step::Step;
 use super::super::{loss, model};
 use super::*;
-use crate::attention::{Algorithm, in_model::InModel};
+use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::precision::Precision;
 use candle_core::DType;
@@ -341,11 +341,10 @@ fn thirds_of_a_projection(
         count("contiguous") + count("split_heads") + count("rotate"),
         0
     );
-    let packed = plan.calls().iter().filter(|call| {
-        let sizes = call.op.kernel().map(InModel::of);
-        sizes.is_some_and(|sizes| sizes.is_ok_and(|sizes| sizes.packed))
-            && !call.op.reads_what_it_writes()
-    });
+    let packed = plan
+        .calls()
+        .iter()
+        .filter(|call| call.reads.get("qkv").is_some());
     assert_eq!(packed.count(), 2 * 2); // forward and backward
     assert_eq!(count("adamw"), parameters);
     let copies = if precision == Precision::F32 {

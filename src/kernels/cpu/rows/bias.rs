@@ -13,11 +13,11 @@ pub fn fill<T: Stored>(bias: &[T], y: &mut [T]) {
     });
 }
 
-/// `db` (width) is the sum of the rows of `dy` (rows, width), in a fixed order.
-pub fn gradient<T: Stored>(dy: &[T], db: &mut [T::Wide]) {
+/// Computes `db` (width), the sum of the rows of `dy` (rows, width), or adds it, in a fixed order.
+pub fn gradient<T: Stored>(dy: &[T], db: &mut [T::Wide], adds: bool) {
     let width = db.len();
     let rows = dy.len().checked_div(width).unwrap_or(0);
-    parallel::sum_rows(db, rows, |rows, db| {
+    parallel::sum_rows(db, rows, adds, |rows, db| {
         simd::vectorized(
             #[inline(always)]
             || {

@@ -81,8 +81,11 @@ fn biases<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize
     let db = Buffer::<f32>::room(gpu, width, offset);
     let workspace = Buffer::<f32>::room(gpu, bias_backward(rows, width), 0);
     let room = workspace.view(gpu);
-    bias::gradient(gpu, dy.view(gpu), db.view(gpu), room).unwrap();
+    bias::gradient(gpu, dy.view(gpu), db.view(gpu), false, room).unwrap();
     assert_close("db", &db.read(gpu), &exact);
+    bias::gradient(gpu, dy.view(gpu), db.view(gpu), true, room).unwrap();
+    let twice: Vec<f64> = exact.iter().map(|sum| 2.0 * sum).collect();
+    assert_close("db added", &db.read(gpu), &twice);
 }
 
 #[test]

@@ -1,13 +1,13 @@
-//! RMSNorm and LayerNorm, row by row, with the residual sum in front or without; and all gradients in one pass.
+//! RMSNorm and LayerNorm, optionally with a residual addition before them. Backward computes all gradients in one pass.
 //!
-//! X is the type of the residual stream, Y of what goes into and comes out of products: equal, or what is computed in
-//! beside half precision. Rows in half precision are widened as a whole, and sums over them are of blocks.
+//! X is the dtype of the residual stream and Y that of the branch and the output. They are equal, or X is the dtype of
+//! the computation and Y is half precision. Rows in half precision are converted first, and summed block by block.
 
 use crate::kernels::cpu::parallel::{self, BLOCK_ROWS, Shared};
 use crate::kernels::cpu::{Real, Stored, simd, simd::BLOCK};
 use crate::kernels::norm::Norm;
 
-/// What both passes read.
+/// Inputs of both passes.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a, X, W> {
     /// (rows, width).
@@ -18,7 +18,7 @@ pub struct Inputs<'a, X, W> {
     pub bias: &'a [W],
 }
 
-/// What forward writes.
+/// Outputs of forward.
 pub struct Outputs<'a, Y: Stored> {
     /// (rows, width).
     pub y: &'a mut [Y],
@@ -26,7 +26,7 @@ pub struct Outputs<'a, Y: Stored> {
     pub statistics: &'a mut [Y::Wide],
 }
 
-/// What is added to x before the sum of both is normed.
+/// A branch that is added to x, and their sum.
 pub struct Branch<'a, X, Y> {
     /// (rows, width).
     pub branch: &'a [Y],
@@ -34,7 +34,7 @@ pub struct Branch<'a, X, Y> {
     pub sum: &'a mut [X],
 }
 
-/// `y`, of x or of its sum with a branch, and each row's mean, if the norm takes one, and rstd.
+/// Computes `y` and the statistics of x, or of x + branch.
 pub fn forward<X: Stored<Wide = Y::Wide>, Y: Stored>(
     norm: Norm,
     eps: f64,
@@ -87,7 +87,7 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     });
 }
 
-/// A row in the type computed in: where it lies, or widened.
+/// A buffer for a row that is converted to the dtype of the computation.
 struct Room<S: Stored>(Vec<S::Wide>);
 
 impl<S: Stored> Room<S> {
@@ -108,7 +108,7 @@ impl<S: Stored> Room<S> {
     }
 }
 
-/// Elements that are added up at a time: of half precision those of a block, so that the order is that of blocks.
+/// Returns the number of elements that are summed together: all of a row, or a block in half precision.
 fn block_of<S: Stored>(width: usize) -> usize {
     match S::as_wide(&[]) {
         Some(_) => width,
@@ -116,7 +116,7 @@ fn block_of<S: Stored>(width: usize) -> usize {
     }
 }
 
-/// `sum = x + branch`, rounded to x's type.
+/// Computes `sum = x + branch`, rounded to x's dtype.
 #[inline(always)]
 fn add_row<X: Stored<Wide = Y::Wide>, Y: Stored>(x: &[X], branch: &[Y], sum: &mut [X]) {
     let mut blocks = [[X::Wide::ZERO; BLOCK]; 2];
@@ -144,7 +144,7 @@ fn add<T: Real>(a: &[T], b: &[T], sum: &mut [T]) {
     }
 }
 
-/// A block in the type computed in.
+/// Returns a block in the dtype of the computation.
 #[inline(always)]
 fn loaded<'b, S: Stored>(x: &'b [S], buffer: &'b mut [S::Wide; BLOCK]) -> &'b [S::Wide] {
     match S::as_wide(x) {
@@ -157,7 +157,7 @@ fn loaded<'b, S: Stored>(x: &'b [S], buffer: &'b mut [S::Wide; BLOCK]) -> &'b [S
     }
 }
 
-/// A row's mean, which is 0 where the norm takes none, and rstd.
+/// Returns mean and rstd of a row; the mean is 0 for RMSNorm.
 #[inline(always)]
 fn moments<T: Real, const CENTERED: bool>(x: &[T], block: usize, eps: T) -> [T; 2] {
     let share = T::real(1.0 / x.len() as f64);
@@ -165,7 +165,7 @@ fn moments<T: Real, const CENTERED: bool>(x: &[T], block: usize, eps: T) -> [T; 
     let (mut mean, mut squares) = (T::ZERO, T::ZERO);
     if CENTERED {
         blocks().for_each(|x| mean += simd::sum(x));
-        mean = mean * share;
+        mean *= share;
         // Two passes: the mean of squares minus the square of the mean would cancel.
         let centred = |x: &[T]| simd::sum_over([x], |[x]| (x - mean) * (x - mean));
         blocks().for_each(|x| squares += centred(x));
@@ -175,7 +175,7 @@ fn moments<T: Real, const CENTERED: bool>(x: &[T], block: usize, eps: T) -> [T; 
     [mean, T::ONE / (squares * share + eps).square_root()]
 }
 
-/// y of a row.
+/// Computes y of a row.
 #[inline(always)]
 fn normed<Y: Stored, const CENTERED: bool>(
     x: &[Y::Wide],
@@ -220,17 +220,17 @@ fn scale<T: Real, const CENTERED: bool>(
 
 /// The gradient of a norm's output (rows, width).
 pub enum OutputGradient<'a, Y> {
-    /// Read alone.
+    /// Only read.
     Read(&'a [Y]),
-    /// Which becomes the output, to the bit what forward gave: so forward's need not be kept.
+    /// Overwritten by the output, with the bits of forward, so that forward's output need not be saved.
     Becomes(&'a mut [Y]),
 }
 
-/// What backward writes.
+/// Outputs of backward.
 pub struct Gradients<'a, X: Stored> {
     /// (rows, width).
     pub dx: &'a mut [X],
-    /// Whether to add to `dx`, which then is the residual stream's gradient so far.
+    /// Whether to add to `dx`.
     pub add_dx: bool,
     /// (width).
     pub dw: &'a mut [X::Wide],
@@ -242,13 +242,13 @@ pub struct Gradients<'a, X: Stored> {
     pub add_db: bool,
 }
 
-/// How many elements [`backward`] works in, beside its outputs.
+/// Returns the number of elements of scratch that [`backward`] needs.
 pub const fn partials_len(norm: Norm, rows: usize, width: usize) -> usize {
     rows.div_ceil(BLOCK_ROWS) * width * norm.sums()
 }
 
-/// The gradients of x, or of the sum that was normed, of the weight and of the bias, each row of dy and x read once;
-/// `statistics` are forward's, `partials` is [`partials_len`] elements to work in.
+/// Computes the gradients of x (or of x + branch), the weight and the bias, reading each row of dy and x once.
+/// `statistics` are forward's; `partials` is scratch of [`partials_len`] elements.
 ///
 /// With h = (x - mean) rstd and g = dy w: `dx = rstd (g - mean(g) - h mean(g h))`, without mean(g) in RMSNorm;
 /// `dw = sum over rows of dy h`, `db = sum over rows of dy`.
@@ -348,7 +348,7 @@ fn backward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     }
 }
 
-/// What each element's gradient is reduced by: the same, and by how much for each unit of x - mean.
+/// Returns mean(g) and mean(g h) rstd, which a row's dx subtracts.
 #[inline(always)]
 fn pulls<T: Real, const CENTERED: bool>(
     [dy, x, weight]: [&[T]; 3],
@@ -369,7 +369,7 @@ fn pulls<T: Real, const CENTERED: bool>(
     [of_g * share, of_gh * share * rstd * rstd]
 }
 
-/// A row's gradients: dx, which is added to or not, and what the row adds to dw and db.
+/// Computes dx of a row and adds to dw and db.
 #[inline(always)]
 fn gradient_row<T: Real, const CENTERED: bool>(
     [dy, x, weight]: [&[T]; 3],
