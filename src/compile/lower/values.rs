@@ -148,6 +148,7 @@ impl Lower<'_> {
         let read = ends.max().unwrap_or(0);
         match value.source {
             Source::Input(_) => read.max(value.elements()), // all of it is given
+            _ if program.is_stacked(id) => value.elements(),
             _ => read,
         }
     }

@@ -296,6 +296,11 @@ impl Program {
         self.stacks.get(&value).cloned().unwrap_or(vec![value])
     }
 
+    /// Whether a weight is read as part of a stack.
+    pub fn is_stacked(&self, weight: ValueId) -> bool {
+        self.stacks.values().any(|stack| stack.contains(&weight))
+    }
+
     /// Returns the weight of a copy.
     pub fn copied(&self, value: ValueId) -> Option<ValueId> {
         self.copies.get(&value).copied()

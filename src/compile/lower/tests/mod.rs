@@ -360,3 +360,34 @@ fn thirds_of_a_projection(
         .filter(|call| plan.buffer_of(call.reads.operand("x")).category == Category::Parameter);
     assert_eq!(weights.count(), 0);
 }
+
+/// Weights that are packed and not trained are full arguments of the plan.
+#[test]
+fn frozen_weights_that_are_packed() {
+    let weights = graph::weights(DType::F32);
+    let [w1, w3, w2] = [("w1", (24, 16)), ("w3", (24, 16)), ("w2", (16, 24))]
+        .map(|(name, shape)| weights.get(shape, name).unwrap());
+    let trained = weights.get((16, 16), "trained").unwrap();
+    let forward = || {
+        let x = graph::input("x", (8, 16), DType::F32)?;
+        let h = crate::ops::linear(&x, &trained)?;
+        let gated = crate::ops::swiglu_linear(&h, &w1, &w3)?;
+        crate::ops::mean(&crate::ops::cast(
+            &crate::ops::linear(&gated, &w2)?,
+            DType::F32,
+        )?)
+    };
+    let parameters = [("trained", &trained)].into_iter();
+    let traced = || Ok(vec![Precision::BF16.run(forward)?]);
+    let function = TracedFunction::new("test", Target::Cuda, parameters, traced).unwrap();
+    let kind = PlanKind::TrainStep;
+    let config = StepConfig::default();
+    let planned = Rc::new(function).plan(kind, &config, Recompute::default());
+    let plan = planned.unwrap().lowered.plan;
+    let gate = |call: &&Call| call.reads.get("gate_up").is_some();
+    assert_eq!(plan.calls().iter().filter(gate).count(), 1);
+    for name in ["w1", "w3", "w2"] {
+        let buffer = plan.buffers().iter().find(|buffer| buffer.name == name);
+        assert_eq!(buffer.unwrap().elements(), 24 * 16, "{name}");
+    }
+}
