@@ -99,7 +99,7 @@ pub(crate) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).c
     Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
 );
 
-/// With or without a bias.
+/// The lowering of a linear layer, with or without a bias.
 pub(super) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);

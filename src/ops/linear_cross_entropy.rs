@@ -170,7 +170,7 @@ fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
     Some((elements, elements * x.dtype.size_in_bytes() as f64))
 }
 
-/// By itself; the loss of a planned step is a [`HeadLoss`](super::head_loss::HeadLoss).
+/// The lowering as an op. The loss of a planned step is a [`HeadLoss`](super::head_loss::HeadLoss).
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);

@@ -53,13 +53,13 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
 /// Forward and backward, as reports call them.
 const KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
 
-/// Without sizes.
+/// Returns the forward kernel, without sizes.
 pub(in crate::attention) fn forward_kernel() -> Kernel {
     let kernel = kernel!(KERNELS[0], |T, k, s| forward::<T>(k, s)?);
     on_gpu!(kernel, |k, l| forward_on_gpu(k, l))
 }
 
-/// Without sizes.
+/// Returns the backward kernel, without sizes.
 pub(in crate::attention) fn backward_kernel() -> Kernel {
     let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
     on_gpu!(kernel, |k, l| backward_on_gpu(k, l))

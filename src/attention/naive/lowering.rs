@@ -62,7 +62,7 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
     },
 };
 
-/// Without sizes.
+/// Returns the forward kernel, without sizes.
 pub(in crate::attention) fn forward_kernel() -> Kernel {
     let kernel = kernel!("naive_attention", |T, k, s| {
         let sizes = sizes(k)?;
@@ -72,7 +72,7 @@ pub(in crate::attention) fn forward_kernel() -> Kernel {
     on_gpu!(kernel, |k, l| forward(k, l))
 }
 
-/// Without sizes.
+/// Returns the backward kernel, without sizes.
 pub(in crate::attention) fn backward_kernel() -> Kernel {
     let kernel = kernel!("naive_attention_backward", |T, k, s| {
         let sizes = sizes(k)?;

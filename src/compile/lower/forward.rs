@@ -44,7 +44,7 @@ impl Lower<'_> {
                 self.make(value, name_of(node, value), &program.value(value).shape);
             }
         }
-        self.write(i, calls)?;
+        NodeWriter::new(&program, i, calls).all_calls(self)?;
         if node.recomputes_saved {
             for kept in &node.kept {
                 self.places[kept.value.0] = None;
@@ -64,13 +64,6 @@ impl Lower<'_> {
                 self.plan.call(converted(), [("x", x)], [("y", y)]);
             }
         }
-    }
-
-    fn write(&mut self, i: usize, mut calls: Calls) -> Result<()> {
-        let written = std::mem::take(&mut calls.calls);
-        let mut writer = NodeWriter::new(&self.program, i, calls);
-        let mut written = written.into_iter();
-        written.try_for_each(|call| writer.call(self, call))
     }
 
     /// Writes the head and loss of a step, with the gradients of their inputs.
@@ -104,11 +97,10 @@ impl Lower<'_> {
             return Ok(None);
         };
         let node = &program.nodes[i];
-        let Some(mut calls) = node.kind.recompute_output(&program.signature(node, NONE)) else {
+        let Some(calls) = node.kind.recompute_output(&program.signature(node, NONE)) else {
             return Ok(None);
         };
         self.plan.path.clone_from(&node.path);
-        let written = std::mem::take(&mut calls.calls);
         let mut writer = NodeWriter::new(&program, i, calls);
         let kept = node.kept.iter().enumerate();
         let kept = kept.map(|(i, kept)| (Slot::Kept(i), kept.value));
@@ -117,9 +109,7 @@ impl Lower<'_> {
             let place = self.temporary(name_of(node, value), shape, dtype);
             writer.places.insert(slot, place);
         }
-        for call in written {
-            writer.call(self, call)?;
-        }
+        writer.all_calls(self)?;
         writer.find(self, Slot::Output)
     }
 
@@ -139,8 +129,10 @@ impl Lower<'_> {
         let Some(mut calls) = node.kind.forward(&program.signature(node, NONE)) else {
             return Err(self.refused(node));
         };
-        let mut written = std::mem::take(&mut calls.calls);
-        written.retain(|call| call.writes.iter().all(|slot| *slot != Slot::Output));
+        let is_output = |slot: &Slot| *slot == Slot::Output;
+        calls
+            .calls
+            .retain(|call| !call.writes.iter().any(is_output));
         let mut writer = NodeWriter::new(&program, i, calls);
         for (input, x) in node.inputs.iter().enumerate() {
             if x.view.is_none()
@@ -154,10 +146,7 @@ impl Lower<'_> {
         for kept in &node.kept {
             self.make(kept.value, kept.name, &program.value(kept.value).shape);
         }
-        for call in written {
-            writer.call(self, call)?;
-        }
-        Ok(())
+        writer.all_calls(self)
     }
 }
 

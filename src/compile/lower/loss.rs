@@ -110,7 +110,7 @@ impl Lower<'_> {
         Ok(mean)
     }
 
-    /// Where the mean loss goes, (1) in f64, which the run leaves.
+    /// Returns a buffer for the mean loss of the step, (1) in f64, which is read after the run.
     pub(super) fn step_loss(&mut self) -> BufferRange {
         let mean = self.temporary("loss", &[1], DType::F64);
         self.plan.kept.push(mean.buffer);

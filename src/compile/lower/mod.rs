@@ -116,7 +116,7 @@ pub(super) type TableOf = (graph::ValueRef, DType);
 struct Lower<'a> {
     job: &'a Job<'a>,
     program: Rc<Program>,
-    /// By node: whether its backward makes its output again, where the gradient of that lay.
+    /// By node: whether its backward recomputes its output in the buffer of the output's gradient.
     recomputes_output: Vec<bool>,
     plan: Writer,
     /// By value: where it lies.

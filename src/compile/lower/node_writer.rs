@@ -135,6 +135,12 @@ impl NodeWriter {
         Ok(())
     }
 
+    /// Writes all calls of the node.
+    pub fn all_calls(&mut self, lower: &mut Lower<'_>) -> Result<()> {
+        let mut calls = std::mem::take(&mut self.calls.calls).into_iter();
+        calls.try_for_each(|call| self.call(lower, call))
+    }
+
     /// Returns the inputs whose gradients a call writes, each with the name of the operand.
     pub fn gradients_of(&self, call: &KernelCall) -> Vec<(&'static str, usize)> {
         let writes = call.writes.entries().iter();

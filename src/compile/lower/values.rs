@@ -28,7 +28,7 @@ impl Lower<'_> {
         self.plan.whole(id)
     }
 
-    /// Where a value goes that a node makes: a new buffer, or what the plan gives out.
+    /// Returns the buffer for a value that a node computes: a new one, or the one that the plan returns.
     pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> BufferRange {
         if let Some(place) = &self.places[value.0]
             && self.plan.buffers[place.buffer].location == Location::Output

@@ -13,7 +13,7 @@ use crate::kernels::cpu::rows::norm as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::norm as cuda_kernel;
 use crate::kernels::{Norm, limits, workspace};
-use candle_core::{Result, WithDType};
+use candle_core::Result;
 
 /// Returns the forward of a norm as an op. Inputs: x, w and, for LayerNorm, b.
 pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
@@ -96,15 +96,15 @@ fn forward_kernel(norm: Norm, width: usize) -> Kernel {
         kernel::forward(norm, k.number("eps")?, inputs, branch, outputs);
         Ok(())
     }
+    fn of_dtypes<T: Stored>(norm: Norm, k: &Kernel, s: &Slices<'_>) -> Result<()> {
+        match s.dtype_of("x")? == T::DTYPE {
+            true => on_cpu::<T, T>(norm, k, s),
+            false => on_cpu::<<T as Stored>::Wide, T>(norm, k, s),
+        }
+    }
     let kernel = match norm {
-        Norm::Rms => kernel!("rms_norm", of "y", |T, k, s| match s.dtype()? == T::DTYPE {
-            true => on_cpu::<T, T>(Norm::Rms, k, s)?,
-            false => on_cpu::<<T as Stored>::Wide, T>(Norm::Rms, k, s)?,
-        }),
-        Norm::Layer => kernel!("layer_norm", of "y", |T, k, s| match s.dtype()? == T::DTYPE {
-            true => on_cpu::<T, T>(Norm::Layer, k, s)?,
-            false => on_cpu::<<T as Stored>::Wide, T>(Norm::Layer, k, s)?,
-        }),
+        Norm::Rms => kernel!("rms_norm", of "y", |T, k, s| of_dtypes::<T>(Norm::Rms, k, s)?),
+        Norm::Layer => kernel!("layer_norm", of "y", |T, k, s| of_dtypes::<T>(Norm::Layer, k, s)?),
     };
     match (width <= limits::NORM_WIDTH, norm) {
         (false, _) => kernel,
