@@ -19,8 +19,8 @@ use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::{
-    Activation, Norm, Seen, Stored, Update, activation, adamw, cross_entropy, embedding, flash,
-    multiply_adds, norm, relu, rope, softmax, swiglu,
+    Activation, Gate, Norm, Seen, Stored, Update, activation, adamw, cross_entropy, embedding,
+    flash, gated, multiply_adds, norm, relu, rope, softmax,
 };
 
 const TOKENS: usize = 1024;
@@ -267,10 +267,10 @@ fn elementwise<T: Stored<Wide = f32>>(bench: &mut Bench) {
         });
     }
     bench.memory::<T>("swiglu forward", 3 * n, || {
-        swiglu::forward(&gate, &up, &mut y)
+        gated::forward(Gate::Silu, &gate, &up, &mut y)
     });
     bench.memory::<T>("swiglu backward", 5 * n, || {
-        swiglu::backward(&dy, &gate, &up, &mut y, &mut z);
+        gated::backward(Gate::Silu, [&dy, &gate, &up], &mut y, &mut z);
     });
     bench.memory::<T>("relu forward", 2 * n, || relu::forward(&gate, &mut y));
     bench.memory::<T>("relu backward", 3 * n, || {

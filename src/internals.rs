@@ -4,7 +4,7 @@ pub use crate::kernels::attention::Seen;
 pub use crate::kernels::cpu::Stored;
 pub use crate::kernels::cpu::parallel::TASK_ELEMENTS;
 pub use crate::kernels::cpu::simd::multiply_adds;
-pub use crate::kernels::{Activation, Norm, Update};
+pub use crate::kernels::{Activation, Gate, Norm, Update};
 
 /// Re-exports some functions and types of a CPU kernel's module.
 macro_rules! some_of {
@@ -19,6 +19,7 @@ some_of! {
     => activation: backward, forward;
     => adamw: step;
     ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward;
+    => gated: backward, forward;
     => gemm: Batched, MatRef, ProductSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
     => heads: HeadSizes, split;
     => relu: backward, forward;
@@ -27,5 +28,4 @@ some_of! {
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;
     ::rows => softmax: backward, backward_from_scores, forward;
-    => swiglu: backward, forward;
 }

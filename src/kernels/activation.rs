@@ -14,3 +14,14 @@ pub enum Activation {
     /// x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU by the tanh of u.
     GeluTanh,
 }
+
+/// The function of a gate's elements, f in `f(gate) * up`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// [`Activation::Silu`]: SwiGLU.
+    Silu,
+    /// [`Activation::Gelu`]: GeGLU.
+    Gelu,
+    /// [`Activation::GeluTanh`]: GeGLU by tanh.
+    GeluTanh,
+}

@@ -1,7 +1,7 @@
 //! Plain compute, which knows nothing of graphs: inputs in, preallocated outputs out, sizes as arguments.
 //!
-//! What lives here: what every device shares ([`Mask`], [`attention::Sizes`], [`Activation`], [`Update`]), and one
-//! folder a device ([`cpu`]). What does not: anything that knows a candle `Tensor` or its gradient (that is
+//! What lives here: what every device shares ([`Mask`], [`attention::Sizes`], [`Activation`], [`Gate`], [`Update`]),
+//! and one folder a device ([`cpu`]). What does not: anything that knows a candle `Tensor` or its gradient (that is
 //! [`crate::ops`]), or when to compute what.
 
 mod activation;
@@ -22,7 +22,7 @@ pub(crate) mod strided;
 mod update;
 pub(crate) mod workspace;
 
-pub use activation::Activation;
+pub use activation::{Activation, Gate};
 pub use dropout::{Dropout, DropoutMask};
 pub use mask::Mask;
 pub use norm::Norm;

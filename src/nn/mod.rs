@@ -35,6 +35,7 @@ mod checkpoint;
 mod checkpointing;
 mod context;
 mod embedding;
+mod gated_mlp;
 mod gelu_mlp;
 mod init;
 mod linear;
@@ -42,7 +43,6 @@ mod norm;
 mod parameter;
 mod rope_scaling;
 mod rotary;
-mod swiglu;
 
 pub use architecture::Architecture;
 pub(crate) use architecture::Norm;
@@ -52,6 +52,7 @@ pub use checkpoint::checkpoint;
 pub use checkpointing::Checkpointing;
 pub use context::{DropoutRates, ForwardContext};
 pub use embedding::Embedding;
+pub use gated_mlp::{GeGlu, SwiGlu};
 pub use gelu_mlp::GeluMlp;
 pub use init::seeded;
 pub use linear::Linear;
@@ -60,7 +61,6 @@ pub use norm::{LayerNorm, RmsNorm};
 pub use parameter::Parameter;
 pub use rope_scaling::RopeScaling;
 pub use rotary::{RotaryConfig, RotaryEmbedding};
-pub use swiglu::SwiGlu;
 
 use crate::{Error, Result, graph, ops};
 use candle_core::{Module, Tensor, Var};
@@ -202,6 +202,7 @@ impl_module!(
     RmsNorm,
     LayerNorm,
     SwiGlu,
+    GeGlu,
     GeluMlp,
     CausalSelfAttention,
     TransformerBlock

@@ -35,6 +35,8 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     h = ops::rms_norm(&ops::layer_norm(&h, &weight, &bias, 1e-5)?, &weight, 1e-5)?;
     h = ops::linear(&ops::linear_bias(&h, &w1, &bias)?, &w3)?;
     h = ops::swiglu(&ops::swiglu_linear(&h, &w1, &w3)?, &h)?;
+    let form = ops::Gelu::Tanh;
+    h = ops::geglu(&ops::geglu_linear(&h, &w1, &w3, form)?, &h, form)?;
     let heads = ops::split_heads(&h, 4)?; // (2, 4, 3, 2)
     let angles = table("angles", &[3, 1])?;
     let heads = ops::rope(&ops::repeat_heads(&heads, 2)?, &angles, &angles)?;

@@ -52,31 +52,35 @@ pub(super) fn activate(f: Activation, x: &Tensor) -> Result<Tensor> {
 pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
     let name = info(f).op;
     check_size(name, x.dims(), x.dtype(), x.device())?;
-    let wide = wide_input(name, x)?;
-    let y = match f {
+    let y = formula(f, &wide_input(name, x)?)?;
+    Ok(y.to_dtype(x.dtype())?)
+}
+
+/// f(x), elementwise, of an x that is wide already.
+pub(super) fn formula(f: Activation, wide: &Tensor) -> candle_core::Result<Tensor> {
+    match f {
         Activation::Tanh => {
             // candle's slope is 1 - y^2, of which few digits are left where y is near 1; 2 sigmoid(2 x) has the same.
-            let sloped = (sigmoid(&(&wide * 2.0)?)? * 2.0)?;
-            (wide.detach().tanh()? + (&sloped - sloped.detach())?)?
+            let sloped = (sigmoid(&(wide * 2.0)?)? * 2.0)?;
+            wide.detach().tanh()? + (&sloped - sloped.detach())?
         }
-        Activation::Sigmoid => sigmoid(&wide)?,
-        Activation::Silu => (&wide * sigmoid(&wide)?)?,
+        Activation::Sigmoid => sigmoid(wide),
+        Activation::Silu => wide * sigmoid(wide)?,
         Activation::Gelu => {
-            let erf = (&wide * std::f64::consts::FRAC_1_SQRT_2)?.erf()?;
-            (&wide * ((erf + 1.0)? * 0.5)?)?
+            let erf = (wide * std::f64::consts::FRAC_1_SQRT_2)?.erf()?;
+            wide * ((erf + 1.0)? * 0.5)?
         }
         Activation::GeluTanh => {
-            let cube = (wide.sqr()? * &wide)?;
-            let u = ((&wide + (cube * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
-            (&wide * sigmoid(&(u * 2.0)?)?)?
+            let cube = (wide.sqr()? * wide)?;
+            let u = ((wide + (cube * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+            wide * sigmoid(&(u * 2.0)?)?
         }
-    };
-    Ok(y.to_dtype(x.dtype())?)
+    }
 }
 
 /// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
 /// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
-pub(super) fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
+fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
     let e = x.abs()?.neg()?.exp()?;
     x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
 }

@@ -13,7 +13,7 @@
 
 use super::activation::{self, activate};
 use crate::Result;
-use crate::kernels::Activation;
+use crate::kernels::{Activation, Gate};
 use candle_core::Tensor;
 
 /// By which formula [`gelu()`] is computed: PyTorch's `approximate`.
@@ -34,6 +34,14 @@ impl Gelu {
         match self {
             Self::Erf => Activation::Gelu,
             Self::Tanh => Activation::GeluTanh,
+        }
+    }
+
+    /// The gate with this GELU.
+    pub(super) fn gate(self) -> Gate {
+        match self {
+            Self::Erf => Gate::Gelu,
+            Self::Tanh => Gate::GeluTanh,
         }
     }
 }

@@ -12,6 +12,10 @@
 pub use super::cross_entropy::reference as cross_entropy;
 pub use super::dropout::reference as dropout;
 pub use super::embedding::reference as embedding;
+pub use super::gated::{geglu_reference as geglu, swiglu_reference as swiglu};
+pub use super::gated_linear::{
+    geglu_linear_reference as geglu_linear, swiglu_linear_reference as swiglu_linear,
+};
 pub use super::gelu::reference as gelu;
 pub use super::layer_norm::reference as layer_norm;
 pub use super::linear::reference as linear;
@@ -25,6 +29,4 @@ pub use super::rope::{reference as rope, reference_with as rope_with};
 pub use super::sigmoid::reference as sigmoid;
 pub use super::silu::reference as silu;
 pub use super::softmax::reference as softmax;
-pub use super::swiglu::reference as swiglu;
-pub use super::swiglu_linear::reference as swiglu_linear;
 pub use super::tanh::reference as tanh;

@@ -50,12 +50,13 @@ pub(super) const CPU_WIDEST: &str = "\
 
 /// This crate's ops that are cast and stand on a list under another name: an op of several parts has the class of its
 /// products.
-const OWN_AS: [(&str, &str); 10] = [
+const OWN_AS: [(&str, &str); 11] = [
     ("add_scaled", "add"),
     ("attention::flash", "scaled_dot_product_attention"),
     ("attention::naive", "scaled_dot_product_attention"),
     ("concat", "cat"),
     ("cross_entropy", "cross_entropy_loss"),
+    ("geglu_linear", "linear"),
     ("gelu_tanh", "gelu"),
     ("linear_bias", "linear"),
     ("linear_cross_entropy", "linear"),
@@ -65,7 +66,7 @@ const OWN_AS: [(&str, &str); 10] = [
 
 /// This crate's ops that are cast, by names that PyTorch's lists have too or leave out.
 const OWN: &str = "\
-    add div dropout embedding exp gelu layer_norm linear log log_softmax matmul mean merge_heads mul pow \
+    add div dropout embedding exp geglu gelu layer_norm linear log log_softmax matmul mean merge_heads mul pow \
     relu repeat_heads rms_norm rope rsqrt sigmoid silu softmax split_heads sub sum swiglu tanh";
 
 /// The ops of this crate that are cast, each with its name on the lists.

@@ -1,14 +1,12 @@
-//! Packs the two linear layers of SwiGLU: one matmul computes gate and up.
+//! Packs the two linear layers of SwiGLU or GeGLU: one matmul computes gate and up.
 
 use super::{Program, Replacement};
 use crate::graph::{Kept, Value};
-use crate::ops::swiglu_linear;
 
 pub(super) fn rewrite(program: &mut Program) {
     let mut replacements = Vec::new();
     for i in 0..program.nodes.len() {
-        let is_gated = program.is_kernel(i, &swiglu_linear::INFO);
-        if !is_gated || program.nodes[i].kept.len() != 2 {
+        if !program.is_gated_linear(i) || program.nodes[i].kept.len() != 2 {
             continue;
         }
         let Some(packed) = program.packed(&[(i, 1), (i, 2)]) else {

@@ -32,6 +32,7 @@ pub(crate) use recompute::Recompute;
 use super::config::PlanKind;
 use super::traced::TracedFunction;
 use crate::graph::{Source, Target, TraceEvent, Value, ValueId, ValueRef};
+use crate::ops::gated_linear;
 use crate::ops::info::OpInfo;
 use crate::ops::lowering::{NodeOperands, PlanContext, Signature};
 use flow::Flow;
@@ -269,6 +270,12 @@ impl Program {
     /// Whether a node is this op and has a kernel.
     fn is_kernel(&self, node: usize, op: &OpInfo) -> bool {
         self.is(node, op) && !self.nodes[node].composed
+    }
+
+    /// Whether the node is SwiGLU's or GeGLU's linear maps and gate, computed by kernels.
+    fn is_gated_linear(&self, node: usize) -> bool {
+        let mut ops = gated_linear::INFOS.iter();
+        ops.any(|op| self.is_kernel(node, op))
     }
 
     /// Whether two nodes are in the same checkpointed segment, or in none.

@@ -2,7 +2,6 @@
 
 use super::{Kind, Program};
 use crate::graph::Target;
-use crate::ops::swiglu_linear;
 use candle_core::DType;
 
 /// The number of nodes of each kind that are recomputed in addition to checkpointed segments, the first ones first.
@@ -11,7 +10,7 @@ pub(crate) struct Recompute {
     /// Norms whose sum is recomputed from stream and branch. On a GPU in half precision: the branch needs half the
     /// memory of the sum, and the stream is saved anyway.
     pub sums: usize,
-    /// SwiGLU nodes whose gate and up are recomputed: half of what a transformer block saves, and half of its matmul
+    /// SwiGLU and GeGLU nodes whose gate and up are recomputed: half of what a transformer block saves, and half of its matmul
     /// FLOPs.
     pub gates: usize,
 }
@@ -22,7 +21,7 @@ impl Program {
         let mut taken = Recompute::default();
         let mut passes_on = vec![false; self.values.len()]; // by value: a sum that does not stay
         for i in 0..self.nodes.len() {
-            let is_gate = self.is_kernel(i, &swiglu_linear::INFO);
+            let is_gate = self.is_gated_linear(i);
             let node = &mut self.nodes[i];
             if is_gate && taken.gates < wanted.gates {
                 node.recomputes_saved = true;

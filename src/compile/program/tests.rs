@@ -4,6 +4,7 @@ use super::*;
 use crate::attention::{Algorithm, AttentionConfig, Mask};
 use crate::graph::{input, weights};
 use crate::nn::checkpoint;
+use crate::ops::Gelu;
 use crate::precision::Precision;
 use crate::{Result, ops};
 use candle_core::{DType, Tensor};
@@ -223,16 +224,20 @@ fn heads_apart() {
 /// Gate and up are one product on a GPU in half precision, unless something else reads a weight.
 #[test]
 fn gate_and_up() {
-    let gated = |vb: &VarBuilder<'_>, x: &Tensor| {
+    let gated = |vb: &VarBuilder<'_>, x: &Tensor, gelu: Option<Gelu>| {
         let [w1, w3] = ["w1", "w3"].map(|name| vb.get((16, 16), name));
-        ops::swiglu_linear(x, &w1?, &w3?)
+        match gelu {
+            None => ops::swiglu_linear(x, &w1?, &w3?),
+            Some(gelu) => ops::geglu_linear(x, &w1?, &w3?, gelu),
+        }
     };
-    let once = |vb: &VarBuilder<'static>, x: Tensor| ops::mean(&gated(vb, &x)?);
-    for (target, precision, packed) in [
-        (Target::Cuda, Precision::BF16, true),
-        (Target::Cuda, Precision::F32, false),
-        (Target::Cpu, Precision::BF16, false),
+    for (target, precision, gelu, packed) in [
+        (Target::Cuda, Precision::BF16, None, true),
+        (Target::Cuda, Precision::BF16, Some(Gelu::Tanh), true),
+        (Target::Cuda, Precision::F32, None, false),
+        (Target::Cpu, Precision::BF16, None, false),
     ] {
+        let once = |vb: &VarBuilder<'static>, x: Tensor| ops::mean(&gated(vb, &x, gelu)?);
         let program = program(target, precision, once);
         let node = &program.nodes[program.nodes.len() - 2];
         assert_eq!(

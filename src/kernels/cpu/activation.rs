@@ -77,8 +77,7 @@ pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
             #[inline(always)]
             |[dy, x]| {
                 let e = bell(x);
-                let density = e * T::Wide::real(FRAC_2_SQRT_PI / SQRT_2 / 2.0);
-                dy * (x.normal_share(e) + x * density)
+                dy * (x.normal_share(e) + x * density(e))
             },
         ),
         Activation::GeluTanh => each(
@@ -112,10 +111,16 @@ fn bell<T: Real>(x: T) -> T {
     (-(x * x) * T::real(0.5)).exponential()
 }
 
+/// The normal density at x, from exp(-x^2 / 2).
+#[inline(always)]
+pub(super) fn density<T: Real>(e: T) -> T {
+    e * T::real(FRAC_2_SQRT_PI / SQRT_2 / 2.0)
+}
+
 /// 2 sqrt(2 / pi).
-const SLOPE: f64 = FRAC_2_SQRT_PI * SQRT_2;
+pub(super) const SLOPE: f64 = FRAC_2_SQRT_PI * SQRT_2;
 /// The cube's part, as in PyTorch.
-const CUBE: f64 = 0.044715;
+pub(super) const CUBE: f64 = 0.044715;
 
 #[inline(always)]
 fn twice_u<T: Real>(x: T) -> T {
@@ -124,7 +129,7 @@ fn twice_u<T: Real>(x: T) -> T {
 
 /// Of x up to 64 in size: beyond, it is multiplied by 0, and must not be infinite.
 #[inline(always)]
-fn twice_u_slope<T: Real>(x: T) -> T {
+pub(super) fn twice_u_slope<T: Real>(x: T) -> T {
     let end = T::real(64.0 * 64.0);
     let square = x * x;
     let square = if square > end { end } else { square };

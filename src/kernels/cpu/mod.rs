@@ -13,6 +13,7 @@ pub mod attention;
 pub mod cast;
 pub mod dropout;
 mod elementwise;
+pub mod gated;
 pub mod gemm;
 pub mod half_arithmetic;
 pub mod heads;
@@ -24,7 +25,6 @@ pub mod repeat;
 pub mod rope;
 pub mod rows;
 pub mod simd;
-pub mod swiglu;
 pub mod unscale;
 
 use simd::Blocks;

@@ -24,6 +24,7 @@ pub(crate) mod dropout;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod flash_attention;
+pub(crate) mod gated;
 pub(crate) mod heads;
 mod kernel;
 pub(crate) mod log_softmax;
@@ -38,7 +39,6 @@ pub(crate) mod rope;
 pub(crate) mod softmax;
 pub(crate) mod source;
 pub(crate) mod strided;
-pub(crate) mod swiglu;
 #[cfg(test)]
 mod tests;
 mod view;

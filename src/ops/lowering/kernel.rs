@@ -301,7 +301,15 @@ impl Kernel {
     }
 
     pub(crate) fn flag(&self, name: &str) -> bool {
-        matches!(find(&self.attributes, name), Some(Attribute::Flag(true)))
+        self.some_flag(name) == Some(true)
+    }
+
+    /// A flag that not every such kernel has.
+    pub(crate) fn some_flag(&self, name: &str) -> Option<bool> {
+        match find(&self.attributes, name) {
+            Some(Attribute::Flag(flag)) => Some(flag),
+            _ => None,
+        }
     }
 
     /// Launches a call on a GPU.

@@ -2,6 +2,7 @@
 //! optimizer in backward, a loss scale.
 
 use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::VarBuilder;
 use rstest::rstest;
 use tallow::compile::{Inputs, PlanKind, Step, StepConfig};
 use tallow::nn::{self, Layer, Linear, RmsNorm};
@@ -258,6 +259,19 @@ fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision
 /// Without elements, and with so many gates recomputed as the budget wants: each is smaller than the one before.
 #[test]
 fn a_budget() {
+    a_budget_of(|vb| {
+        let layer = nn::SwiGlu::new(WIDTH, 64, vb)?;
+        Ok(Box::new(move |x| layer.forward(x)))
+    });
+    a_budget_of(|vb| {
+        let layer = nn::GeGlu::new(WIDTH, 64, ops::Gelu::Tanh, vb)?;
+        Ok(Box::new(move |x| layer.forward(x)))
+    });
+}
+
+type FeedForward = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
+
+fn a_budget_of(layer: fn(VarBuilder<'_>) -> Result<FeedForward>) {
     let plan = |memory_budget_bytes| {
         let vb = graph::weights(DType::F32);
         let x = graph::input("x", (64, WIDTH), DType::F32).unwrap();
@@ -275,8 +289,7 @@ fn a_budget() {
             |inputs| {
                 let mut x = inputs.get("x")?;
                 for i in 0..3 {
-                    let gated = nn::SwiGlu::new(WIDTH, 64, vb.pp(i))?;
-                    x = ops::add(&x, &gated.forward(&x)?)?;
+                    x = ops::add(&x, &layer(vb.pp(i))?(&x)?)?;
                 }
                 let head = Linear::new(WIDTH, 5, vb.pp("head"))?;
                 ops::linear_cross_entropy(&x, head.weight(), &inputs.get("classes")?)

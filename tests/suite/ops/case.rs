@@ -8,6 +8,7 @@ use tallow::Result;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// An operand, in f64; runs convert it.
+#[derive(Clone)]
 pub struct Input {
     pub name: &'static str,
     pub value: Tensor,

@@ -63,6 +63,11 @@ pub fn swiglu(dims: &[usize], seed: u64) -> Case {
     Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1]))
 }
 
+pub fn geglu(form: Gelu, dims: &[usize], seed: u64) -> Case {
+    let Case { inputs, .. } = swiglu(dims, seed);
+    Case::new("geglu", inputs, move |x| ops::geglu(&x[0], &x[1], form))
+}
+
 type Activation = fn(&Tensor) -> Result<Tensor>;
 
 /// Activations of one input, which are smooth.
@@ -252,6 +257,13 @@ pub fn swiglu_linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> 
     ];
     Case::new("swiglu_linear", inputs, |x| {
         ops::swiglu_linear(&x[0], &x[1], &x[2])
+    })
+}
+
+pub fn geglu_linear(leading: &[usize], depth: usize, out: usize, seed: u64) -> Case {
+    let Case { inputs, .. } = swiglu_linear(leading, depth, out, seed);
+    Case::new("geglu_linear", inputs, |x| {
+        ops::geglu_linear(&x[0], &x[1], &x[2], Gelu::Tanh)
     })
 }
 

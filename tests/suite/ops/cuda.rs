@@ -6,7 +6,7 @@ use super::compare::{assert_close, assert_no_worse, assert_rounded_once};
 use super::every;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::ops::{self, KernelPolicy};
+use tallow::ops::{self, Gelu, KernelPolicy};
 use tallow::precision::Autocast;
 use tallow::{Result, autocast};
 
@@ -17,6 +17,10 @@ fn with_kernels() -> Vec<Case> {
         cases::swiglu(&[1], 2),
         cases::swiglu(&[3, 1031], 2),
         cases::swiglu(&[257, 4096], 2),
+        cases::geglu(Gelu::Erf, &[3, 1031], 2),
+        cases::geglu(Gelu::Tanh, &[1], 2),
+        cases::geglu(Gelu::Tanh, &[3, 1031], 2),
+        cases::geglu(Gelu::Tanh, &[257, 4096], 2),
         cases::rope(&[2], 33, 24, 5),
         cases::rope_by_halves(&[2], 33, 24, 5),
         cases::rope(&[3], 123, 40, 5),
@@ -126,6 +130,8 @@ fn kernels_take_any_strides() {
         cases::rope_by_halves(&[2], 33, 24, 5),
         cases::linear(&[3, 11], 24, 65, 6),
         cases::swiglu_linear(&[3, 11], 24, 65, 7),
+        cases::geglu(Gelu::Tanh, &[33, 65], 2),
+        cases::geglu_linear(&[3, 11], 24, 65, 7),
         cases::matmul(&[2, 3], [33, 8, 65], 8),
         cases::matmul_transposed(&[2, 3], [33, 8, 65], 9),
         cases::split_heads([2, 33, 4, 8], 10),

@@ -2,6 +2,7 @@
 
 use super::case::Case;
 use super::cases::{self, MASKS};
+use tallow::ops::Gelu;
 
 /// Every op once, masks and ignored targets too, on a few dozen elements.
 pub fn small() -> Vec<Case> {
@@ -10,6 +11,9 @@ pub fn small() -> Vec<Case> {
         cases::dropout(&[2, 3, 5], 0.3, 105),
         cases::swiglu(&[2, 3, 5], 110),
         cases::swiglu_linear(&[2, 3], 5, 4, 115),
+        cases::geglu(Gelu::Erf, &[2, 3, 5], 110),
+        cases::geglu(Gelu::Tanh, &[2, 3, 5], 110),
+        cases::geglu_linear(&[2, 3], 5, 4, 115),
         cases::rms_norm(&[2, 3], 7, 120),
         cases::layer_norm(&[2, 3], 7, 130),
         cases::rope(&[2, 3], 5, 6, 140),
@@ -56,6 +60,8 @@ pub fn large() -> Vec<Case> {
         cases::relu(&[257, 323], 1),
         cases::dropout(&[257, 323], 0.3, 10),
         cases::swiglu(&[257, 323], 2),
+        cases::geglu(Gelu::Erf, &[257, 323], 2),
+        cases::geglu(Gelu::Tanh, &[257, 323], 2),
         cases::rms_norm(&[3, 123], 323, 3),
         cases::layer_norm(&[3, 123], 323, 4),
         cases::rope(&[2, 5], 257, 40, 5),

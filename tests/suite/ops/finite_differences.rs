@@ -8,7 +8,7 @@ use super::every;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig};
-use tallow::ops::{self, KernelPolicy};
+use tallow::ops::{self, Gelu, KernelPolicy};
 
 /// Over this distance a fourth-order difference is off by about 1e-12 in both ways, by its order and by rounding.
 const STEP: f64 = 1e-3;
@@ -125,6 +125,8 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
     let mut every = vec![
         cases::relu(&[123, 33], 1),
         cases::swiglu(&[123, 33], 2),
+        cases::geglu(Gelu::Erf, &[123, 33], 2),
+        cases::geglu(Gelu::Tanh, &[123, 33], 2),
         cases::rms_norm(&[123], 65, 3),
         cases::layer_norm(&[123], 65, 4),
         cases::rope(&[3], 123, 24, 5),

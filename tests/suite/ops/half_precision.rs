@@ -7,7 +7,7 @@ use super::every;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Mask;
-use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
 
 /// Ops with half-precision kernels, on odd sizes: one element, less than a block of the conversions, and over it.
 fn cases() -> Vec<Case> {
@@ -15,6 +15,8 @@ fn cases() -> Vec<Case> {
         cases::relu(&[1], 1),
         cases::relu(&[3, 1031], 1),
         cases::swiglu(&[3, 1031], 2),
+        cases::geglu(Gelu::Erf, &[3, 1031], 2),
+        cases::geglu(Gelu::Tanh, &[3, 1031], 2),
         cases::rope(&[2], 33, 24, 5),
         cases::rope_by_halves(&[2], 33, 24, 5),
         cases::rope(&[3], 123, 40, 5), // blocks that end inside rows

@@ -10,6 +10,7 @@ use proptest::sample::select;
 use proptest::test_runner::RngSeed;
 use rstest::rstest;
 use tallow::attention::Mask;
+use tallow::ops::Gelu;
 
 fn check(case: Case) {
     let (kernel, exact) = (
@@ -64,6 +65,8 @@ proptest! {
         check(cases::add_scaled(&dims, &dims, 0.3, seed));
         cases::activations(&dims, seed).into_iter().for_each(check);
         check(cases::swiglu(&dims, seed));
+        check(cases::geglu(Gelu::Erf, &dims, seed));
+        check(cases::geglu(Gelu::Tanh, &dims, seed));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::compare::epsilon;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Mask;
-use tallow::ops::{self, KernelPolicy};
+use tallow::ops::{self, Gelu, KernelPolicy};
 
 /// `tensor` with some elements of its flattened form replaced.
 fn poisoned(tensor: &Tensor, places: impl IntoIterator<Item = usize>, value: f64) -> Tensor {
@@ -216,7 +216,7 @@ fn cross_entropy_of_nan(#[case] policy: KernelPolicy) {
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
-fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
+fn relu_and_gates_at_the_ends(#[case] policy: KernelPolicy) {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let x = Tensor::new(&[inf, -inf, nan, 0.0, -0.0, 2.0], &Device::Cpu).unwrap();
     let mut relu = Case::new("relu", vec![Input::new("x", x)], |x| ops::relu(&x[0]));
@@ -226,8 +226,15 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
         Input::new("gate", Tensor::new(&gate, &Device::Cpu).unwrap()),
         Input::new("up", Tensor::new(&[2f64; 5], &Device::Cpu).unwrap()),
     ];
-    let mut swiglu = Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1]));
-    swiglu.d_out = Some(Tensor::new(&[3f64; 5], &Device::Cpu).unwrap());
+    let gates: [fn(&[Tensor]) -> tallow::Result<Tensor>; 3] = [
+        |x| ops::swiglu(&x[0], &x[1]),
+        |x| ops::geglu(&x[0], &x[1], Gelu::Erf),
+        |x| ops::geglu(&x[0], &x[1], Gelu::Tanh),
+    ];
+    let gates = gates.map(|gate| Case {
+        d_out: Some(Tensor::new(&[3f64; 5], &Device::Cpu).unwrap()),
+        ..Case::new("gate", inputs.clone(), gate)
+    });
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let run = relu.run(dtype, policy);
         let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
@@ -238,7 +245,6 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
             [3.0, 0.0, 0.0, 0.0, 3.0]
         );
 
-        let run = swiglu.run(dtype, policy);
         let tolerance = epsilon(dtype).max(1e-5);
         let close = |found: &Tensor, expected: [f64; 5]| {
             for (found, expected) in numbers(found).into_iter().zip(expected) {
@@ -248,9 +254,12 @@ fn relu_and_swiglu_at_the_ends(#[case] policy: KernelPolicy) {
                 );
             }
         };
-        close(&run.out, [2e4, 0.0, 200.0, 0.0, 0.0]);
-        close(&run.gradients[0].1, [6.0, 0.0, 6.0, 0.0, 3.0]);
-        close(&run.gradients[1].1, [3e4, 0.0, 300.0, 0.0, 0.0]);
+        for gate in &gates {
+            let run = gate.run(dtype, policy);
+            close(&run.out, [2e4, 0.0, 200.0, 0.0, 0.0]);
+            close(&run.gradients[0].1, [6.0, 0.0, 6.0, 0.0, 3.0]);
+            close(&run.gradients[1].1, [3e4, 0.0, 300.0, 0.0, 0.0]);
+        }
     }
 }
 

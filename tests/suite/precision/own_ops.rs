@@ -77,6 +77,13 @@ fn all() -> Vec<Op> {
             Lower,
             |x, w| ops::swiglu_linear(x, &w[0], &w[1]),
         ),
+        (
+            "geglu_linear",
+            vec![3, 6],
+            vec![vec![5, 6], vec![5, 6]],
+            Lower,
+            |x, w| ops::geglu_linear(x, &w[0], &w[1], Gelu::Tanh),
+        ),
         ("softmax", vec![2, 3, 6], vec![], F32OnCuda, |x, _| {
             ops::softmax(x, 0.5, Mask::Full)
         }),
@@ -173,6 +180,9 @@ fn all() -> Vec<Op> {
         }),
         ("swiglu", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
             ops::swiglu(x, &w[0])
+        }),
+        ("geglu", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
+            ops::geglu(x, &w[0], Gelu::Tanh)
         }),
         ("add", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
             ops::add(x, &w[0])

@@ -1,10 +1,10 @@
 //! Kernels on rows: norms beside a wider stream, gates and probabilities in place, heads in wider rows, casts.
 
 use super::super::norm::{self, Gradients, Inputs, Outputs};
-use super::super::{cast, rope, softmax, swiglu};
+use super::super::{cast, gated, rope, softmax};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, poison, wide};
 use crate::kernels::workspace::norm_partials;
-use crate::kernels::{Mask, Norm};
+use crate::kernels::{Gate, Mask, Norm};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -179,14 +179,16 @@ fn gates_in_place_and_packed() {
     let gpu = gpu();
     for (rows, width) in [(1, 1), (5, 7), (33, 24), (3, 1031), (257, 512), (700, 8)] {
         for offset in [0, 1] {
-            gate::<f32>(&gpu, rows, width, offset);
-            gate::<f16>(&gpu, rows, width, offset);
-            gate::<bf16>(&gpu, rows, width, offset);
+            for f in [Gate::Silu, Gate::Gelu, Gate::GeluTanh] {
+                gate::<f32>(f, &gpu, rows, width, offset);
+                gate::<f16>(f, &gpu, rows, width, offset);
+                gate::<bf16>(f, &gpu, rows, width, offset);
+            }
         }
     }
 }
 
-fn gate<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize) {
+fn gate<T: Element>(f: Gate, gpu: &CudaDevice, rows: usize, width: usize, offset: usize) {
     let packed = numbers::<T>(rows * 2 * width, 1);
     let dy = numbers::<T>(rows * width, 2);
     let half = |second: usize| -> Vec<T> {
@@ -197,26 +199,39 @@ fn gate<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize) 
     let (gate, up) = (half(0), half(1));
     let (mut y, mut dgate, mut dup) = (Vec::new(), Vec::new(), Vec::new());
     for ((g, u), d) in wide(&gate).into_iter().zip(wide(&up)).zip(wide(&dy)) {
-        let s = 1.0 / (1.0 + (-g).exp());
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let (s, slope) = match f {
+            Gate::Silu => (sigmoid(g), sigmoid(g) * sigmoid(-g)),
+            Gate::Gelu => {
+                let root = std::f64::consts::FRAC_1_SQRT_2;
+                let density = (-0.5 * g * g).exp() / (2.0 * std::f64::consts::PI).sqrt();
+                (0.5 * (1.0 + candle_core::cpu::erf::erf(g * root)), density)
+            }
+            Gate::GeluTanh => {
+                let double = 2.0 * (2.0 / std::f64::consts::PI).sqrt();
+                let s = sigmoid(double * (g + 0.044715 * g.powi(3)));
+                (s, s * (1.0 - s) * double * (1.0 + 3.0 * 0.044715 * g * g))
+            }
+        };
         y.push(g * s * u);
-        dgate.push(d * u * s * (1.0 + g * (1.0 - s)));
+        dgate.push(d * u * (s + g * slope));
         dup.push(d * g * s);
     }
 
     let [gate, up, dy_apart] = [&gate, &up, &dy].map(|values| Buffer::new(gpu, values, offset));
     let views = [gate.view(gpu), up.view(gpu), dy_apart.view(gpu)];
-    swiglu::backward_in_place(gpu, views[0], views[1], views[2]).unwrap();
+    gated::backward_in_place(gpu, f, views[0], views[1], views[2]).unwrap();
     assert_close("dgate", &gate.read(gpu), &dgate);
     assert_close("dup", &up.read(gpu), &dup);
     assert_close("y again", &dy_apart.read(gpu), &y);
 
     let gate_up = Buffer::new(gpu, &packed, offset);
     let out = Buffer::<T>::room(gpu, rows * width, offset);
-    swiglu::packed_forward(gpu, gate_up.view(gpu), out.view(gpu), width).unwrap();
+    gated::packed_forward(gpu, f, gate_up.view(gpu), out.view(gpu), width).unwrap();
     assert_close("packed y", &out.read(gpu), &y);
     assert_eq!(bits(&gate_up.read(gpu)), bits(&packed));
     let dy = Buffer::new(gpu, &dy, offset);
-    swiglu::packed_backward_in_place(gpu, gate_up.view(gpu), dy.view(gpu), width).unwrap();
+    gated::packed_backward_in_place(gpu, f, gate_up.view(gpu), dy.view(gpu), width).unwrap();
     let of_gates = dgate.chunks(width).zip(dup.chunks(width));
     let both: Vec<f64> = of_gates
         .flat_map(|(gate, up)| [gate, up].concat())

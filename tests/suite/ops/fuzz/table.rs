@@ -8,7 +8,7 @@ use super::draw::Draw;
 use candle_core::Tensor;
 use tallow::attention;
 use tallow::nn;
-use tallow::ops::RotaryPairs;
+use tallow::ops::{Gelu, RotaryPairs};
 use tallow::{Result, ops};
 
 pub struct Op {
@@ -72,6 +72,8 @@ pub const OPS: &[Op] = &[
     op("repeat_heads::reference", &[".htd"], ".Htd", |x, _| ops::reference::repeat_heads(&x[0], 2)),
     op("swiglu", &[".", "."], ".", |x, _| ops::swiglu(&x[0], &x[1])),
     op("swiglu::reference", &[".", "."], ".", |x, _| ops::reference::swiglu(&x[0], &x[1])),
+    op("geglu", &[".", "."], ".", |x, _| ops::geglu(&x[0], &x[1], Gelu::Tanh)),
+    op("geglu::reference", &[".", "."], ".", |x, _| ops::reference::geglu(&x[0], &x[1], Gelu::Erf)),
     op("rms_norm", &[".d", "d"], ".d", |x, d| ops::rms_norm(&x[0], &x[1], d.number())),
     op("rms_norm::reference", &[".d", "d"], ".d", |x, d| ops::reference::rms_norm(&x[0], &x[1], d.number())),
     op("layer_norm", &[".d", "d", "d"], ".d", |x, d| ops::layer_norm(&x[0], &x[1], &x[2], d.number())),
@@ -88,6 +90,8 @@ pub const OPS: &[Op] = &[
     op("linear_bias::reference", &[".d", "fd", "f"], ".f", |x, _| ops::reference::linear_bias(&x[0], &x[1], &x[2])),
     op("swiglu_linear", &[".d", "fd", "fd"], ".f", |x, _| ops::swiglu_linear(&x[0], &x[1], &x[2])),
     op("swiglu_linear::reference", &[".d", "fd", "fd"], ".f", swiglu_linear_reference),
+    op("geglu_linear", &[".d", "fd", "fd"], ".f", |x, _| ops::geglu_linear(&x[0], &x[1], &x[2], Gelu::Erf)),
+    op("geglu_linear::reference", &[".d", "fd", "fd"], ".f", geglu_linear_reference),
     op("matmul", &[".mk", ".kn"], ".mn", |x, _| ops::matmul(&x[0], &x[1])),
     op("matmul_transposed", &[".mk", ".nk"], ".mn", |x, _| ops::matmul_transposed(&x[0], &x[1])),
     op("matmul::reference", &[".mk", ".kn"], ".mn", |x, _| ops::reference::matmul(&x[0], &x[1], false)),
@@ -113,6 +117,7 @@ pub const OPS: &[Op] = &[
     op("nn::RmsNorm", &[".3"], ".3", |x, d| nn::RmsNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
     op("nn::LayerNorm", &[".3"], ".3", |x, d| nn::LayerNorm::new(3, d.number(), d.builder())?.forward(&x[0])),
     op("nn::SwiGlu", &[".3"], ".3", |x, d| nn::SwiGlu::new(3, 5, d.builder())?.forward(&x[0])),
+    op("nn::GeGlu", &[".3"], ".3", |x, d| nn::GeGlu::new(3, 5, Gelu::Tanh, d.builder())?.forward(&x[0])),
     op("nn::RotaryEmbedding", &[".t4"], ".t4", |x, d| d.rotary()?.forward(&x[0], d.size())),
     op("nn::CausalSelfAttention", &["bt8"], "bt8", self_attention),
     op("nn::TransformerBlock", &["bt8"], "bt8", block),
@@ -140,6 +145,10 @@ fn norm_without_bias(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 
 fn swiglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
     ops::reference::swiglu_linear(&x[0], &x[1], &x[2])
+}
+
+fn geglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
+    ops::reference::geglu_linear(&x[0], &x[1], &x[2], Gelu::Tanh)
 }
 
 fn cross_entropy_ignoring(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {

@@ -1,22 +1,47 @@
-//! The SwiGLU gate; see `swiglu.cu`.
+//! Gates; see `gated.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, flat_config, in_vector, suffix};
+use crate::kernels::Gate;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 const SOURCE: Source = Source {
-    name: "swiglu",
-    parts: &[PRELUDE, include_str!("swiglu.cu")],
+    name: "gated",
+    parts: &[PRELUDE, include_str!("gated.cu")],
 };
 
-/// `y = silu(gate) up`, all (n). y may be the buffer of either.
-pub(crate) fn forward(gpu: &CudaDevice, gate: View, up: View, y: View) -> Result<()> {
+/// The names of a gate's kernels: forward, backward, and both on packed rows.
+fn stems(f: Gate) -> [&'static str; 4] {
+    match f {
+        Gate::Silu => [
+            "swiglu_forward",
+            "swiglu_backward",
+            "swiglu_packed_forward",
+            "swiglu_packed_backward",
+        ],
+        Gate::Gelu => [
+            "geglu_forward",
+            "geglu_backward",
+            "geglu_packed_forward",
+            "geglu_packed_backward",
+        ],
+        Gate::GeluTanh => [
+            "geglu_tanh_forward",
+            "geglu_tanh_backward",
+            "geglu_tanh_packed_forward",
+            "geglu_tanh_packed_backward",
+        ],
+    }
+}
+
+/// `y = f(gate) up`, all (n). y may be the buffer of either.
+pub(crate) fn forward(gpu: &CudaDevice, f: Gate, gate: View, up: View, y: View) -> Result<()> {
     if y.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(gpu, "swiglu_forward", suffix(y.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stems(f)[0], suffix(y.dtype))?;
     let n = y.len as i64;
     let mut launch = kernel.builder();
     launch.arg(&gate.pointer).arg(&up.pointer).arg(&y.pointer);
@@ -29,24 +54,31 @@ pub(crate) fn forward(gpu: &CudaDevice, gate: View, up: View, y: View) -> Result
 /// The gradients of gate and up, all (n).
 pub(crate) fn backward(
     gpu: &CudaDevice,
+    f: Gate,
     [dy, gate, up]: [View; 3],
     [dgate, dup]: [View; 2],
 ) -> Result<()> {
-    launch_backward(gpu, [dy, gate, up, dgate, dup], None)
+    launch_backward(gpu, f, [dy, gate, up, dgate, dup], None)
 }
 
-/// gate, up and dy, all (n), become dgate, dup and `silu(gate) up` again.
-pub(crate) fn backward_in_place(gpu: &CudaDevice, gate: View, up: View, dy: View) -> Result<()> {
-    launch_backward(gpu, [dy, gate, up, gate, up], Some(dy))
+/// gate, up and dy, all (n), become dgate, dup and `f(gate) up` again.
+pub(crate) fn backward_in_place(
+    gpu: &CudaDevice,
+    f: Gate,
+    gate: View,
+    up: View,
+    dy: View,
+) -> Result<()> {
+    launch_backward(gpu, f, [dy, gate, up, gate, up], Some(dy))
 }
 
 /// dy, gate, up, dgate and dup.
-fn launch_backward(gpu: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Result<()> {
+fn launch_backward(gpu: &CudaDevice, f: Gate, buffers: [View; 5], y: Option<View>) -> Result<()> {
     let [dy, ..] = buffers;
     if dy.len == 0 {
         return Ok(());
     }
-    let kernel = SOURCE.kernel(gpu, "swiglu_backward", suffix(dy.dtype))?;
+    let kernel = SOURCE.kernel(gpu, stems(f)[1], suffix(dy.dtype))?;
     let (y, n) = (y.map_or(0, |y| y.pointer), dy.len as i64);
     let mut launch = kernel.builder();
     for buffer in &buffers {
@@ -58,19 +90,26 @@ fn launch_backward(gpu: &CudaDevice, buffers: [View; 5], y: Option<View>) -> Res
     Ok(())
 }
 
-/// `y = silu(gate) up` with gate and up side by side: gate_up (N, 2F), y (N, F), F being `width`.
-pub(crate) fn packed_forward(gpu: &CudaDevice, gate_up: View, y: View, width: usize) -> Result<()> {
-    launch_packed(gpu, "swiglu_packed_forward", [gate_up, y], width)
+/// `y = f(gate) up` with gate and up side by side: gate_up (N, 2F), y (N, F), F being `width`.
+pub(crate) fn packed_forward(
+    gpu: &CudaDevice,
+    f: Gate,
+    gate_up: View,
+    y: View,
+    width: usize,
+) -> Result<()> {
+    launch_packed(gpu, stems(f)[2], [gate_up, y], width)
 }
 
-/// gate_up (N, 2F) becomes its gradient, and dy (N, F) `silu(gate) up` again; F is `width`.
+/// gate_up (N, 2F) becomes its gradient, and dy (N, F) `f(gate) up` again; F is `width`.
 pub(crate) fn packed_backward_in_place(
     gpu: &CudaDevice,
+    f: Gate,
     gate_up: View,
     dy: View,
     width: usize,
 ) -> Result<()> {
-    launch_packed(gpu, "swiglu_packed_backward", [gate_up, dy], width)
+    launch_packed(gpu, stems(f)[3], [gate_up, dy], width)
 }
 
 fn launch_packed(

@@ -1,8 +1,9 @@
-// The SwiGLU gate: y = silu(gate) up with silu(g) = g s, s = 1 / (1 + exp(-g)); elementwise, all buffers (n), or
-// packed: gate and up side by side in the rows of one buffer (N, 2F), y (N, F).
+// Gates: y = f(gate) up, f(g) = g s; elementwise, all buffers (n), or packed: gate and up side by side in the rows of
+// one buffer (N, 2F), y (N, F). SiLU: s = 1 / (1 + exp(-g)). GELU: s = Phi(g), or 1 / (1 + exp(-2 u)) by tanh, with
+// u = sqrt(2 / pi) (g + 0.044715 g^3).
 //
-// Backward: dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; and, where y is not null, y once more, so that forward
-// need not keep it. Any output may be the buffer of any input: a thread reads all that it needs before it writes.
+// Backward: dgate = dy up f'(gate), dup = dy gate s; and, where y is not null, y once more, so that forward need not
+// keep it. Any output may be the buffer of any input: a thread reads all that it needs before it writes.
 //
 // Grid ceil(packs / 512), block 256, with packs = ceil(n / N), or, packed, rows * ceil(F / N), N = 16 / size of T. n
 // and F of any size; 16-byte alignment, and F a multiple of N, only for speed. Bytes: 3 n elements forward, 5 n
@@ -14,25 +15,53 @@ __device__ __forceinline__ float sigmoid(float g, f32) { return 1.f / (1.f + exp
 __device__ __forceinline__ float sigmoid(float g, f16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 __device__ __forceinline__ float sigmoid(float g, bf16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 
+// f(g) / g, and d f'(g) of it.
+struct Silu {
+    template <class T> static __device__ __forceinline__ float share(float g) { return sigmoid(g, T()); }
+    template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
+        return d * s * (1.f + g * (1.f - s));
+    }
+};
+
+struct Gelu {
+    template <class T> static __device__ __forceinline__ float share(float g) { return normcdff(g); }
+    template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
+        return d * (s + g * 0.3989422804014327f * expf(-0.5f * (g * g)));
+    }
+};
+
+#define SLOPE 1.5957691216057308f // 2 sqrt(2 / pi)
+#define CUBE 0.044715f
+
+struct GeluTanh {
+    static __device__ __forceinline__ float twice_u(float g) { return g * (SLOPE + SLOPE * CUBE * (g * g)); }
+    template <class T> static __device__ __forceinline__ float share(float g) { return sigmoid(twice_u(g), T()); }
+    template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
+        float square = fminf(g * g, 4096.f); // beyond, it is multiplied by 0, and must not be infinite
+        float rest = g > 0.f ? sigmoid(-twice_u(g), T()) : 1.f - s; // without cancelling
+        return d * (s + g * s * rest * (SLOPE + 3.f * SLOPE * CUBE * square));
+    }
+};
+
 // gate becomes y.
-template <class T, int N> __device__ __forceinline__ void gated(float (&gate)[N], const float (&up)[N]) {
+template <class T, class F, int N> __device__ __forceinline__ void gated(float (&gate)[N], const float (&up)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) gate[i] = gate[i] * sigmoid(gate[i], T()) * up[i];
+    for (int i = 0; i < N; i++) gate[i] = gate[i] * F::template share<T>(gate[i]) * up[i];
 }
 
 // gate, up and dy become dgate, dup and y.
-template <class T, int N>
+template <class T, class F, int N>
 __device__ __forceinline__ void turned_back(float (&gate)[N], float (&up)[N], float (&dy)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float g = gate[i], u = up[i], d = dy[i], s = sigmoid(g, T());
-        gate[i] = d * u * s * (1.f + g * (1.f - s));
+        float g = gate[i], u = up[i], d = dy[i], s = F::template share<T>(g);
+        gate[i] = F::template gradient<T>(d * u, g, s);
         up[i] = d * g * s;
         dy[i] = g * s * u;
     }
 }
 
-template <class T> __device__ __forceinline__ void forward(const T* gate, const T* up, T* y, long long n) {
+template <class T, class F> __device__ __forceinline__ void forward(const T* gate, const T* up, T* y, long long n) {
     const int N = InVector<T>::COUNT;
     long long start;
     int count = of_block<N>(n, &start);
@@ -47,12 +76,12 @@ template <class T> __device__ __forceinline__ void forward(const T* gate, const 
         float g[N], u[N];
         unpack(of_gate[k], g);
         unpack(of_up[k], u);
-        gated<T>(g, u);
+        gated<T, F>(g, u);
         store(y, first, count, g);
     }
 }
 
-template <class T>
+template <class T, class F>
 __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, T* y, long long n) {
     const int N = InVector<T>::COUNT;
     long long start;
@@ -70,7 +99,7 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
         unpack(of_dy[k], d);
         unpack(of_gate[k], g);
         unpack(of_up[k], u);
-        turned_back<T>(g, u, d);
+        turned_back<T, F>(g, u, d);
         store(dgate, first, count, g);
         store(dup, first, count, u);
         if (y) store(y + start, first, count, d);
@@ -88,7 +117,7 @@ template <int N> __device__ __forceinline__ long long place_of(int k, int packs,
 }
 
 // BACKWARD: y is dy, and becomes y again; gate_up becomes its gradient.
-template <class T, bool BACKWARD, bool WHOLE, class GateUp>
+template <class T, class F, bool BACKWARD, bool WHOLE, class GateUp>
 __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, int width) {
     const int N = InVector<T>::COUNT;
     int packs = (width + N - 1) / N, first[THREAD_PACKS];
@@ -111,45 +140,50 @@ __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, in
         unpack(of_up[k], u);
         if constexpr (BACKWARD) {
             unpack(of_dy[k], d);
-            turned_back<T>(g, u, d);
+            turned_back<T, F>(g, u, d);
             T* gate = gate_up + row[k] * 2 * width;
             store<WHOLE>(gate, first[k], width, g);
             store<WHOLE>(gate + width, first[k], width, u);
             store<WHOLE>(y + row[k] * width, first[k], width, d);
         } else {
-            gated<T>(g, u);
+            gated<T, F>(g, u);
             store<WHOLE>(y + row[k] * width, first[k], width, g);
         }
     }
 }
 
-template <class T, bool BACKWARD, class GateUp>
+template <class T, class F, bool BACKWARD, class GateUp>
 __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, int width) {
     if (whole_packs<InVector<T>::COUNT>(width, gate_up, y, nullptr)) {
-        packed<T, BACKWARD, true>(gate_up, y, rows, width);
+        packed<T, F, BACKWARD, true>(gate_up, y, rows, width);
     } else {
-        packed<T, BACKWARD, false>(gate_up, y, rows, width);
+        packed<T, F, BACKWARD, false>(gate_up, y, rows, width);
     }
 }
 
-#define SWIGLU(NAME)                                                                                                   \
+#define GATED(STEM, F, NAME)                                                                                           \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        swiglu_forward_##NAME(const NAME* gate, const NAME* up, NAME* y, long long n) {                                \
-        forward<NAME>(gate, up, y, n);                                                                                 \
+        STEM##_forward_##NAME(const NAME* gate, const NAME* up, NAME* y, long long n) {                                \
+        forward<NAME, F>(gate, up, y, n);                                                                              \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256) swiglu_backward_##NAME(                                          \
+    extern "C" __global__ void __launch_bounds__(256) STEM##_backward_##NAME(                                          \
         const NAME* dy, const NAME* gate, const NAME* up, NAME* dgate, NAME* dup, NAME* y, long long n) {              \
-        backward<NAME>(dy, gate, up, dgate, dup, y, n);                                                                \
+        backward<NAME, F>(dy, gate, up, dgate, dup, y, n);                                                             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        swiglu_packed_forward_##NAME(const NAME* gate_up, NAME* y, long long rows, int width) {                        \
-        packed<NAME, false>(gate_up, y, rows, width);                                                                  \
+        STEM##_packed_forward_##NAME(const NAME* gate_up, NAME* y, long long rows, int width) {                        \
+        packed<NAME, F, false>(gate_up, y, rows, width);                                                               \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        swiglu_packed_backward_##NAME(NAME* gate_up, NAME* dy, long long rows, int width) {                            \
-        packed<NAME, true>(gate_up, dy, rows, width);                                                                  \
+        STEM##_packed_backward_##NAME(NAME* gate_up, NAME* dy, long long rows, int width) {                            \
+        packed<NAME, F, true>(gate_up, dy, rows, width);                                                               \
     }
 
-SWIGLU(f32)
-SWIGLU(f16)
-SWIGLU(bf16)
+#define GATES(NAME)                                                                                                    \
+    GATED(swiglu, Silu, NAME)                                                                                          \
+    GATED(geglu, Gelu, NAME)                                                                                           \
+    GATED(geglu_tanh, GeluTanh, NAME)
+
+GATES(f32)
+GATES(f16)
+GATES(bf16)

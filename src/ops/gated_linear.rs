@@ -13,16 +13,19 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
+use super::Gelu;
+use super::cost::Formula;
 use super::dispatch::{Path, check_same, choose};
+use super::gated;
 use super::info::OpInfo;
 use super::linear::{factors, linear, with_last_dim};
 use super::lowering::{Accumulate, Calls, Lowering, Named, Signature, Slot};
 use super::operand::check_size;
 use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
-use super::swiglu::{gated, gated_backward, gated_in_place, packed, packed_in_place, swiglu};
 use super::weight::{self, WeightCopy, read_weight, with_copies};
-use crate::graph::Target;
+use crate::graph::{Attribute, Target};
+use crate::kernels::Gate;
 use crate::precision::without_autocast;
 use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
@@ -40,11 +43,27 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
-    let (x, [w1, w3], copies) = with_copies(&INFO, x, [w1, w3])?;
-    check(&x, &copies[0].of(&w1), &copies[1].of(&w3))?;
-    match choose(&INFO, &x)? {
-        Path::Kernel => by_kernels(&INFO, SwiGluLinear { copies }, [&x, &w1, &w3]),
-        Path::Reference => without_autocast(|| reference(&x, &w1, &w3)),
+    gated_linear(Gate::Silu, x, w1, w3)
+}
+
+/// `y = gelu(x W1^T) * (x W3^T)`, with GELU in this [form](Gelu): [`swiglu_linear()`] with another activation.
+///
+/// # Errors
+/// As [`swiglu_linear()`].
+pub fn geglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor, form: Gelu) -> Result<Tensor> {
+    gated_linear(form.gate(), x, w1, w3)
+}
+
+fn gated_linear(gate: Gate, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
+    let info = match gate {
+        Gate::Silu => &SWIGLU_LINEAR,
+        Gate::Gelu | Gate::GeluTanh => &GEGLU_LINEAR,
+    };
+    let (x, [w1, w3], copies) = with_copies(info, x, [w1, w3])?;
+    check(info.op, &x, &copies[0].of(&w1), &copies[1].of(&w3))?;
+    match choose(info, &x)? {
+        Path::Kernel => by_kernels(info, GatedLinear { gate, copies }, [&x, &w1, &w3]),
+        Path::Reference => without_autocast(|| composed(gate, &x, &w1, &w3)),
     }
 }
 
@@ -52,27 +71,40 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// As [`swiglu_linear()`].
-pub fn reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
-    check(x, w1, w3)?;
-    swiglu(&linear(x, w1)?, &linear(x, w3)?)
+pub fn swiglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
+    check(SWIGLU_LINEAR.op, x, w1, w3)?;
+    composed(Gate::Silu, x, w1, w3)
 }
 
-fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
-    check_same("swiglu_linear", &[("x", x), ("w1", w1), ("w3", w3)])?;
+/// [`geglu_linear()`] as the three ops it is made of.
+///
+/// # Errors
+/// As [`geglu_linear()`].
+pub fn geglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor, form: Gelu) -> Result<Tensor> {
+    check(GEGLU_LINEAR.op, x, w1, w3)?;
+    composed(form.gate(), x, w1, w3)
+}
+
+fn composed(gate: Gate, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
+    gated::gated(gate, &linear(x, w1)?, &linear(x, w3)?)
+}
+
+fn check(op: &'static str, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
+    check_same(op, &[("x", x), ("w1", w1), ("w3", w3)])?;
     let fits = match (x.dims(), w1.dims()) {
         ([.., last], [_, depth]) => last == depth && w1.dims() == w3.dims(),
         _ => false,
     };
     if fits {
         return check_size(
-            "swiglu_linear",
+            op,
             &with_last_dim(x.dims(), w1.dims()[0]),
             x.dtype(),
             x.device(),
         );
     }
     Err(Error::Shape {
-        op: "swiglu_linear",
+        op,
         expected: match w1.dims() {
             [_, depth] => format!("x (..., {depth}), w1 and w3 (F, {depth})"),
             _ => "x (..., D), w1 and w3 (F, D)".into(),
@@ -82,16 +114,33 @@ fn check(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
     })
 }
 
-pub(crate) const INFO: OpInfo = OpInfo::new("swiglu_linear")
-    .on_gpu()
-    .costing(
-        "4 N D F, 6 an element of y besides; backward 8 and 12",
-        "x, W1, W3, y, gate, up; backward those and dx, dW1, dW3",
-        |o| o.products(made(o), 4.0, 6.0),
-        Some(|o| o.products_backward(made(o), 8.0, 12.0)),
-    )
-    .holding("two products and the gate")
-    .planned(LOWERING);
+const SWIGLU_LINEAR: OpInfo = info(
+    "swiglu_linear",
+    "4 N D F, 6 an element of y besides; backward 8 and 12",
+    |o| o.products(made(o), 4.0, 6.0),
+    |o| o.products_backward(made(o), 8.0, 12.0),
+);
+
+const GEGLU_LINEAR: OpInfo = info(
+    "geglu_linear",
+    "4 N D F, 10 an element of y besides; backward 8 and 18",
+    |o| o.products(made(o), 4.0, 10.0),
+    |o| o.products_backward(made(o), 8.0, 18.0),
+);
+
+pub(crate) const INFOS: &[OpInfo] = &[SWIGLU_LINEAR, GEGLU_LINEAR];
+
+const fn info(
+    op: &'static str,
+    flops: &'static str,
+    forward: Formula,
+    backward: Formula,
+) -> OpInfo {
+    let bytes = "x, W1, W3, y, gate, up; backward those and dx, dW1, dW3";
+    let info = OpInfo::new(op).on_gpu();
+    let info = info.costing(flops, bytes, forward, Some(backward));
+    info.holding("two products and the gate").planned(LOWERING)
+}
 
 /// y, and gate and up of its shape, which are kept.
 fn made(o: &Operands<'_>) -> (f64, f64) {
@@ -111,8 +160,8 @@ const LOWERING: Lowering = Lowering {
             calls.push(kernel, factors, [("c", *made)]);
         }
         let kernel = match gate_up.len() {
-            1 => packed(weight.rows / 2),
-            _ => gated(),
+            1 => gated::packed(signature, weight.rows / 2),
+            _ => gated::forward(signature),
         };
         calls.call(kernel, gate_up, [("y", Slot::Output)])
     },
@@ -123,8 +172,8 @@ const LOWERING: Lowering = Lowering {
         let gradients: Vec<Slot> = match signature.plan {
             Some(_) => {
                 let kernel = match gate_up.len() {
-                    1 => packed_in_place(weight.rows / 2),
-                    _ => gated_in_place(),
+                    1 => gated::packed_in_place(signature, weight.rows / 2),
+                    _ => gated::backward_in_place(signature),
                 };
                 calls.push(kernel, [], Named::from([dy]).and(gate_up.clone()));
                 gate_up.iter().map(|(_, slot)| *slot).collect()
@@ -133,7 +182,8 @@ const LOWERING: Lowering = Lowering {
                 let kept = &signature.kept[0];
                 let [dgate, dup] = [(); 2].map(|()| calls.scratch(kept.dims, kept.dtype));
                 let reads = Named::from([dy]).and(gate_up);
-                calls.push(gated_backward(), reads, [("dgate", dgate), ("dup", dup)]);
+                let writes = [("dgate", dgate), ("dup", dup)];
+                calls.push(gated::backward(signature), reads, writes);
                 vec![dgate, dup]
             }
         };
@@ -162,12 +212,17 @@ fn gate_up(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
     }
 }
 
-struct SwiGluLinear {
+struct GatedLinear {
+    gate: Gate,
     /// Of W1 and W3.
     copies: [WeightCopy; 2],
 }
 
-impl Spec for SwiGluLinear {
+impl Spec for GatedLinear {
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        gated::attributes(self.gate)
+    }
+
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let [x, w1] = [&inputs[0], &inputs[1]];
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
