@@ -158,6 +158,7 @@ fn flash_attention(bench: &mut Bench) {
             value_dim: head_dim,
             mask,
             scale: 1.0 / (head_dim as f64).sqrt(),
+            soft_cap: None,
         };
         let tiles = flash::Tiles::for_head_dim(head_dim);
         let (rows, n) = (batch * heads * length, batch * heads * length * head_dim);

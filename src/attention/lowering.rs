@@ -1,5 +1,6 @@
 //! What lowerings of attention have in common: operands, and sizes as kernels have them.
 
+use super::SOFT_CAP;
 use crate::graph::Attribute;
 use crate::kernels::attention::Sizes;
 #[cfg(feature = "cuda")]
@@ -99,13 +100,14 @@ pub(super) fn sized_as(kernel: Kernel, signature: &Signature<'_>, passes: f64) -
         keys: k[1],
         head_dim: q[2],
         value_dim: v[2],
-        mask: Mask::Full, // the attributes say which, and the scale
+        mask: Mask::Full, // the attributes say which, and the scale and the cap
         scale: 1.0,
+        soft_cap: None,
     };
     sized(kernel, &sizes, signature.attributes, passes)
 }
 
-/// Adds sizes, FLOPs and the attributes, which have the mask and the scale.
+/// Adds sizes, FLOPs and the attributes, which have the mask, the scale and the cap.
 pub(super) fn sized(
     kernel: Kernel,
     sizes: &Sizes,
@@ -151,5 +153,6 @@ pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {
         value_dim: k.count("value_dim")?,
         mask: k.mask()?,
         scale: k.number("scale")?,
+        soft_cap: k.some_number(SOFT_CAP),
     })
 }

@@ -41,7 +41,7 @@ pub use naive::{naive, naive_with_lse};
 pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
 
 use crate::graph::Attribute;
-use crate::kernels;
+use crate::kernels::{self, attention::Sizes};
 use crate::ops::{Dropout, dropout};
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
@@ -54,6 +54,9 @@ pub struct AttentionConfig {
     pub mask: Mask,
     /// What the scores are multiplied by; `None` is 1 / sqrt(Dh).
     pub scale: Option<f64>,
+    /// What scores are bounded by after that, smoothly, as `cap tanh(score / cap)`
+    /// ([`ops::soft_cap`](crate::ops::soft_cap())); `None` leaves them as they are.
+    pub soft_cap: Option<f64>,
     /// The first key that each query sees, of those that the mask leaves; `None` is the first of all.
     pub first_keys: Option<FirstKeys>,
     /// Which probabilities are dropped, in training, after their softmax: those of a query and a key as
@@ -74,23 +77,26 @@ impl AttentionConfig {
         first_keys.chain(keys).cloned().collect()
     }
 
-    /// The parameters of a call, as a trace writes them down.
-    fn attributes(&self, head_dim: usize) -> Vec<(&'static str, Attribute)> {
-        let dropout = self.dropout.as_ref().map(Dropout::kernel);
-        attributes(self.scale_for(head_dim), self.mask, dropout)
+    /// The parameters of a call of these sizes, as a trace writes them down.
+    fn attributes(&self, sizes: &Sizes) -> Vec<(&'static str, Attribute)> {
+        attributes(sizes, self.dropout.as_ref().map(Dropout::kernel))
     }
 }
 
 /// The parameters of a call, as a trace writes them down.
-fn attributes(
-    scale: f64,
-    mask: Mask,
-    dropout: Option<kernels::Dropout>,
-) -> Vec<(&'static str, Attribute)> {
+fn attributes(sizes: &Sizes, dropout: Option<kernels::Dropout>) -> Vec<(&'static str, Attribute)> {
     let attributes = [
-        ("scale", Attribute::Number(scale)),
-        ("mask", Attribute::Mask(mask)),
+        ("scale", Attribute::Number(sizes.scale)),
+        ("mask", Attribute::Mask(sizes.mask)),
     ];
+    let cap = sizes.soft_cap.map(|cap| (SOFT_CAP, Attribute::Number(cap)));
     let of_dropout = dropout.into_iter().flat_map(dropout::attributes);
-    attributes.into_iter().chain(of_dropout).collect()
+    attributes
+        .into_iter()
+        .chain(cap)
+        .chain(of_dropout)
+        .collect()
 }
+
+/// The attribute of calls whose scores are capped.
+pub(crate) const SOFT_CAP: &str = "soft_cap";

@@ -2,6 +2,7 @@
 
 use super::AttentionConfig;
 use crate::kernels::attention::Sizes;
+use crate::ops::soft_cap::check_cap;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 
@@ -46,6 +47,7 @@ impl Shapes {
             value_dim: self.value_dim,
             mask: config.mask,
             scale: config.scale_for(self.head_dim),
+            soft_cap: config.soft_cap,
         }
     }
 
@@ -53,7 +55,7 @@ impl Shapes {
     ///
     /// # Errors
     /// Shapes that do not fit each other, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices; first
-    /// keys of another shape.
+    /// keys of another shape; a soft cap that is not positive and finite.
     pub(crate) fn of(
         op: &'static str,
         q: &Tensor,
@@ -93,6 +95,9 @@ impl Shapes {
             return refuse("q and k have no elements to compare".into());
         }
         ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
+        if let Some(cap) = config.soft_cap {
+            check_cap("attention::AttentionConfig", "soft_cap", cap)?;
+        }
         if let Some(first_keys) = &config.first_keys {
             first_keys.check_shape(op, q)?;
         }

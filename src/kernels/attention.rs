@@ -24,6 +24,8 @@ pub struct Sizes {
     pub mask: Mask,
     /// What scores are multiplied by.
     pub scale: f64,
+    /// What they are then bounded by, as `cap tanh(score / cap)`.
+    pub soft_cap: Option<f64>,
 }
 
 impl Sizes {

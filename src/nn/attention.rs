@@ -187,6 +187,7 @@ impl CausalSelfAttention {
         let config = AttentionConfig {
             mask: self.mask,
             scale: None,
+            soft_cap: None,
             first_keys: context.first_keys.clone(),
             dropout: context.dropping(self.dropout),
         };

@@ -30,12 +30,12 @@ impl SwiGlu {
     }
 }
 
-/// The gated feed-forward network `w2(gelu(w1 x) * w3 x)`, without biases: w1 and w3 (F, D), w2 (D, F). Gemma's, by
-/// [`Gelu::Tanh`].
+/// The gated feed-forward network `w2(gelu(w1 x) * w3 x)` of Gemma, without biases: w1 and w3 (F, D), w2 (D, F), and
+/// GELU by its approximation with tanh ([`Gelu::Tanh`]) unless [another](Self::with_gelu) is chosen.
 #[derive(Clone, Debug)]
 pub struct GeGlu {
     layers: Gated,
-    form: Gelu,
+    gelu: Gelu,
 }
 
 impl GeGlu {
@@ -43,9 +43,16 @@ impl GeGlu {
     ///
     /// # Errors
     /// Whatever the builder answers: a missing or misshapen weight, say.
-    pub fn new(d_model: usize, d_ff: usize, form: Gelu, vb: VarBuilder<'_>) -> Result<Self> {
-        let layers = Gated::new(d_model, d_ff, vb)?;
-        Ok(Self { layers, form })
+    pub fn new(d_model: usize, d_ff: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            layers: Gated::new(d_model, d_ff, vb)?,
+            gelu: Gelu::Tanh,
+        })
+    }
+
+    /// Returns the same layer with this GELU.
+    pub fn with_gelu(self, gelu: Gelu) -> Self {
+        Self { gelu, ..self }
     }
 
     /// x (..., D) to (..., D).
@@ -54,7 +61,7 @@ impl GeGlu {
     /// As [`ops::geglu_linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.layers
-            .forward(|w1, w3| ops::geglu_linear(x, w1.weight(), w3.weight(), self.form))
+            .forward(|w1, w3| ops::geglu_linear(x, w1.weight(), w3.weight(), self.gelu))
     }
 }
 

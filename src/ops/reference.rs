@@ -28,5 +28,6 @@ pub use super::rms_norm::reference as rms_norm;
 pub use super::rope::{reference as rope, reference_with as rope_with};
 pub use super::sigmoid::reference as sigmoid;
 pub use super::silu::reference as silu;
+pub use super::soft_cap::reference as soft_cap;
 pub use super::softmax::reference as softmax;
 pub use super::tanh::reference as tanh;

@@ -26,6 +26,7 @@ pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
         &super::layer_norm::INFO,
         &super::rope::INFO,
         &super::embedding::INFO,
+        &super::soft_cap::INFO,
         &super::dropout::INFO,
         &super::relu::INFO,
         &super::repeat_heads::INFO,

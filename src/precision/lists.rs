@@ -67,7 +67,7 @@ const OWN_AS: [(&str, &str); 11] = [
 /// This crate's ops that are cast, by names that PyTorch's lists have too or leave out.
 const OWN: &str = "\
     add div dropout embedding exp geglu gelu layer_norm linear log log_softmax matmul mean merge_heads mul pow \
-    relu repeat_heads rms_norm rope rsqrt sigmoid silu softmax split_heads sub sum swiglu tanh";
+    relu repeat_heads rms_norm rope rsqrt sigmoid silu soft_cap softmax split_heads sub sum swiglu tanh";
 
 /// The ops of this crate that are cast, each with its name on the lists.
 pub(super) fn own() -> impl Iterator<Item = (&'static str, &'static str)> {

@@ -118,7 +118,8 @@ impl Autocast {
     }
 
     /// The same policy with `op` in another class. PyTorch's name moves this crate's ops of that class too: with
-    /// `scaled_dot_product_attention` go `attention::naive` and `attention::flash`, with `linear` go `swiglu_linear` and `geglu_linear`.
+    /// `scaled_dot_product_attention` go `attention::naive` and `attention::flash`, with `linear` go `swiglu_linear`
+    /// and `geglu_linear`.
     ///
     /// Any name will do: [`ops::cast_for`](crate::ops::cast_for) asks for the class of whatever it is given.
     pub fn with(mut self, op: &str, class: OpClass) -> Self {

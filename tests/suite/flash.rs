@@ -12,6 +12,7 @@
 //! All of it runs on the CPU; with `TALLOW_TEST_DEVICE=cuda:0` and the feature `cuda` on that GPU, where half precision
 //! is judged as products of rounded probabilities can be. (`gpu` and `tf32` go to a GPU by themselves.)
 
+mod capped;
 mod dropped;
 mod empty;
 mod finite_differences;

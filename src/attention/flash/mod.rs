@@ -66,6 +66,9 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// H Tq Tk Dh FLOPs forward, two and a half times that backward; tiles that the mask or [first keys](super::FirstKeys)
 /// hide are not computed.
 ///
+/// With a [soft cap](AttentionConfig::soft_cap) C of the scores S, `C tanh(S / C)` takes their place, and backward has
+/// `dS (1 - tanh(S / C)^2)` in that of dS.
+///
 /// With [dropout](AttentionConfig::dropout) of the probabilities nothing more is kept: which ones are dropped is drawn
 /// again in backward, from the key. `lse` is that of all.
 ///
@@ -86,7 +89,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 ///
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0 or over the limit, mixed
-/// dtypes or devices; first keys of another shape; a dropout that is no probability.
+/// dtypes or devices; first keys of another shape; a soft cap that is not positive and finite; a dropout that is no
+/// probability.
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }

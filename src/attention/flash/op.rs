@@ -29,7 +29,7 @@ impl Spec for Flash {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        let mut attributes = self.config.attributes(self.sizes.head_dim);
+        let mut attributes = self.config.attributes(&self.sizes);
         if self.tf32 {
             attributes.push(("tf32", Attribute::Flag(true)));
         }

@@ -120,7 +120,7 @@ impl InRows {
 
     /// Returns a kernel with its sizes, for heads in rows.
     fn kernel(&self, kernel: Kernel, passes: f64) -> Kernel {
-        let attributes = attributes(self.sizes.scale, self.sizes.mask, self.dropout);
+        let attributes = attributes(&self.sizes, self.dropout);
         let kernel = sized(kernel, &self.sizes, &attributes, passes);
         kernel.with(IN_ROWS, Attribute::Flag(true))
     }

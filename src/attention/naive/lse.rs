@@ -36,6 +36,10 @@ pub(super) fn reference(
         let q = widen(&q)?.reshape((matrices, rows, shapes.head_dim))?; // (B Hkv, H / Hkv Tq, Dh)
         let k = widen(&k)?.reshape((matrices, shapes.keys, shapes.head_dim))?; // (B Hkv, Tk, Dh)
         let scores = (q.matmul(&k.t()?)? * config.scale_for(shapes.head_dim))?;
+        let scores = match config.soft_cap {
+            None => scores,
+            Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+        };
         let heads = shapes.batch * shapes.heads;
         let scores = scores.reshape((heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
         let seen = HostSeen::new(config, &shapes)?.tensor(q.device())?;

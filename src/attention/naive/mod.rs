@@ -13,6 +13,7 @@ use super::shapes::Shapes;
 use crate::attention::cost;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
+use crate::ops::soft_cap::soft_cap_of_scaled;
 use crate::ops::softmax::softmax_of_heads;
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
@@ -55,8 +56,9 @@ pub(crate) const INFO: OpInfo = cost::info(
 /// hold in f32, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are left out there,
 /// unless heads share keys.
 ///
-/// With [dropout](AttentionConfig::dropout) of the probabilities it is three ops and a fourth, in f32 also for half
-/// precision ([`reference()`]): slower, and with the scores in memory beside the probabilities.
+/// With [dropout](AttentionConfig::dropout) of the probabilities or a [soft cap](AttentionConfig::soft_cap) of the
+/// scores it is three ops and one for each, in f32 also for half precision ([`reference()`]): slower, and with the
+/// scores in memory beside the probabilities.
 ///
 /// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
 ///
@@ -80,7 +82,7 @@ pub(crate) const INFO: OpInfo = cost::info(
 ///
 /// # Errors
 /// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0, mixed dtypes or
-/// devices; first keys of another shape.
+/// devices; first keys of another shape; a soft cap that is not positive and finite.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     keeping(q, k, v, config, None)
 }
@@ -141,7 +143,7 @@ fn keeping(
         return Ok(out);
     }
     match choose(&INFO, q)? {
-        _ if config.dropout.is_some() => dropping(q, k, v, config),
+        _ if config.dropout.is_some() || config.soft_cap.is_some() => by_parts(q, k, v, config),
         Path::Kernel => {
             let (sizes, reads) = (shapes.sizes(config), config.reads());
             by_kernels(&INFO, Naive { sizes, reads, lse }, [q, k, v])
@@ -151,7 +153,7 @@ fn keeping(
 }
 
 /// [`reference()`], converted to what is computed in, and back, by this crate's op.
-fn dropping(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
+fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     without_autocast(|| {
         let wide = |x: &Tensor| ops::cast(x, Operand::from(x).wide_dtype());
         let out = in_three_ops(&wide(q)?, &wide(k)?, &wide(v)?, config)?;
@@ -160,8 +162,9 @@ fn dropping(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Res
 }
 
 /// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
-/// `matmul`; with [`dropout`](ops::dropout()) of the probabilities before the last, where there is any. Half precision
-/// is widened to f32 before the first and rounded once after the last, in backward too.
+/// `matmul`; with [`soft_cap`](ops::soft_cap()) of the scores before the second and [`dropout`](ops::dropout()) of the
+/// probabilities before the last, where there is any. Half precision is widened to f32 before the first and rounded
+/// once after the last, in backward too.
 ///
 /// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
 /// the same keys and values, and their gradients sum over all rows.
@@ -192,6 +195,10 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let heads = shapes.batch * shapes.heads;
     let scores = of_shape(&scores, &[heads, shapes.queries, shapes.keys])?; // (B H, Tq, Tk)
     let scale = config.scale_for(shapes.head_dim);
+    let (scores, scale) = match config.soft_cap {
+        None => (scores, scale),
+        Some(cap) => (soft_cap_of_scaled(&scores, scale, cap)?, 1.0),
+    };
     let p = match &config.first_keys {
         None => ops::softmax(&scores, scale, config.mask)?,
         Some(first_keys) => {

@@ -47,7 +47,7 @@ impl Spec for Naive {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(self.sizes.scale, self.sizes.mask, None)
+        attributes(&self.sizes, None)
     }
 
     fn reads(&self) -> Vec<Tensor> {

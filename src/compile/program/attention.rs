@@ -5,7 +5,7 @@
 use super::packed::Packed;
 use super::{Kind, Node, Program, Replacement};
 use crate::attention::in_rows::InRows;
-use crate::attention::{Mask, flash, naive};
+use crate::attention::{Mask, SOFT_CAP, flash, naive};
 use crate::graph::{Attribute, Source, Target, Value, ValueId, ValueRef, View};
 use crate::kernels::attention::Sizes;
 use crate::ops::dropout::of_attributes;
@@ -117,6 +117,10 @@ impl Found {
         else {
             return None;
         };
+        let soft_cap = match node.attribute(SOFT_CAP) {
+            Some(Attribute::Number(cap)) => Some(cap),
+            _ => None,
+        };
         if !matches!(mask, Mask::Causal | Mask::Window(_)) {
             return None;
         }
@@ -181,6 +185,7 @@ impl Found {
                     value_dim: head_dim,
                     mask,
                     scale,
+                    soft_cap,
                 },
                 dropout: of_attributes(&node.attributes),
                 is_naive,

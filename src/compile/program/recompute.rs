@@ -10,8 +10,8 @@ pub(crate) struct Recompute {
     /// Norms whose sum is recomputed from stream and branch. On a GPU in half precision: the branch needs half the
     /// memory of the sum, and the stream is saved anyway.
     pub sums: usize,
-    /// SwiGLU and GeGLU nodes whose gate and up are recomputed: half of what a transformer block saves, and half of its matmul
-    /// FLOPs.
+    /// SwiGLU and GeGLU nodes whose gate and up are recomputed: half of what a transformer block saves, and half of its
+    /// matmul FLOPs.
     pub gates: usize,
 }
 

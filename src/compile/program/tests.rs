@@ -146,13 +146,22 @@ fn a_segments_end() {
 }
 
 fn attend(vb: &VarBuilder<'_>, x: &Tensor, algorithm: Algorithm, mask: Mask) -> Result<Tensor> {
-    let [x] = ops::cast_for("linear", [x])?;
-    let heads = |name| ops::split_heads(&linear(vb, &x, name)?, 2);
     let config = AttentionConfig {
         mask,
         ..Default::default()
     };
-    let out = algorithm.attend(&heads("q")?, &heads("k")?, &heads("v")?, &config)?;
+    attend_with(vb, x, algorithm, &config)
+}
+
+fn attend_with(
+    vb: &VarBuilder<'_>,
+    x: &Tensor,
+    algorithm: Algorithm,
+    config: &AttentionConfig,
+) -> Result<Tensor> {
+    let [x] = ops::cast_for("linear", [x])?;
+    let heads = |name| ops::split_heads(&linear(vb, &x, name)?, 2);
+    let out = algorithm.attend(&heads("q")?, &heads("k")?, &heads("v")?, config)?;
     ops::mean(&ops::merge_heads(&out)?)
 }
 
@@ -183,6 +192,19 @@ fn heads_in_rows() {
             "mean f32 (attention in rows)",
         ],
     );
+    let capped = program(Target::Cuda, Precision::BF16, |vb, x| {
+        let config = AttentionConfig {
+            mask: Mask::Causal,
+            soft_cap: Some(3.0),
+            ..Default::default()
+        };
+        attend_with(vb, &x, Algorithm::Flash, &config)
+    });
+    let caps = capped.nodes.iter().filter_map(|node| match &node.kind {
+        Kind::Attention(in_rows) => Some(in_rows.sizes.soft_cap),
+        _ => None,
+    });
+    assert_eq!(caps.collect::<Vec<_>>(), [Some(3.0)]);
     let on_cpu = program(Target::Cpu, Precision::BF16, flash);
     let lines = printed(&on_cpu);
     assert_eq!(

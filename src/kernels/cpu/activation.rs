@@ -94,7 +94,7 @@ pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
 
 /// sigmoid(x) and sigmoid(-x), neither of which cancels or overflows.
 #[inline(always)]
-fn sigmoids<T: Real>(x: T) -> (T, T) {
+pub(super) fn sigmoids<T: Real>(x: T) -> (T, T) {
     let e = (if x < T::ZERO { x } else { -x }).exponential();
     let large = T::ONE / (T::ONE + e);
     let small = e * large;

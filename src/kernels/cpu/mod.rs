@@ -25,6 +25,7 @@ pub mod repeat;
 pub mod rope;
 pub mod rows;
 pub mod simd;
+pub mod soft_cap;
 pub mod unscale;
 
 use simd::Blocks;

@@ -2,7 +2,7 @@
 // the buffer of an input.
 //
 // tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution; gelu_tanh: x sigmoid(2
-// u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+// u) with u = sqrt(2 / pi) (x + 0.044715 x^3); soft_cap: cap tanh(scale x / cap).
 //
 // Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
 // only for speed. Bytes: 2 n elements forward, 3 n backward.
@@ -64,7 +64,13 @@ struct GeluTanh {
     }
 };
 
-template <class Op, class T> __device__ __forceinline__ void forward(const T* x, T* y, long long n) {
+struct SoftCap {
+    float scale, cap;
+    __device__ __forceinline__ float value(float x) const { return cap * tanhf(x * (scale / cap)); }
+    __device__ __forceinline__ float slope(float x) const { return scale * Tanh::slope(x * (scale / cap)); }
+};
+
+template <class Op, class T> __device__ __forceinline__ void forward(Op op, const T* x, T* y, long long n) {
     const int N = InVector<T>::COUNT;
     long long start;
     int count = of_block<N>(n, &start);
@@ -78,12 +84,13 @@ template <class Op, class T> __device__ __forceinline__ void forward(const T* x,
         float values[N];
         unpack(of_x[k], values);
 #pragma unroll
-        for (int i = 0; i < N; i++) values[i] = Op::value(values[i]);
+        for (int i = 0; i < N; i++) values[i] = op.value(values[i]);
         store(y, first, count, values);
     }
 }
 
-template <class Op, class T> __device__ __forceinline__ void backward(const T* dy, const T* x, T* dx, long long n) {
+template <class Op, class T>
+__device__ __forceinline__ void backward(Op op, const T* dy, const T* x, T* dx, long long n) {
     const int N = InVector<T>::COUNT;
     long long start;
     int count = of_block<N>(n, &start);
@@ -99,18 +106,18 @@ template <class Op, class T> __device__ __forceinline__ void backward(const T* d
         unpack(of_dy[k], values);
         unpack(of_x[k], slopes);
 #pragma unroll
-        for (int i = 0; i < N; i++) values[i] *= Op::slope(slopes[i]);
+        for (int i = 0; i < N; i++) values[i] *= op.slope(slopes[i]);
         store(dx, first, count, values);
     }
 }
 
 #define ACTIVATION(STEM, OP, NAME)                                                                                     \
     extern "C" __global__ void __launch_bounds__(256) STEM##_forward_##NAME(const NAME* x, NAME* y, long long n) {     \
-        forward<OP, NAME>(x, y, n);                                                                                    \
+        forward(OP(), x, y, n);                                                                                        \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         STEM##_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long n) {                                 \
-        backward<OP, NAME>(dy, x, dx, n);                                                                              \
+        backward(OP(), dy, x, dx, n);                                                                                  \
     }
 
 #define ACTIVATIONS(NAME)                                                                                              \
@@ -118,7 +125,15 @@ template <class Op, class T> __device__ __forceinline__ void backward(const T* d
     ACTIVATION(sigmoid, Sigmoid, NAME)                                                                                 \
     ACTIVATION(silu, Silu, NAME)                                                                                       \
     ACTIVATION(gelu, Gelu, NAME)                                                                                       \
-    ACTIVATION(gelu_tanh, GeluTanh, NAME)
+    ACTIVATION(gelu_tanh, GeluTanh, NAME)                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        soft_cap_forward_##NAME(const NAME* x, NAME* y, long long n, float scale, float cap) {                         \
+        forward(SoftCap{scale, cap}, x, y, n);                                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        soft_cap_backward_##NAME(const NAME* dy, const NAME* x, NAME* dx, long long n, float scale, float cap) {       \
+        backward(SoftCap{scale, cap}, dy, x, dx, n);                                                                   \
+    }
 
 ACTIVATIONS(f32)
 ACTIVATIONS(f16)

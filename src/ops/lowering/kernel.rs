@@ -287,9 +287,17 @@ impl Kernel {
     }
 
     pub(crate) fn number(&self, name: &str) -> Result<f64> {
+        match self.some_number(name) {
+            Some(number) => Ok(number),
+            None => bail!("{}: no {name}", self.name),
+        }
+    }
+
+    /// A number that not every such kernel has.
+    pub(crate) fn some_number(&self, name: &str) -> Option<f64> {
         match find(&self.attributes, name) {
-            Some(Attribute::Number(number)) => Ok(number),
-            _ => bail!("{}: no {name}", self.name),
+            Some(Attribute::Number(number)) => Some(number),
+            _ => None,
         }
     }
 

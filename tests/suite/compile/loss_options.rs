@@ -264,7 +264,7 @@ fn a_budget() {
         Ok(Box::new(move |x| layer.forward(x)))
     });
     a_budget_of(|vb| {
-        let layer = nn::GeGlu::new(WIDTH, 64, ops::Gelu::Tanh, vb)?;
+        let layer = nn::GeGlu::new(WIDTH, 64, vb)?;
         Ok(Box::new(move |x| layer.forward(x)))
     });
 }

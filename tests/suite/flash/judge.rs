@@ -305,6 +305,10 @@ pub fn naive_with_lse(
         .map(|first_keys| first_keys.tensor());
     let first_keys: Vec<u32> = first_keys.map_or(Ok(Vec::new()), |x| x.flatten_all()?.to_vec1())?;
     let scores = (scores * config.scale_for(q.dim(3)?))?;
+    let scores = match config.soft_cap {
+        None => scores,
+        Some(cap) => ops::soft_cap(&scores, cap)?,
+    };
     let lse_of_row = |(row, scores): (usize, &[f64])| {
         let query = row % queries;
         let Range { start, end } = config.mask.visible(query, queries, keys);

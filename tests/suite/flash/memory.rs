@@ -28,6 +28,7 @@ fn scratch_stays_small() {
         value_dim: head_dim,
         mask: Mask::Causal,
         scale: 0.125,
+        soft_cap: None,
     };
     let tiles = Tiles::for_head_dim(head_dim);
     let n = batch * length * head_dim;

@@ -81,7 +81,7 @@ impl Head {
     /// Everything that one query gives: its rows of out, lse and dq, and its part of dk and dv.
     ///
     /// With p = softmax(s), f what dropout multiplies it by, out = sum_j f_j p_j v_j, dp_j = f_j dO v_j, D = dO out,
-    /// ds_j = scale p_j (dp_j - D), the terms of (without dropout)
+    /// ds_j = scale p_j (dp_j - D), the terms of (without dropout and cap)
     ///
     /// - out are p_j |v_j|, summed over the keys;
     /// - dv_j are p_j |dO|, summed over the queries;
@@ -101,8 +101,17 @@ impl Head {
             largest_score,
         } = oracle;
 
-        let scores = visible.clone().map(|j| scale * dot(q, &problem.k[key(j)]));
-        let scores: Vec<f64> = scores.collect();
+        let capped = |score: f64| match problem.config.soft_cap {
+            None => (score, 1.0),
+            Some(cap) => {
+                let share = (score / cap).tanh();
+                (cap * share, 1.0 - share * share)
+            }
+        };
+        let scores = visible
+            .clone()
+            .map(|j| capped(scale * dot(q, &problem.k[key(j)])));
+        let (scores, slopes): (Vec<f64>, Vec<f64>) = scores.unzip();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         if scores.is_empty() {
@@ -129,11 +138,12 @@ impl Head {
         }
         let delta = dot(d_out, &results.out[row.clone()]);
         let delta_terms = dot_of_sizes(d_out, &terms.out[row.clone()]);
-        for (j, p) in visible.zip(p) {
+        for ((j, p), slope) in visible.zip(p).zip(slopes) {
             let (k, v) = (&problem.k[key(j)], &problem.v[key(j)]);
             let stayed = factor(j) * p;
-            let ds = scale * p * (factor(j) * dot(d_out, v) - delta);
-            let ds_terms = (scale * p).abs() * (factor(j) * dot_of_sizes(d_out, v) + delta_terms);
+            let ds = scale * slope * p * (factor(j) * dot(d_out, v) - delta);
+            let ds_terms =
+                (scale * slope * p).abs() * (factor(j) * dot_of_sizes(d_out, v) + delta_terms);
             add(&mut results.dv[key(j)], stayed, d_out);
             add(&mut results.dq[row.clone()], ds, k);
             add(&mut results.dk[key(j)], ds, q);

@@ -28,6 +28,14 @@ fn naive_in_tf32(problem: &Problem) -> Results {
     let [q, k, v] = problem.operands(DType::F32).map(|x| to_tf32(&x));
     let d_out = to_tf32(&problem.d_out(DType::F32));
     let scores = (matmul_transposed(&q, &k).unwrap() * scale).unwrap(); // (B, H, Tq, Tk)
+    let (scores, slopes) = match problem.config.soft_cap {
+        None => (scores.clone(), scores.ones_like().unwrap()),
+        Some(cap) => {
+            let share = (scores / cap).and_then(|x| x.tanh()).unwrap();
+            let slopes = share.sqr().and_then(|x| 1.0 - x).unwrap();
+            ((share * cap).unwrap(), slopes)
+        }
+    };
     let mut p = numbers(&scores);
     let lse_of_row = |(row, scores): (usize, &mut [f64])| {
         let (matrix, query) = (row / sizes.queries, row % sizes.queries);
@@ -59,6 +67,7 @@ fn naive_in_tf32(problem: &Problem) -> Results {
     let dp = (matmul_transposed(&d_out, &v).unwrap() * factors).unwrap();
     let delta = (&p * &dp).and_then(|x| x.sum_keepdim(3)).unwrap();
     let ds = dp.broadcast_sub(&delta).and_then(|x| x * &p).unwrap();
+    let ds = (ds * slopes).unwrap();
     let ds = to_tf32(&(ds * scale).unwrap());
     Results {
         out: numbers(&out),
@@ -144,13 +153,14 @@ fn packed() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn dropped() {
-    if child::ran("flash::tf32::dropped") {
+fn dropped_and_capped() {
+    if child::ran("flash::tf32::dropped_and_capped") {
         return;
     }
     set_tf32(&crate::gpu(), true).unwrap();
     for head_dim in [16, 64, 80, 128, 256] {
-        for problem in super::dropped::problems(head_dim) {
+        let dropped = super::dropped::problems(head_dim).into_iter();
+        for problem in dropped.chain(super::capped::problems(head_dim)) {
             let problem = thirds(problem);
             let narrow = with_own_heads(&problem, naive_in_tf32);
             judge(&problem, &narrow)

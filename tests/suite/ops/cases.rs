@@ -68,6 +68,12 @@ pub fn geglu(form: Gelu, dims: &[usize], seed: u64) -> Case {
     Case::new("geglu", inputs, move |x| ops::geglu(&x[0], &x[1], form))
 }
 
+/// Within the cap and far beyond it.
+pub fn soft_cap(dims: &[usize], cap: f64, seed: u64) -> Case {
+    let inputs = vec![Input::new("x", (normal(dims, seed) * 3.0).unwrap())];
+    Case::new("soft_cap", inputs, move |x| ops::soft_cap(&x[0], cap))
+}
+
 type Activation = fn(&Tensor) -> Result<Tensor>;
 
 /// Activations of one input, which are smooth.

@@ -21,6 +21,8 @@ fn with_kernels() -> Vec<Case> {
         cases::geglu(Gelu::Tanh, &[1], 2),
         cases::geglu(Gelu::Tanh, &[3, 1031], 2),
         cases::geglu(Gelu::Tanh, &[257, 4096], 2),
+        cases::soft_cap(&[1], 2.0, 2),
+        cases::soft_cap(&[257, 1031], 2.0, 2),
         cases::rope(&[2], 33, 24, 5),
         cases::rope_by_halves(&[2], 33, 24, 5),
         cases::rope(&[3], 123, 40, 5),

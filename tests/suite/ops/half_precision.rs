@@ -17,6 +17,7 @@ fn cases() -> Vec<Case> {
         cases::swiglu(&[3, 1031], 2),
         cases::geglu(Gelu::Erf, &[3, 1031], 2),
         cases::geglu(Gelu::Tanh, &[3, 1031], 2),
+        cases::soft_cap(&[3, 1031], 2.0, 2),
         cases::rope(&[2], 33, 24, 5),
         cases::rope_by_halves(&[2], 33, 24, 5),
         cases::rope(&[3], 123, 40, 5), // blocks that end inside rows

@@ -67,6 +67,7 @@ proptest! {
         check(cases::swiglu(&dims, seed));
         check(cases::geglu(Gelu::Erf, &dims, seed));
         check(cases::geglu(Gelu::Tanh, &dims, seed));
+        check(cases::soft_cap(&dims, 2.0, seed));
     }
 
     #[test]

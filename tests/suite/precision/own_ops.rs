@@ -181,6 +181,9 @@ fn all() -> Vec<Op> {
         ("swiglu", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
             ops::swiglu(x, &w[0])
         }),
+        ("soft_cap", vec![3, 6], vec![], Promoted, |x, _| {
+            ops::soft_cap(x, 2.0)
+        }),
         ("geglu", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
             ops::geglu(x, &w[0], Gelu::Tanh)
         }),

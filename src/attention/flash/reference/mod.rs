@@ -4,9 +4,9 @@
 //! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and
 //! B_c are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
-//! Not in its listings: the scale, the masks, dropout, queries that see no key, and query heads that share a key head.
-//! The heads of such a group are further rows of a query tile, since they meet the same keys; the sums over a tile's
-//! rows then add up the group's part of dk and dv by themselves.
+//! Not in its listings: the scale, the soft cap, the masks, dropout, queries that see no key, and query heads that
+//! share a key head. The heads of such a group are further rows of a query tile, since they meet the same keys; the
+//! sums over a tile's rows then add up the group's part of dk and dv by themselves.
 
 mod seen;
 
@@ -64,6 +64,7 @@ pub fn reference(
         shapes,
         seen: HostSeen::new(config, &shapes)?,
         scale: config.scale_for(shapes.head_dim),
+        soft_cap: config.soft_cap,
         dropout: match &config.dropout {
             Some(dropout) => Some(dropout.mask(shapes.keys)?),
             None => None,
@@ -105,7 +106,7 @@ impl Spec for Traced {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        self.config.attributes(self.shapes.head_dim)
+        self.config.attributes(&self.shapes.sizes(&self.config))
     }
 
     /// out as it was computed, and the maxima and sums that are lse.
@@ -150,6 +151,7 @@ struct Attention {
     shapes: Shapes,
     seen: HostSeen,
     scale: f64,
+    soft_cap: Option<f64>,
     /// Which probabilities (B H Tq, Tk) stay, where some are dropped.
     dropout: Option<DropoutMask>,
 }
@@ -231,7 +233,10 @@ impl Attention {
                 let stayed = self.dropped(&p, &i, &j)?;
                 dv_j = (dv_j + seen.product_of_transposed(&stayed, &d_out_i)?)?; // line 12
                 let dp = self.dropped(&d_out_i.matmul(&v_j.t()?)?, &i, &j)?; // line 13
-                let ds = (p * dp.broadcast_sub(&delta_i)?)?; // line 14
+                let mut ds = (p * dp.broadcast_sub(&delta_i)?)?; // line 14
+                if let Some(cap) = self.soft_cap {
+                    ds = (ds * (1.0 - (s / cap)?.sqr()?)?)?;
+                }
                 let ds = seen.select(&(ds * self.scale)?, 0.0)?;
                 *dq_i = (&*dq_i + seen.product(&ds, &k_j)?)?; // line 15
                 dk_j = (dk_j + seen.product_of_transposed(&ds, &q_i)?)?; // line 16
@@ -248,9 +253,13 @@ impl Attention {
         ])
     }
 
-    /// `scale q_i k_j^T` (G, R Br, Bc).
+    /// `scale q_i k_j^T` (G, R Br, Bc), capped.
     fn scores(&self, q_i: &Tensor, k_j: &Tensor) -> candle_core::Result<Tensor> {
-        q_i.matmul(&k_j.t()?)? * self.scale
+        let scores = (q_i.matmul(&k_j.t()?)? * self.scale)?;
+        match self.soft_cap {
+            None => Ok(scores),
+            Some(cap) => (scores / cap)?.tanh()? * cap,
+        }
     }
 
     /// x (G, R Br, Bc) times 1 / (1 - p) where the pair's probability stays, and 0 where it is dropped.

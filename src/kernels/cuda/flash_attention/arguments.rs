@@ -63,6 +63,8 @@ pub(super) struct CallSizes {
     heads_at_once: i32,
     scale: f32,
     window: i32,
+    cap: f32,
+    unused: u32,
 }
 
 impl CallSizes {
@@ -79,6 +81,8 @@ impl CallSizes {
             heads_at_once: heads_at_once.max(1) as i32,
             scale: sizes.scale as f32,
             window: sizes.mask.window_or_0(),
+            cap: sizes.soft_cap.unwrap_or(1.0) as f32,
+            unused: 0,
         }
     }
 }
@@ -233,6 +237,6 @@ unsafe impl DeviceRepr for BackwardArguments {}
 unsafe impl DeviceRepr for BackwardMaps {}
 
 // What the kernels' parameters take up.
-const _: () = assert!(size_of::<ForwardHopperArguments>() == 512);
-const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 40 + 8 + 24);
-const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 40 + 8 + 24);
+const _: () = assert!(size_of::<ForwardHopperArguments>() == 576);
+const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 48 + 8 + 24);
+const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 48 + 8 + 24);

@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         Blocks<DS_ROW_BYTES, BY_COLUMNS>(ds_tiles, 0, lane).from_column(warp / DQ_COLUMN_WARPS * 16);
     const Blocks<ROW_BYTES, BY_ROWS> k_rows =
         Blocks<ROW_BYTES, BY_ROWS>(k_tile, 0, lane).from_column(warp % DQ_COLUMN_WARPS * 16);
-    const float to_log2 = sizes.scale * LOG2_E;
+    const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
 
     float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
@@ -282,6 +282,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             multiply_by_dims(s, k_left, q_right, part, q_stage);
             multiply_by_dims(dp, v_left, d_out_right, part, q_stage);
 
+            if (SOFT_CAP) {
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++)
+#pragma unroll
+                    for (int n = 0; n < AT_ONCE / 8; n++) cap_scores(s[m][n], sizes);
+            }
             if (masked) {
 #pragma unroll
                 for (int m = 0; m < K_BLOCKS; m++)
@@ -341,7 +347,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         } else {
                             p[n / 2][m][word] = E::pack(p0, p1);
                         }
-                        ds[n / 2][m][word] = E::pack(p0 * (dp0 - row.y), p1 * (dp1 - row.w));
+                        float ds0 = p0 * (dp0 - row.y), ds1 = p1 * (dp1 - row.w);
+                        if (SOFT_CAP) ds0 *= cap_slope(s[m][n][half * 2]), ds1 *= cap_slope(s[m][n][half * 2 + 1]);
+                        ds[n / 2][m][word] = E::pack(ds0, ds1);
                     }
             }
 

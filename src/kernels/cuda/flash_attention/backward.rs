@@ -250,6 +250,7 @@ mod tests {
                     value_dim: head_dim,
                     mask: Mask::Full,
                     scale: 1.0,
+                    soft_cap: None,
                 };
                 let compiled = compiled_head_dim(head_dim);
                 let launch_generic = [

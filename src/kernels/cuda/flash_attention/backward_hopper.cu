@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     take_registers<240>();
     const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
-    const float to_log2 = sizes.scale * LOG2_E;
+    const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
     const Described known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
     const Blocks<128, BY_ROWS> ds_blocks(at.ds_tiles, warpgroup * 64 + warp_row, lane);
@@ -141,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const int latest_first = first_keys.of(tile * QUERIES + QUERIES - 1);
 #endif
         products_wait<1>();
+        if (SOFT_CAP) cap_scores(s, sizes);
         const int first_key = work.key_tile * KEYS + warpgroup * 64;
         if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
 #pragma unroll
@@ -223,6 +224,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 u32 p[4][4], ds[4][4];
                 float delta[16];
                 read_statistics(delta, stage, QUERIES + half * 64);
+#if SOFT_CAP
+                float lse[16];
+                read_statistics(lse, stage, half * 64);
+#endif
 #pragma unroll
                 for (int k = 0; k < 16; k++) {
                     const float p0 = s[half * 32 + k * 2], p1 = s[half * 32 + k * 2 + 1];
@@ -245,8 +250,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                             dp1 = p1 < 0 ? 0 : dp1 * arguments.dropout.scale;
                             p0 = fabsf(p0), p1 = fabsf(p1);
                         }
-                        ds[n / 2][n % 2 * 2 + k / 2] =
-                            E::pack(p0 * (dp0 - delta[n * 2]), p1 * (dp1 - delta[n * 2 + 1]));
+                        float ds0 = p0 * (dp0 - delta[n * 2]), ds1 = p1 * (dp1 - delta[n * 2 + 1]);
+#if SOFT_CAP
+                        ds0 *= cap_slope(score_of(p0, lse[n * 2], sizes));
+                        ds1 *= cap_slope(score_of(p1, lse[n * 2 + 1], sizes));
+#endif
+                        ds[n / 2][n % 2 * 2 + k / 2] = E::pack(ds0, ds1);
                     }
 #pragma unroll
                 for (int k = 0; k < 4; k++)

@@ -7,6 +7,7 @@
 //             are zeros in shared memory, so they add nothing
 //   FIRST_KEYS  1 where a call has first keys beside the mask: packed documents, sliding windows; else 0
 //   DROPOUT   1 where probabilities are dropped; else 0
+//   SOFT_CAP  1 where scores are capped; else 0
 //   and the tile sizes that the kernels name; each has a default by HEAD_DIM.
 
 typedef unsigned int u32;
@@ -23,6 +24,9 @@ typedef unsigned long long u64;
 #endif
 #ifndef DROPOUT
 #define DROPOUT 0
+#endif
+#ifndef SOFT_CAP
+#define SOFT_CAP 0
 #endif
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -241,7 +245,36 @@ struct Sizes {
     int heads_at_once;
     float scale; // > 0
     int window;  // keys that a query sees up to its own, or 0: all
+    float cap;   // > 0; what scores are capped by, with SOFT_CAP
+    u32 unused;
 };
+
+// ---- scores: q k^T, or with SOFT_CAP tanh(scale q k^T / cap)
+
+// What a score is multiplied by for the exponent of its power of 2.
+__device__ __forceinline__ float exponent_of_score(const Sizes& sizes) {
+    return (SOFT_CAP ? sizes.cap : sizes.scale) * LOG2_E;
+}
+
+// q k^T become scores. In half precision by 1 - 2 / (e^2x + 1), whose error is some 1e-7.
+template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const Sizes& sizes) {
+    const float by = sizes.scale / sizes.cap;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        s[i] = sizeof(E) == 2 ? 1 - __fdividef(2, power_of_2(s[i] * (2 * LOG2_E * by)) + 1) : tanhf(s[i] * by);
+}
+
+// The slope of a cap at a score; 0 at one of -inf, of a hidden key.
+__device__ __forceinline__ float cap_slope(float score) {
+    score = fmaxf(score, -1.f);
+    return fmaf(-score, score, 1.f);
+}
+
+// A score from its probability p = 2^(score exponent_of_score - lse).
+__device__ __forceinline__ float score_of(float p, float lse, const Sizes& sizes) {
+    const float logarithm = sizeof(E) == 2 ? logarithm_2(p) : log2f(p);
+    return (logarithm + lse) / (sizes.cap * LOG2_E);
+}
 
 // Which probabilities are dropped, and what the others are multiplied by; null without DROPOUT. See dropped.cuh.
 struct DropoutArguments {

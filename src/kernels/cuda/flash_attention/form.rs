@@ -31,7 +31,7 @@ pub(super) struct Backward {
 }
 
 /// Definitions that all kernels share. Without first keys, of which a window makes some, the kernels have no code for
-/// them; nor for dropout where nothing is dropped.
+/// them; nor for dropout where nothing is dropped, nor for a cap where there is none.
 pub(super) fn definitions(
     sizes: &Sizes,
     element: &'static str,
@@ -43,6 +43,10 @@ pub(super) fn definitions(
     let first_keys = first_keys.is_some() || sizes.mask.window().is_some();
     tiles.push(Definition::Size("FIRST_KEYS", usize::from(first_keys)));
     tiles.push(Definition::Size("DROPOUT", usize::from(drops)));
+    tiles.push(Definition::Size(
+        "SOFT_CAP",
+        usize::from(sizes.soft_cap.is_some()),
+    ));
     tiles.push(Definition::Size("HEAD_DIM", head_dim));
     tiles.push(Definition::Type("ELEMENT", element));
     tiles

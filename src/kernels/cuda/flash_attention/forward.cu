@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Blocks<ROW_BYTES, BY_ROWS> q_blocks(q_tile, warp_row, lane);
     const Blocks<ROW_BYTES, BY_COLUMNS> k_blocks(k_tiles, 0, lane);
     const Blocks<ROW_BYTES, BY_ROWS> v_blocks(v_tiles, 0, lane);
-    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const float to_log2 = exponent_of_score(sizes), slack = SLACK / to_log2;
     const Dropped dropped(arguments.dropout, sizes);
 
     float o[M_BLOCKS][HEAD_DIM / 8][4] = {};
@@ -157,6 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
         }
 
+        if (SOFT_CAP) {
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++) cap_scores(s[m][n], sizes);
+        }
         if ((tile + 1) * COLUMNS > unmasked) {
 #pragma unroll
             for (int m = 0; m < M_BLOCKS; m++)

@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     take_registers<REGISTERS>();
     const int lane = threadIdx.x % 32, warp_row = (threadIdx.x / 32 - 4) * 16;
     const int quad_row = lane / 4, quad_column = lane % 4 * 2;
-    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const float to_log2 = exponent_of_score(sizes), slack = SLACK / to_log2;
     const Dropped dropped(arguments.dropout, sizes);
     const u32 my_q = q_tiles + warpgroup * 64 * 128;
     // Whose turn it is to issue: a barrier a group, which the group before arrives at.
@@ -170,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
         };
         // The scores of a tile become powers of two, 0 where they are dropped; returns by what O must be multiplied.
         auto softmax = [&](int tile, bool masked, float (&factor)[2], bool& grown) {
+            if (SOFT_CAP) cap_scores(s, sizes);
             if (masked) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {

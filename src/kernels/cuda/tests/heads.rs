@@ -25,6 +25,7 @@ fn heads_of_packed_rows() {
                 value_dim: head_dim,
                 mask,
                 scale: 1.0 / (head_dim as f64).sqrt(),
+                soft_cap: None,
             };
             packed::<f32>(&gpu, false, &sizes);
             packed::<f32>(&gpu, true, &sizes);

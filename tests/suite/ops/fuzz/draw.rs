@@ -149,10 +149,11 @@ impl Draw {
     }
 
     pub fn attention(&mut self) -> AttentionConfig {
-        let scale = self.number();
+        let [scale, cap] = [self.number(), self.number()];
         AttentionConfig {
             mask: self.mask(),
             scale: self.one_in(3).then_some(scale),
+            soft_cap: self.one_in(4).then_some(cap),
             first_keys: self.one_in(4).then(|| self.first_keys()),
             dropout: self.one_in(6).then(|| self.dropout()),
         }

@@ -1,7 +1,7 @@
 //! The work of one backward task: a tile of keys, and all tiles of queries that see it.
 
 use super::heads::{Heads, Rows};
-use super::scale::{multiply, multiply_by};
+use super::scale::{cap_by, multiply, multiply_by};
 use super::score_gradient::{Query, ScoreGradient};
 use super::transpose::{load_block, to_columns};
 use super::turns::Turns;
@@ -331,6 +331,12 @@ impl<T: Lanes> Scratch<T> {
             }
         };
         scale(&mut p[..rows * k_tile]);
+        let soft_cap = sizes.soft_cap.map(T::real);
+        if let Some(cap) = soft_cap {
+            p[..rows * k_tile]
+                .chunks_mut(k_tile)
+                .for_each(|row| cap_by(&mut row[..columns], cap));
+        }
         // Line 13: dP = dO V^T.
         let product = Product {
             a: d_out,
@@ -356,6 +362,7 @@ impl<T: Lanes> Scratch<T> {
                 dp: ds,
                 row: k_tile,
                 keys: columns,
+                soft_cap,
             }
             .run(),
             // dP of what is dropped is 0; and P, once dS is made of it.
@@ -370,6 +377,7 @@ impl<T: Lanes> Scratch<T> {
                         dp,
                         row: k_tile,
                         keys: columns,
+                        soft_cap,
                     }
                     .run();
                     multiply(p, &self.factors);

@@ -171,11 +171,11 @@ impl<T: Lanes> Scratch<T> {
         range: Range<usize>,
         [q, k, v]: [Rows<'_, S>; 3],
     ) {
-        let scale = T::real(sizes.scale);
+        let scale_and_cap = (T::real(sizes.scale), sizes.soft_cap.map(T::real));
         let mut start = range.start;
         for panel in &mut self.panels {
             let end = range.end.min(start + PANEL);
-            panel.begin(start..end, scale, q, &mut self.block);
+            panel.begin(start..end, scale_and_cap, q, &mut self.block);
             start = end;
         }
         let by_tile = seen.by_all_of(&range);

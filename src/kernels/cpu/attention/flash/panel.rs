@@ -2,7 +2,7 @@
 
 use super::heads::Rows;
 use super::online_softmax::{OnlineSoftmax, State};
-use super::scale::multiply_by;
+use super::scale::{cap_by, multiply_by};
 use super::transpose::{load_block, to_columns};
 use crate::kernels::DropoutMask;
 use crate::kernels::cpu::gemm::bf16::Unit;
@@ -31,6 +31,7 @@ pub(super) struct Panel<T> {
     /// scale Q^T: (Dh, lanes); or Q^T, and what its scores are multiplied by.
     q: Vec<T>,
     scale: Option<T>,
+    soft_cap: Option<T>,
     /// O^T, not yet divided by the sums: (Dh, lanes).
     pub out: Vec<T>,
     pub max: [T; PANEL],
@@ -56,6 +57,7 @@ impl<T: Lanes> Panel<T> {
             lanes: 0,
             q: vec![T::ZERO; head_dim * PANEL],
             scale: None,
+            soft_cap: None,
             out: vec![T::ZERO; head_dim * PANEL],
             max: [T::ZERO; PANEL],
             sum: [T::ZERO; PANEL],
@@ -67,7 +69,7 @@ impl<T: Lanes> Panel<T> {
     pub fn begin<S: Stored<Wide = T>>(
         &mut self,
         queries: Range<usize>,
-        scale: T,
+        (scale, soft_cap): (T, Option<T>),
         q: Rows<'_, S>,
         block: &mut [T],
     ) {
@@ -78,6 +80,7 @@ impl<T: Lanes> Panel<T> {
         self.q.resize(head_dim * self.lanes, T::ZERO);
         // A unit for bf16 is faster and more exact with Q as it came.
         self.scale = self.unit.map(|_| scale);
+        self.soft_cap = soft_cap;
         let scale = if self.unit.is_some() { T::ONE } else { scale };
         self.out.clear();
         self.out.resize(head_dim * self.lanes, T::ZERO);
@@ -120,6 +123,9 @@ impl<T: Lanes> Panel<T> {
         product.run(Part::Scores);
         if let Some(scale) = self.scale {
             multiply_by(scores, scale);
+        }
+        if let Some(cap) = self.soft_cap {
+            cap_by(scores, cap);
         }
         // Line 9.
         let step = OnlineSoftmax {

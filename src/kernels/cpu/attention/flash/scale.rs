@@ -1,4 +1,4 @@
-//! Multiplies in place.
+//! Multiplies and caps in place.
 
 use crate::kernels::cpu::{Lanes, simd};
 
@@ -7,6 +7,17 @@ pub(super) fn multiply_by<T: Lanes>(x: &mut [T], factor: T) {
     simd::vectorized(
         #[inline(always)]
         || x.iter_mut().for_each(|x| *x *= factor),
+    );
+}
+
+/// x becomes cap tanh(x / cap).
+pub(super) fn cap_by<T: Lanes>(x: &mut [T], cap: T) {
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            x.iter_mut()
+                .for_each(|x| *x = cap * (*x / cap).hyperbolic_tangent());
+        },
     );
 }
 

@@ -20,7 +20,7 @@ pub(super) struct Query<T> {
 }
 
 /// `p = exp(scores - lse - lse_rest)` over the scores and `ds = p (dp - delta)` over dp, both 0 where the key is hidden
-/// (algorithm 2, lines 11 and 14).
+/// (algorithm 2, lines 11 and 14); with a cap `ds = p (dp - delta) (1 - (score / cap)^2)`.
 pub(super) struct ScoreGradient<'a, T> {
     /// The rows of the tile.
     pub queries: &'a [Query<T>],
@@ -32,6 +32,8 @@ pub(super) struct ScoreGradient<'a, T> {
     pub row: usize,
     /// Keys of the tile, filled up to a multiple of [`COLUMNS`].
     pub keys: usize,
+    /// What bounds the scores.
+    pub soft_cap: Option<T>,
 }
 
 impl<T: Lanes> ScoreGradient<'_, T> {
@@ -49,7 +51,7 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = T::lanes::<S>();
-        let zero = T::vsplat(simd, T::ZERO);
+        let [zero, one] = [T::ZERO, T::ONE].map(|x| T::vsplat(simd, x));
         for (i, query) in self.queries.iter().enumerate() {
             let lse = T::vsplat(simd, query.lse);
             let lse_rest = T::vsplat(simd, query.lse_rest);
@@ -65,9 +67,15 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                         T::vstore::<S>(dp, zero);
                         continue;
                     }
-                    let exponent = T::vsub(simd, T::vload::<S>(scores), lse);
+                    let score = T::vload::<S>(scores);
+                    let exponent = T::vsub(simd, score, lse);
                     let p = T::vexp(simd, T::vsub(simd, exponent, lse_rest));
-                    let ds = T::vmul(simd, p, T::vsub(simd, T::vload::<S>(dp), delta));
+                    let mut ds = T::vmul(simd, p, T::vsub(simd, T::vload::<S>(dp), delta));
+                    if let Some(cap) = self.soft_cap {
+                        let share = T::vmul(simd, score, T::vsplat(simd, T::ONE / cap));
+                        let slope = T::vsub(simd, one, T::vmul(simd, share, share));
+                        ds = T::vmul(simd, ds, slope);
+                    }
                     T::vstore::<S>(scores, p);
                     T::vstore::<S>(dp, ds);
                     // Written, not multiplied away: a hidden NaN has no say.

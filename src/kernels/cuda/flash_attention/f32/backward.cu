@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     float* const my_p = p_tile + lane_key * Exchange::PITCH;
     float* const my_ds = ds_tile + lane_key * Exchange::PITCH;
     const float* const my_statistics = statistics + STATISTICS * lane_column;
-    const float to_log2 = sizes.scale * LOG2_E;
+    const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
     // And of dQ.
     const int dq_place =
@@ -172,6 +172,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         float s[M][N] = {}; // S^T or dP^T
         multiply_rows(s, my_keys, my_queries);
         if (!right) {
+            if (SOFT_CAP) {
+#pragma unroll
+                for (int m = 0; m < M; m++) cap_scores(s[m], sizes);
+            }
             // Do all queries of the tile see all keys of the warp?
             if (first_query + sizes.offset < first_key + warp_key + 4 * M - 1 || keys < KEYS) {
 #pragma unroll
@@ -226,7 +230,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                 for (int n = 0; n < N; n++) {
                     if (DROPOUT) s[m][n] = p[n] < 0 ? 0 : s[m][n] * arguments.dropout.scale;
-                    s[m][n] = (DROPOUT ? fabsf(p[n]) : p[n]) * (s[m][n] - delta[n]);
+                    const float of_all = DROPOUT ? fabsf(p[n]) : p[n];
+                    s[m][n] = of_all * (s[m][n] - delta[n]);
+                    if (SOFT_CAP) {
+                        const float* of_row = my_statistics + n * 8 * STATISTICS;
+                        s[m][n] *= cap_slope(score_of(of_all, of_row[0] + of_row[2], sizes));
+                    }
                 }
                 Exchange::write(my_ds + m * 4 * Exchange::PITCH, lane_column, s[m]);
             }

@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const float* const my_k = k_tile + lane_column * PITCH;
     const float* const my_v = v_tile + lane_column * WIDTH;
     float* const my_p = p_tile + (warp_row + lane_row) * Exchange::PITCH;
-    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const float to_log2 = exponent_of_score(sizes), slack = SLACK / to_log2;
     const Dropped dropped(arguments.dropout, sizes);
 
     float o[M][DIMS] = {}, largest[M], sum[M]; // of rows 4 m; the sum of this lane's columns
@@ -94,6 +94,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (working) {
             float s[M][N] = {};
             multiply_rows(s, my_q, my_k);
+            if (SOFT_CAP) {
+#pragma unroll
+                for (int m = 0; m < M; m++) cap_scores(s[m], sizes);
+            }
 
             if (first_key + COLUMNS > unmasked) {
 #pragma unroll

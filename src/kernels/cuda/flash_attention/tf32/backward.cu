@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int in_group = quad_column * PITCH + quad_row * GROUP; // read_group's place
     const float *const my_q = q_tile + in_group + warp_dim, *const my_d_out = d_out_tile + in_group + warp_dim;
     float* const my_ds = ds_tile + (warp_key + quad_row) * DS_PITCH + quad_column;
-    const float to_log2 = sizes.scale * LOG2_E;
+    const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
 
     float dk[1][WARP_DIMS / 8][4] = {}, dv[1][WARP_DIMS / 8][4] = {};
@@ -155,6 +155,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         float s[1][N][4] = {}, dp[1][N][4] = {}; // S^T, dP^T: keys, queries
         multiply_rows(s, k_left, q_right);
         multiply_rows(dp, v_left, d_out_right);
+        if (SOFT_CAP) {
+#pragma unroll
+            for (int n = 0; n < N; n++) cap_scores(s[0][n], sizes);
+        }
 
         // Do all queries of the tile see all keys of the warp?
         if (first_query + sizes.offset < first_key + warp_key + 15 || keys < KEYS) {
@@ -192,8 +196,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 const float p = power_of_2(fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x));
                 const bool stays = !DROPOUT || stay[n % 2] >> 8 * (i % 2 * 2 + i / 2) & 1;
                 const float of_dp = DROPOUT ? stays ? dp[0][n][i] * arguments.dropout.scale : 0 : dp[0][n][i];
+                const float slope = SOFT_CAP ? cap_slope(s[0][n][i]) : 1;
                 s[0][n][i] = stays ? rounded(p) : 0;
-                dp[0][n][i] = rounded(p * (of_dp - (i % 2 ? row.w : row.y)));
+                dp[0][n][i] = rounded(p * (of_dp - (i % 2 ? row.w : row.y)) * slope);
             }
             if (SHARE == 1 || warp_dim == 0) {
                 *reinterpret_cast<float2*>(my_ds + n * 8) = make_float2(dp[0][n][0], dp[0][n][1]);

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     const u32 q_blocks = left_blocks(q_tile + warp_row * PITCH, lane), k_blocks = right_blocks(k_tiles, lane);
     const float* const my_v = v_tiles + quad_column * PITCH + quad_row * GROUP;
-    const float to_log2 = sizes.scale * LOG2_E, slack = SLACK / to_log2;
+    const float to_log2 = exponent_of_score(sizes), slack = SLACK / to_log2;
     const Dropped dropped(arguments.dropout, sizes);
 
     float o[M][HEAD_DIM / 8][4] = {};
@@ -107,6 +107,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         float s[M][N][4] = {};
         multiply_rows(s, q_blocks, k_blocks + stage * 4);
 
+        if (SOFT_CAP) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n++) cap_scores(s[m][n], sizes);
+        }
         if (first_key + COLUMNS > unmasked) {
 #pragma unroll
             for (int m = 0; m < M; m++)
