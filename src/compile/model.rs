@@ -22,11 +22,11 @@ pub(crate) fn hollow(model: &TransformerConfig, sequence_length: usize) -> Resul
     }
     let twin = match model.architecture {
         // Tables of angles, no longer than they are read.
-        Architecture::Llama => TransformerConfig {
+        Architecture::Llama | Architecture::Gemma2 => TransformerConfig {
             context_length: sequence_length,
             ..model.clone()
         },
-        _ => model.clone(),
+        Architecture::Gpt2 => model.clone(),
     };
     TransformerLM::of_any_length(&twin, graph::weights(DType::F32))
 }

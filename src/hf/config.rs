@@ -1,7 +1,7 @@
 //! `config.json`: read into a configuration, and written from one.
 
-use super::gpt2;
 use super::settings::Settings;
+use super::{gemma2, gpt2};
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling};
@@ -33,6 +33,7 @@ pub(super) fn parse(text: &str, path: &Path, ignored: &[String]) -> Result<Trans
         "qwen2" => llama(&s, Family::Qwen2)?,
         "qwen3" => llama(&s, Family::Qwen3)?,
         "gpt2" => gpt2::parse(&s)?,
+        "gemma2" => gemma2::parse(&s)?,
         _ => return s.refuse(format!("model_type is {kind:?}")),
     };
     let config = match config.head_dim() > crate::attention::FLASH_MAX_HEAD_DIM {
@@ -112,6 +113,9 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
             Family::Mistral => window(s)?,
             _ => None,
         },
+        attention_scale: None,
+        attention_soft_cap: None,
+        logit_soft_cap: None,
         dropout: DropoutRates {
             attention: s.number("attention_dropout")?.unwrap_or(0.0),
             ..Default::default()
@@ -146,7 +150,7 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
 }
 
 /// The token whose embedding the library does not train. A negative id counts from the end, as in PyTorch.
-fn padding(s: &Settings<'_>, vocab_size: usize) -> Result<Option<u32>> {
+pub(super) fn padding(s: &Settings<'_>, vocab_size: usize) -> Result<Option<u32>> {
     let Some(id) = s.parsed("pad_token_id", "a token id", Value::as_i64)? else {
         return Ok(None);
     };
@@ -185,8 +189,8 @@ fn window_of_some_layers(
     Ok(window.filter(|_| is_in_use))
 }
 
-/// How many tokens each attends to in a Mistral model; none if they are all.
-fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
+/// How many tokens each attends to in a Mistral or Gemma 2 model; none if they are all.
+pub(super) fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
     const WINDOW: usize = 4096; // the library's own
     let Some(window) = s.size_or("sliding_window", Some(WINDOW))? else {
         return Ok(None);
@@ -200,7 +204,7 @@ fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
 
 /// How angles are scaled, and their base: under `rope_scaling` or, where that is empty, `rope_parameters`. The library
 /// takes them in this order.
-fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
+pub(super) fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
     const THETA: f64 = 10_000.0; // the library's own
     let theta = s.number("rope_theta")?;
     let [older, newer] = ["rope_scaling", "rope_parameters"].map(|key| s.get(key));
@@ -259,23 +263,86 @@ fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
 /// # Errors
 /// A model that is none of its families'.
 pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
-    match config.architecture {
-        Architecture::Llama => llama_to_json(config, dtype),
-        Architecture::Gpt2 => Ok(gpt2::to_json(config, dtype)),
+    if config.architecture == Architecture::Gpt2 {
+        return Ok(gpt2::to_json(config, dtype));
     }
-}
-
-fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
-    let refuse = |field, got: String, expected: &str| {
-        Err(Error::config("hf::save", field, got)
-            .must_be(expected, "as the families of Hugging Face's files have it"))
-    };
     if config.rope_pairs != RotaryPairs::Halves {
         return refuse("rope_pairs", format!("{:?}", config.rope_pairs), "Halves");
     }
     let dropout = config.dropout;
     if (dropout.embedding, dropout.residual) != (0.0, 0.0) {
         return refuse("dropout", format!("{dropout:?}"), "that of attention alone");
+    }
+    let common = json!({
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads(),
+        "head_dim": config.head_dim(),
+        "intermediate_size": config.d_ff,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": rope_parameters(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.output_bias,
+        "attention_dropout": config.dropout.attention,
+        "dtype": dtype,
+    });
+    match config.architecture {
+        Architecture::Gemma2 => gemma2::to_json(config, common),
+        Architecture::Llama | Architecture::Gpt2 => llama_to_json(config, common),
+    }
+}
+
+fn refuse<T>(field: &'static str, got: String, expected: &str) -> Result<T> {
+    Err(Error::config("hf::save", field, got)
+        .must_be(expected, "as the families of Hugging Face's files have it"))
+}
+
+fn rope_parameters(config: &TransformerConfig) -> Value {
+    let mut rope = json!({"rope_type": "default", "rope_theta": config.rope_theta});
+    let more = match config.rope_scaling {
+        RopeScaling::None => json!({}),
+        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_context,
+        } => json!({
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor, "original_max_position_embeddings": original_context,
+        }),
+        RopeScaling::Yarn {
+            factor,
+            original_context,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+        } => json!({
+            "rope_type": "yarn", "factor": factor, "beta_fast": beta_fast, "beta_slow": beta_slow,
+            "attention_factor": attention_factor, "original_max_position_embeddings": original_context,
+        }),
+    };
+    if let (Value::Object(rope), Value::Object(more)) = (&mut rope, &more) {
+        rope.extend(more.clone());
+    }
+    rope
+}
+
+/// The settings that `common` lacks of the families whose layers are Llama's.
+fn llama_to_json(config: &TransformerConfig, common: Value) -> Result<Value> {
+    let of_gemma = [
+        ("attention_scale", config.attention_scale),
+        ("attention_soft_cap", config.attention_soft_cap),
+        ("logit_soft_cap", config.logit_soft_cap),
+    ];
+    for (field, value) in of_gemma {
+        if let Some(value) = value {
+            return refuse(field, value.to_string(), "None but in Gemma 2");
+        }
     }
     let window = config.sliding_window;
     let biases = [config.qkv_bias, config.output_bias];
@@ -307,53 +374,10 @@ fn llama_to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
             "D / H in a model with biases",
         );
     }
-    let mut rope = json!({"rope_type": "default", "rope_theta": config.rope_theta});
-    let more = match config.rope_scaling {
-        RopeScaling::None => json!({}),
-        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-        RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_context,
-        } => json!({
-            "rope_type": "llama3", "factor": factor, "low_freq_factor": low_freq_factor,
-            "high_freq_factor": high_freq_factor, "original_max_position_embeddings": original_context,
-        }),
-        RopeScaling::Yarn {
-            factor,
-            original_context,
-            beta_fast,
-            beta_slow,
-            attention_factor,
-        } => json!({
-            "rope_type": "yarn", "factor": factor, "beta_fast": beta_fast, "beta_slow": beta_slow,
-            "attention_factor": attention_factor, "original_max_position_embeddings": original_context,
-        }),
-    };
-    if let (Value::Object(rope), Value::Object(more)) = (&mut rope, &more) {
-        rope.extend(more.clone());
-    }
-    let mut values = json!({
-        "model_type": kind,
-        "architectures": [class],
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_length,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads(),
-        "head_dim": config.head_dim(),
-        "intermediate_size": config.d_ff,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": rope,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": config.output_bias,
-        "attention_dropout": config.dropout.attention,
-        "dtype": dtype,
-    });
+    let mut values = common;
+    values["model_type"] = json!(kind);
+    values["architectures"] = json!([class]);
+    values["hidden_act"] = json!("silu");
     if let Some(keys) = window {
         values["sliding_window"] = json!(keys);
     }

@@ -1,10 +1,10 @@
 //! Models as Hugging Face's folders have them: `config.json` and safetensors, one file or shards with an index.
 //!
 //! [`load`] reads such a folder into a [`TransformerLM`], and [`save()`] writes one that the library `transformers`
-//! reads with equal logits. Llama 3.x, SmolLM2, Mistral with its sliding window, Qwen2.5 and Qwen3 without windows, and
-//! GPT-2 are known; another architecture or setting is an error that names it. Weights are read one at a time, into the
-//! dtype that is asked for. [`find`] says where the folder of a name is, [`Tokenizer`] is the one beside a model. What
-//! does not live here: downloading.
+//! reads with equal logits. Llama 3.x, SmolLM2, Mistral with its sliding window, Qwen2.5 and Qwen3 without windows,
+//! GPT-2 and Gemma 2 are known; another architecture or setting is an error that names it. Weights are read one at a
+//! time, into the dtype that is asked for. [`find`] says where the folder of a name is, [`Tokenizer`] is the one beside
+//! a model. What does not live here: downloading.
 //!
 //! ```
 //! use tallow::hf;
@@ -28,6 +28,7 @@
 mod config;
 mod find;
 mod folder;
+mod gemma2;
 mod gpt2;
 #[cfg(test)]
 mod interrupted;

@@ -46,6 +46,7 @@ const INERT: &[&str] = &[
     "use_bfloat16",
     "use_cache",
     "xla_device",
+    "cache_implementation",
     // Where weights start, which a file of weights decides.
     "initializer_range",
     // Other tasks and other kinds of model.

@@ -129,6 +129,23 @@ const LLAMA: Names = Names {
     tables: &["rotary_emb.inv_freq"],
 };
 
+const GEMMA2: Names = Names {
+    parts: &[
+        ("ln1", "input_layernorm", Same),
+        ("ln1_post", "post_attention_layernorm", Same),
+        ("attn.q_proj", "self_attn.q_proj", Same),
+        ("attn.k_proj", "self_attn.k_proj", Same),
+        ("attn.v_proj", "self_attn.v_proj", Same),
+        ("attn.output_proj", "self_attn.o_proj", Same),
+        ("ln2", "pre_feedforward_layernorm", Same),
+        ("ln2_post", "post_feedforward_layernorm", Same),
+        ("ffn.w1", "mlp.gate_proj", Same),
+        ("ffn.w2", "mlp.down_proj", Same),
+        ("ffn.w3", "mlp.up_proj", Same),
+    ],
+    ..LLAMA
+};
+
 const GPT2: Names = Names {
     prefix: "transformer.",
     blocks: "h.",
@@ -158,6 +175,7 @@ impl Names {
         match architecture {
             Architecture::Llama => &LLAMA,
             Architecture::Gpt2 => &GPT2,
+            Architecture::Gemma2 => &GEMMA2,
         }
     }
 

@@ -11,8 +11,9 @@ use std::num::NonZeroUsize;
 /// The sizes of a [`TransformerLM`](super::TransformerLM).
 ///
 /// The fields from `num_kv_heads` on make other families of it: Llama 3 (grouped heads, rotation by halves, scaled
-/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral (a sliding window); GPT-2 is
-/// another [`Architecture`]. They are as in the presets, CS336's model, where a serialized configuration says nothing.
+/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral (a sliding window); GPT-2
+/// and Gemma 2 are other [architectures](Architecture). They are as in the presets, CS336's model, where a serialized
+/// configuration says nothing.
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:
 ///
@@ -71,9 +72,20 @@ pub struct TransformerConfig {
     /// How rotary angles are stretched over longer contexts.
     #[cfg_attr(feature = "serde", serde(default))]
     pub rope_scaling: RopeScaling,
-    /// How many tokens each attends to up to its own; `None` is all of them.
+    /// How many tokens each attends to up to its own; `None` is all of them. In Gemma 2 it is blocks 0, 2, 4 and so on
+    /// that have it.
     #[cfg_attr(feature = "serde", serde(default))]
     pub sliding_window: Option<NonZeroUsize>,
+    /// What attention's scores are multiplied by; `None` is 1 / sqrt(Dh).
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub attention_scale: Option<f64>,
+    /// What [bounds](crate::attention::AttentionConfig::soft_cap) attention's scores; `None` leaves them as they are.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub attention_soft_cap: Option<f64>,
+    /// What [bounds](crate::ops::soft_cap()) the logits; `None` leaves them as they are. With a cap head and loss are
+    /// three ops, which keep all logits, B T V.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub logit_soft_cap: Option<f64>,
     /// What is dropped in training, by a forward that is [given a key](crate::nn::ForwardContext::dropout).
     #[cfg_attr(feature = "serde", serde(default))]
     pub dropout: DropoutRates,
@@ -81,7 +93,7 @@ pub struct TransformerConfig {
     /// trains every row. A tied head still adds its own gradient to that row.
     #[cfg_attr(feature = "serde", serde(default))]
     pub padding_id: Option<u32>,
-    /// The GELU of GPT-2's feed-forward network.
+    /// The GELU of GPT-2's and Gemma 2's feed-forward networks.
     #[cfg_attr(feature = "serde", serde(default = "tanh"))]
     pub gelu: Gelu,
     /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, the biases,
@@ -130,6 +142,9 @@ impl TransformerConfig {
             rope_pairs: RotaryPairs::Adjacent,
             rope_scaling: RopeScaling::None,
             sliding_window: None,
+            attention_scale: None,
+            attention_soft_cap: None,
+            logit_soft_cap: None,
             dropout: DropoutRates::all(0.0),
             padding_id: None,
             gelu: Gelu::Tanh,
@@ -211,7 +226,7 @@ impl TransformerConfig {
     /// The elements of the tables of angles for so many positions: cosines and sines, (positions, Dh/2) each.
     pub(crate) fn angle_elements(&self, positions: usize) -> usize {
         match self.architecture {
-            Architecture::Llama => positions.saturating_mul(self.head_dim()),
+            Architecture::Llama | Architecture::Gemma2 => positions.saturating_mul(self.head_dim()),
             Architecture::Gpt2 => 0,
         }
     }
@@ -228,7 +243,7 @@ impl TransformerConfig {
     /// How many maps of D F elements a block has.
     pub(crate) fn feed_forward_maps(&self) -> usize {
         match self.architecture {
-            Architecture::Llama => 3,
+            Architecture::Llama | Architecture::Gemma2 => 3,
             Architecture::Gpt2 => 2,
         }
     }
@@ -238,8 +253,9 @@ impl TransformerConfig {
         [self.num_heads, self.num_kv_heads()].map(|heads| heads.saturating_mul(self.head_dim()))
     }
 
-    /// The blocks' attention.
-    pub(crate) fn self_attention(&self) -> SelfAttentionConfig {
+    /// The attention of block `i`.
+    pub(crate) fn self_attention(&self, i: usize) -> SelfAttentionConfig {
+        let has_window = self.architecture != Architecture::Gemma2 || i.is_multiple_of(2);
         SelfAttentionConfig {
             d_model: self.d_model,
             num_heads: self.num_heads,
@@ -248,7 +264,9 @@ impl TransformerConfig {
             qkv_bias: self.qkv_bias || self.is_gpt2(),
             output_bias: self.output_bias || self.is_gpt2(),
             qk_norm_eps: self.qk_norm.then_some(self.rms_norm_eps),
-            sliding_window: self.sliding_window,
+            sliding_window: self.sliding_window.filter(|_| has_window),
+            scale: self.attention_scale,
+            soft_cap: self.attention_soft_cap,
         }
     }
 
@@ -257,11 +275,12 @@ impl TransformerConfig {
         let (vocab, d, f) = (self.vocab_size, self.d_model, self.d_ff);
         let [q, kv] = self.attention_widths();
         let is_gpt2 = self.is_gpt2();
+        let is_gemma2 = self.architecture == Architecture::Gemma2;
         let SelfAttentionConfig {
             qkv_bias,
             output_bias,
             ..
-        } = self.self_attention();
+        } = self.self_attention(0);
         let mut shapes = Vec::new();
         let mut add = |layer: &str, shape: &[usize], has_bias: bool| {
             shapes.push((format!("{layer}.weight"), shape.into()));
@@ -285,6 +304,10 @@ impl TransformerConfig {
             if self.qk_norm {
                 add("attn.q_norm", &[self.head_dim()], false);
                 add("attn.k_norm", &[self.head_dim()], false);
+            }
+            if is_gemma2 {
+                add("ln1_post", &[d], false);
+                add("ln2_post", &[d], false);
             }
             add("ln2", &[d], is_gpt2);
             add("ffn.w1", &[f, d], is_gpt2);
@@ -316,20 +339,22 @@ impl TransformerConfig {
 
     /// How many parameters: `2 V D + L (2 D (H + Hkv) Dh + 3 D F + 2 D) + D`, with `V D` for a tied head, and biases
     /// and norms of q and k where there are any. In the presets it is `2 V D + L (4 D^2 + 3 D F + 2 D) + D`; in GPT-2,
-    /// with a tied head, `V D + context_length D + L (4 D^2 + 2 D F + 9 D + F) + 2 D`. Saturates rather than overflows.
+    /// with a tied head, `V D + context_length D + L (4 D^2 + 2 D F + 9 D + F) + 2 D`; Gemma 2 has 4 D in a block for
+    /// 2 D. Saturates rather than overflows.
     pub fn num_parameters(&self) -> usize {
         let [vocab, d, f, layers] =
             [self.vocab_size, self.d_model, self.d_ff, self.num_layers].map(|size| size as u128);
         let [q, kv] = self.attention_widths().map(|width| width as u128);
-        let attention = self.self_attention();
+        let attention = self.self_attention(0);
         let qkv_biases = if attention.qkv_bias { q + 2 * kv } else { 0 };
         let output_bias = if attention.output_bias { d } else { 0 };
         let biases = qkv_biases + output_bias;
         let norms = if self.qk_norm { 2 * self.head_dim() } else { 0 };
-        // GPT-2's other biases, in a block and after all: of w1, w2 and the norms.
+        // GPT-2's other biases, in a block and after all: of w1, w2 and the norms. Gemma 2's other norms.
         let [in_block, after, positions] = match self.architecture {
             Architecture::Llama => [0; 3],
             Architecture::Gpt2 => [3 * d + f, d, self.context_length as u128],
+            Architecture::Gemma2 => [2 * d, 0, 0],
         };
         let maps = self.feed_forward_maps() as u128;
         let layer = d.saturating_mul(2 * (q + kv) + maps * f + 2);
@@ -350,7 +375,10 @@ impl TransformerConfig {
     pub(crate) fn parameters_formula(&self) -> &'static str {
         let is_square = self.attention_widths() == [self.d_model; 2];
         let has_biases = self.qkv_bias || self.output_bias || self.is_gpt2();
-        let has_more = has_biases || self.qk_norm || self.tie_embeddings;
+        let has_more = has_biases
+            || self.qk_norm
+            || self.tie_embeddings
+            || self.architecture == Architecture::Gemma2;
         match is_square && !has_more {
             true => "2VD + L(4D^2 + 3FD + 2D) + D",
             false => "all weights",

@@ -51,6 +51,21 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             "every token of GPT-2 attends to all before it; leave it out",
         ),
         (
+            "attention_scale",
+            [config.attention_scale, None].map(|x| text(&x)),
+            "GPT-2's is 1 / sqrt(head_dim); leave it out",
+        ),
+        (
+            "attention_soft_cap",
+            [config.attention_soft_cap, None].map(|x| text(&x)),
+            "GPT-2 caps no scores; leave it out",
+        ),
+        (
+            "logit_soft_cap",
+            [config.logit_soft_cap, None].map(|x| text(&x)),
+            "GPT-2 caps no logits; leave it out",
+        ),
+        (
             "num_kv_heads",
             [config.num_kv_heads(), heads].map(|x| text(&x)),
             "in GPT-2 each head of q has its own k and v; leave it out",

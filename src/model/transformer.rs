@@ -20,11 +20,13 @@ pub(crate) const HEAD: &str = "lm_head";
 /// A pre-norm transformer language model: token embedding, blocks, a final norm and an output head.
 ///
 /// Stanford CS336's model, name for name, so that its checkpoints load; by its [configuration](TransformerConfig) also
-/// a model of the Llama, Qwen, Mistral or GPT-2 families, under the same names. The names: `token_embeddings.weight`,
-/// `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`, `layers.{i}.{ln1,ln2}.weight`,
-/// `ln_final.weight`, `lm_head.weight` unless it is tied; `attn.{q,k,v,output}_proj.bias` and `attn.{q,k}_norm.weight`
-/// where the configuration has them. [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight` too, no
-/// `ffn.w3`, and a `bias` beside the `weight` of every norm and linear map but the head.
+/// a model of the Llama, Qwen, Mistral, GPT-2 or Gemma 2 families, under the same names. The names:
+/// `token_embeddings.weight`, `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`,
+/// `layers.{i}.{ln1,ln2}.weight`, `ln_final.weight`, `lm_head.weight` unless it is tied;
+/// `attn.{q,k,v,output}_proj.bias` and `attn.{q,k}_norm.weight` where the configuration has them.
+/// [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight` too, no `ffn.w3`, and a `bias` beside the
+/// `weight` of every norm and linear map but the head; [Gemma 2](crate::nn::Architecture::Gemma2) has
+/// `layers.{i}.{ln1_post,ln2_post}.weight`.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -46,6 +48,8 @@ pub struct TransformerLM {
     token_embeddings: Embedding,
     /// (context_length, D), where positions are learned.
     position_embeddings: Option<Embedding>,
+    /// sqrt(D), (1), where embeddings are multiplied by it.
+    embedding_scale: Option<Tensor>,
     layers: Vec<TransformerBlock>,
     ln_final: Norm,
     lm_head: Linear,
@@ -92,7 +96,7 @@ impl TransformerLM {
     pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let architecture = config.architecture;
         let rotary = match architecture {
-            Architecture::Llama => {
+            Architecture::Llama | Architecture::Gemma2 => {
                 let rotary = RotaryConfig {
                     theta: config.rope_theta,
                     head_dim: config.head_dim(),
@@ -112,7 +116,7 @@ impl TransformerLM {
         let layers = (0..config.num_layers).map(|i| {
             let block = TransformerBlock::with_config(
                 architecture,
-                &config.self_attention(),
+                &config.self_attention(i),
                 config.d_ff,
                 eps,
                 rotary.clone(),
@@ -125,11 +129,20 @@ impl TransformerLM {
         let (vocab, width) = (config.vocab_size, config.d_model);
         let table = |rows: usize, name: &str| match architecture {
             Architecture::Llama => Embedding::new(rows, width, vb.pp(name)),
-            Architecture::Gpt2 => Embedding::with_std(rows, width, 0.02, vb.pp(name)),
+            Architecture::Gpt2 | Architecture::Gemma2 => {
+                Embedding::with_std(rows, width, 0.02, vb.pp(name))
+            }
         };
         let token_embeddings = table(vocab, "token_embeddings")?.with_padding(config.padding_id);
         let positions = || table(config.context_length, "position_embeddings");
         let position_embeddings = config.is_gpt2().then(positions).transpose()?;
+        let embedding_scale = match architecture {
+            Architecture::Gemma2 => {
+                let scale = Tensor::new(&[(width as f64).sqrt()], vb.device())?;
+                Some(scale.to_dtype(vb.dtype())?)
+            }
+            Architecture::Llama | Architecture::Gpt2 => None,
+        };
         let layers: Vec<TransformerBlock> = layers.collect::<Result<_>>()?;
         let ln_final = Norm::new(architecture, width, eps, vb.pp("ln_final"))?;
         let lm_head = match config.tie_embeddings {
@@ -140,6 +153,7 @@ impl TransformerLM {
             config: config.clone(),
             token_embeddings,
             position_embeddings,
+            embedding_scale,
             layers,
             ln_final,
             lm_head,
@@ -234,7 +248,16 @@ impl TransformerLM {
     /// As [`forward`](Self::forward); first keys of another shape.
     pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
-        in_module(HEAD, || self.lm_head.forward(&hidden)) // (B, T, V)
+        in_module(HEAD, || self.logits(&hidden)) // (B, T, V)
+    }
+
+    /// The head's output, capped: hidden (B, T, D), logits (B, T, V).
+    fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        let logits = self.lm_head.forward(hidden)?;
+        match self.config.logit_soft_cap {
+            None => Ok(logits),
+            Some(cap) => ops::soft_cap(&logits, cap),
+        }
     }
 
     /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32 or i64, the loss a scalar.
@@ -317,8 +340,11 @@ impl TransformerLM {
     ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         let head = self.lm_head.weight();
-        in_module(HEAD, || {
-            ops::linear_cross_entropy::reduced(&hidden, head, targets, ignore, reduction)
+        in_module(HEAD, || match self.config.logit_soft_cap {
+            None => ops::linear_cross_entropy::reduced(&hidden, head, targets, ignore, reduction),
+            Some(_) => {
+                ops::cross_entropy::reduced(&self.logits(&hidden)?, targets, ignore, reduction)
+            }
         })
     }
 
@@ -339,6 +365,9 @@ impl TransformerLM {
         }
         let embed = || self.token_embeddings.forward(tokens);
         let mut x = in_module("token_embeddings", embed)?; // (B, T, D)
+        if let Some(scale) = &self.embedding_scale {
+            x = in_module("token_embeddings", || ops::mul(&x, scale))?;
+        }
         if let Some(positions) = &self.position_embeddings {
             let first = positions.weight().narrow(0, 0, tokens.dim(1)?)?; // (T, D)
             x = in_module("position_embeddings", || ops::add(&x, &first))?;

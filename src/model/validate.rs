@@ -2,8 +2,10 @@
 
 use super::{TransformerConfig, gpt2};
 use crate::attention::{Algorithm, flash};
+use crate::nn::Architecture;
 use crate::nn::check_eps;
 use crate::ops::Gelu;
+use crate::ops::soft_cap::check_cap;
 use crate::{Error, Result};
 
 impl TransformerConfig {
@@ -13,8 +15,8 @@ impl TransformerConfig {
     /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
     /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
     /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
-    /// flash attention, a dropout that is no probability, a padding id outside the vocabulary, a setting that the
-    /// architecture has no place for; each names its field.
+    /// flash attention, a dropout that is no probability, a cap or scale that is not positive, a padding id outside the
+    /// vocabulary, a setting that the architecture has no place for; each names its field.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
@@ -99,12 +101,29 @@ impl TransformerConfig {
                 "it is the token whose embedding gets no gradient, if there is one",
             );
         }
-        if self.gelu != Gelu::Tanh && !self.is_gpt2() {
+        if self.gelu != Gelu::Tanh && self.architecture == Architecture::Llama {
             return refuse(
                 "gelu",
                 "Tanh where architecture is Llama",
                 format!("{:?}", self.gelu),
-                "only GPT-2 has a GELU; leave it out",
+                "only GPT-2 and Gemma 2 have a GELU; leave it out",
+            );
+        }
+        let caps = [
+            ("attention_soft_cap", self.attention_soft_cap),
+            ("logit_soft_cap", self.logit_soft_cap),
+        ];
+        for (field, cap) in caps {
+            cap.map_or(Ok(()), |cap| check_cap("TransformerConfig", field, cap))?;
+        }
+        if let Some(scale) = self.attention_scale
+            && !(scale > 0.0 && scale.is_finite())
+        {
+            return refuse(
+                "attention_scale",
+                "positive and finite",
+                scale.to_string(),
+                "leave it out for 1 / sqrt(head_dim)",
             );
         }
         if !(self.rope_theta > 0.0 && self.rope_theta.is_finite()) {

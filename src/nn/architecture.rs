@@ -1,6 +1,6 @@
 //! What a model's blocks are made of.
 
-use super::{GeluMlp, Layer, LayerNorm, RmsNorm, SwiGlu};
+use super::{GeGlu, GeluMlp, Layer, LayerNorm, RmsNorm, SwiGlu};
 use crate::Result;
 use crate::ops::Gelu;
 use candle_core::Tensor;
@@ -22,6 +22,12 @@ pub enum Architecture {
     ///
     /// Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     Gpt2,
+    /// [`RmsNorm`] that multiplies by [`1 + weight`](RmsNorm::with_unit_offset), before attention and feed-forward
+    /// network and after each, [`GeGlu`], embeddings times sqrt(D), rotated heads as Llama's, and sliding windows in
+    /// blocks 0, 2, 4 and so on alone.
+    ///
+    /// Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
+    Gemma2,
 }
 
 /// An architecture's norm.
@@ -38,6 +44,7 @@ impl Norm {
         Ok(match kind {
             Architecture::Llama => Self::Rms(RmsNorm::new(d_model, eps, vb)?),
             Architecture::Gpt2 => Self::Layer(LayerNorm::new(d_model, eps, vb)?),
+            Architecture::Gemma2 => Self::Rms(RmsNorm::with_unit_offset(d_model, eps, vb)?),
         })
     }
 
@@ -62,13 +69,14 @@ impl Layer for Norm {
 /// An architecture's feed-forward network.
 #[derive(Clone, Debug)]
 pub(super) enum FeedForward {
-    Gated(SwiGlu),
+    SwiGlu(SwiGlu),
+    GeGlu(GeGlu),
     Plain(GeluMlp),
 }
 
 impl FeedForward {
     /// # Errors
-    /// As [`SwiGlu::new`] or [`GeluMlp::new`].
+    /// As [`SwiGlu::new`], [`GeGlu::new`] or [`GeluMlp::new`].
     pub fn new(
         kind: Architecture,
         d_model: usize,
@@ -76,7 +84,8 @@ impl FeedForward {
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         Ok(match kind {
-            Architecture::Llama => Self::Gated(SwiGlu::new(d_model, d_ff, vb)?),
+            Architecture::Llama => Self::SwiGlu(SwiGlu::new(d_model, d_ff, vb)?),
+            Architecture::Gemma2 => Self::GeGlu(GeGlu::new(d_model, d_ff, vb)?),
             Architecture::Gpt2 => Self::Plain(GeluMlp::new(d_model, d_ff, vb)?),
         })
     }
@@ -84,7 +93,8 @@ impl FeedForward {
     /// Returns the same network with this GELU, if it has one.
     pub fn with_gelu(self, gelu: Gelu) -> Self {
         match self {
-            Self::Gated(network) => Self::Gated(network),
+            Self::SwiGlu(network) => Self::SwiGlu(network),
+            Self::GeGlu(network) => Self::GeGlu(network.with_gelu(gelu)),
             Self::Plain(network) => Self::Plain(network.with_gelu(gelu)),
         }
     }
@@ -92,7 +102,8 @@ impl FeedForward {
     /// x (..., D) to (..., D).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Self::Gated(network) => network.forward(x),
+            Self::SwiGlu(network) => network.forward(x),
+            Self::GeGlu(network) => network.forward(x),
             Self::Plain(network) => network.forward(x),
         }
     }
@@ -101,7 +112,8 @@ impl FeedForward {
 impl Layer for FeedForward {
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         match self {
-            Self::Gated(network) => network.visit(path, visit),
+            Self::SwiGlu(network) => network.visit(path, visit),
+            Self::GeGlu(network) => network.visit(path, visit),
             Self::Plain(network) => network.visit(path, visit),
         }
     }

@@ -27,6 +27,10 @@ pub struct SelfAttentionConfig {
     pub qk_norm_eps: Option<f64>,
     /// How many positions each sees up to its own; `None` is all of them.
     pub sliding_window: Option<NonZeroUsize>,
+    /// What scores are multiplied by; `None` is 1 / sqrt(Dh).
+    pub scale: Option<f64>,
+    /// What [bounds](AttentionConfig::soft_cap) the scores; `None` leaves them as they are.
+    pub soft_cap: Option<f64>,
 }
 
 /// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads, and
@@ -55,6 +59,8 @@ pub struct CausalSelfAttention {
     num_heads: usize,
     num_kv_heads: usize,
     mask: Mask,
+    scale: Option<f64>,
+    soft_cap: Option<f64>,
     attention: Algorithm,
     /// The probability with which a probability is dropped in training.
     dropout: f64,
@@ -88,6 +94,8 @@ impl CausalSelfAttention {
             output_bias: false,
             qk_norm_eps: None,
             sliding_window: None,
+            scale: None,
+            soft_cap: None,
         };
         Self::with_config(&config, rotary, vb)
     }
@@ -143,6 +151,8 @@ impl CausalSelfAttention {
             num_heads: heads,
             num_kv_heads: kv_heads,
             mask: config.sliding_window.map_or(Mask::Causal, Mask::Window),
+            scale: config.scale,
+            soft_cap: config.soft_cap,
             attention: Algorithm::default(),
             dropout: 0.0,
         })
@@ -186,8 +196,8 @@ impl CausalSelfAttention {
         let v = in_module("v_proj", || heads(&self.v_proj, x, kv_heads, None))?; // (B, Hkv, T, Dh)
         let config = AttentionConfig {
             mask: self.mask,
-            scale: None,
-            soft_cap: None,
+            scale: self.scale,
+            soft_cap: self.soft_cap,
             first_keys: context.first_keys.clone(),
             dropout: context.dropping(self.dropout),
         };

@@ -12,12 +12,15 @@ use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-/// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`. Its norms and its feed-forward network are its
+/// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`; of [`Gemma2`](Architecture::Gemma2)
+/// `x + ln1_post(attn(ln1(x)))`, then `x + ln2_post(ffn(ln2(x)))`. Its norms and its feed-forward network are its
 /// [architecture](Architecture)'s.
 #[derive(Clone, Debug)]
 pub struct TransformerBlock {
     ln1: Norm,
     attn: CausalSelfAttention,
+    /// Of what attention and feed-forward network add to the residual stream.
+    post: Option<[Norm; 2]>,
     ln2: Norm,
     ffn: FeedForward,
     /// The probability with which elements of either summand are dropped in training.
@@ -25,8 +28,8 @@ pub struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn` from the builder; `eps` is the norms'. The architecture
-    /// is [`Architecture::Llama`].
+    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn`, and in [`Gemma2`](Architecture::Gemma2) of `ln1_post`
+    /// and `ln2_post`, from the builder; `eps` is the norms'. The architecture is [`Architecture::Llama`].
     ///
     /// # Errors
     /// As the parts'.
@@ -66,10 +69,16 @@ impl TransformerBlock {
         eps: f64,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
+        let norm = |name| Norm::new(architecture, d_model, eps, vb.pp(name));
+        let post = match architecture {
+            Architecture::Gemma2 => Some([norm("ln1_post")?, norm("ln2_post")?]),
+            Architecture::Llama | Architecture::Gpt2 => None,
+        };
         Ok(Self {
-            ln1: Norm::new(architecture, d_model, eps, vb.pp("ln1"))?,
+            ln1: norm("ln1")?,
             attn,
-            ln2: Norm::new(architecture, d_model, eps, vb.pp("ln2"))?,
+            post,
+            ln2: norm("ln2")?,
             ffn: FeedForward::new(architecture, d_model, d_ff, vb.pp("ffn"))?,
             dropout: 0.0,
         })
@@ -82,7 +91,8 @@ impl TransformerBlock {
         Self { attn, ..self }
     }
 
-    /// Returns the same block with this GELU in its feed-forward network, if that is a [`GeluMlp`](super::GeluMlp).
+    /// Returns the same block with this GELU in its feed-forward network, if that is a [`GeluMlp`](super::GeluMlp) or
+    /// a [`GeGlu`](super::GeGlu).
     pub fn with_gelu(self, gelu: Gelu) -> Self {
         Self {
             ffn: self.ffn.with_gelu(gelu),
@@ -116,11 +126,17 @@ impl TransformerBlock {
         // Under autocast the second summand is of a lower dtype: the sum is x's, and the residual stream stays f32.
         let x = {
             let normed = in_module("ln1", || self.ln1.forward(x))?;
-            let branch = in_module("attn", || self.attn.forward_with(&normed, context))?;
+            let mut branch = in_module("attn", || self.attn.forward_with(&normed, context))?;
+            if let Some([post, _]) = &self.post {
+                branch = in_module("ln1_post", || post.forward(&branch))?;
+            }
             ops::add(x, &context.at(1).dropped(branch, self.dropout)?)?
         };
         let normed = in_module("ln2", || self.ln2.forward(&x))?;
-        let branch = in_module("ffn", || self.ffn.forward(&normed))?;
+        let mut branch = in_module("ffn", || self.ffn.forward(&normed))?;
+        if let Some([_, post]) = &self.post {
+            branch = in_module("ln2_post", || post.forward(&branch))?;
+        }
         ops::add(&x, &context.at(2).dropped(branch, self.dropout)?)
     }
 }
@@ -129,6 +145,10 @@ impl Layer for TransformerBlock {
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         self.ln1.visit(&join(path, "ln1"), visit);
         self.attn.visit(&join(path, "attn"), visit);
+        if let Some([attn, ffn]) = &self.post {
+            attn.visit(&join(path, "ln1_post"), visit);
+            ffn.visit(&join(path, "ln2_post"), visit);
+        }
         self.ln2.visit(&join(path, "ln2"), visit);
         self.ffn.visit(&join(path, "ffn"), visit);
     }

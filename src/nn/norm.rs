@@ -23,6 +23,8 @@ pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> 
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     weight: Tensor,
+    /// What is added to the weight: (D) ones, or nothing.
+    offset: Option<Tensor>,
     eps: f64,
 }
 
@@ -35,7 +37,22 @@ impl RmsNorm {
     pub fn new(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
-        Ok(Self { weight, eps })
+        Self::from_weight(weight, eps)
+    }
+
+    /// As [`new`](Self::new), but multiplies by `1 + weight`, which starts at 0, as Gemma's norms do.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_unit_offset(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
+        check_eps("RmsNorm", "eps", eps)?;
+        let weight = variable(&vb, "weight", d_model, Init::Const(0.0))?;
+        let offset = Some(Tensor::ones(d_model, weight.dtype(), vb.device())?);
+        Ok(Self {
+            weight,
+            offset,
+            eps,
+        })
     }
 
     /// The layer of this weight, (D): a variable's tensor is trained, a plain one is not.
@@ -45,7 +62,11 @@ impl RmsNorm {
     pub fn from_weight(weight: Tensor, eps: f64) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         check_weight("nn::RmsNorm", "weight (D,)", &weight, weight.rank() == 1)?;
-        Ok(Self { weight, eps })
+        Ok(Self {
+            weight,
+            offset: None,
+            eps,
+        })
     }
 
     /// The weight, (D).
@@ -58,7 +79,10 @@ impl RmsNorm {
     /// # Errors
     /// As [`ops::rms_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::rms_norm(x, &self.weight, self.eps)
+        match &self.offset {
+            None => ops::rms_norm(x, &self.weight, self.eps),
+            Some(offset) => ops::rms_norm(x, &ops::add(&self.weight, offset)?, self.eps),
+        }
     }
 }
 

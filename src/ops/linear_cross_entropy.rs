@@ -119,7 +119,7 @@ pub fn reference(
 ) -> Result<Tensor> {
     check(x, weight, targets, ignore_index, Reduction::Mean)?;
     let logits = super::linear(x, weight)?;
-    super::cross_entropy::with_ignored(&logits, targets, ignore_index)
+    super::cross_entropy::reduced(&logits, targets, ignore_index, Reduction::Mean)
 }
 
 fn check(

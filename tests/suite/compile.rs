@@ -1,5 +1,6 @@
 //! Planned steps against eager ones, and what a plan says of itself.
 
+mod architectures;
 pub mod attention;
 #[cfg(feature = "cuda")]
 mod attention_gpu;
@@ -7,7 +8,6 @@ mod attention_judged;
 mod dropout;
 mod eager;
 mod given_gradient;
-mod gpt2;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod half;

@@ -25,7 +25,7 @@ use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tempfile::{TempDir, tempdir};
 
-const NAMES: [&str; 9] = [
+const NAMES: [&str; 10] = [
     "llama",
     "llama_tied",
     "llama_biased",
@@ -33,6 +33,7 @@ const NAMES: [&str; 9] = [
     "qwen3",
     "qwen3_biased",
     "mistral",
+    "gemma2",
     "gpt2",
     "gpt2_erf",
 ];
@@ -209,6 +210,7 @@ fn eager_is_as_transformers(
         "qwen3",
         "qwen3_biased",
         "mistral",
+        "gemma2",
         "gpt2",
         "gpt2_erf"
     )]
@@ -244,6 +246,7 @@ fn planned_is_as_transformers(
         "qwen3",
         "qwen3_biased",
         "mistral",
+        "gemma2",
         "gpt2",
         "gpt2_erf"
     )]
@@ -264,6 +267,7 @@ fn families_on_a_gpu(
         "qwen3",
         "qwen3_biased",
         "mistral",
+        "gemma2",
         "gpt2"
     )]
     name: &str,
@@ -413,6 +417,8 @@ fn sizes_of_heads_that_are_refused(
         output_bias: false,
         qk_norm_eps: None,
         sliding_window: None,
+        scale: None,
+        soft_cap: None,
     };
     let vb = seeded(0, DType::F32, &Device::Cpu);
     let error = CausalSelfAttention::with_config(&config, None, vb).unwrap_err();

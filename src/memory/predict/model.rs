@@ -33,7 +33,7 @@ pub(super) fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
     let ids = Buffer::new(MemoryKind::Inputs, "tokens, targets", "BT", ids, 4);
     residents.extend([ids, ids]);
-    if config.architecture == Architecture::Llama {
+    if config.architecture != Architecture::Gpt2 {
         let angles = elements(&[config.context_length, config.head_dim()]);
         let (what, formula) = ("cos, sin", "context_length Dh");
         residents.push(Buffer::new(

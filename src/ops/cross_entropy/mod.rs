@@ -51,7 +51,7 @@ use lowering::CheckedIds;
 /// Targets of another shape than the logits' leading dimensions, targets of another dtype or that are no classes, no
 /// targets.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    with_ignored(logits, targets, None)
+    reduced(logits, targets, None, Reduction::Mean)
 }
 
 /// [`cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others.
@@ -65,16 +65,21 @@ pub fn cross_entropy_ignoring(
     targets: &Tensor,
     ignore_index: i64,
 ) -> Result<Tensor> {
-    with_ignored(logits, targets, Some(ignore_index))
+    reduced(logits, targets, Some(ignore_index), Reduction::Mean)
 }
 
-pub(super) fn with_ignored(
+/// The mean or the sum of the losses of targets other than `ignore`.
+///
+/// # Errors
+/// As [`cross_entropy_ignoring`]; a sum may be one of no targets.
+pub(crate) fn reduced(
     logits: &Tensor,
     targets: &Tensor,
     ignore: Option<i64>,
+    reduction: Reduction,
 ) -> Result<Tensor> {
     let logits = &autocast_logits(logits)?;
-    let targets = check(logits, targets, ignore)?;
+    let targets = check(logits, targets, ignore, reduction)?;
     let op = CrossEntropy(targets.clone());
     run(&INFO, op, [logits], || plain(logits, &targets))
 }
@@ -84,7 +89,8 @@ pub(super) fn with_ignored(
 /// # Errors
 /// As those.
 pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
-    plain(logits, &check(logits, targets, ignore_index)?)
+    let targets = check(logits, targets, ignore_index, Reduction::Mean)?;
+    plain(logits, &targets)
 }
 
 /// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost
@@ -96,11 +102,22 @@ fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn check(logits: &Tensor, targets: &Tensor, ignore: Option<i64>) -> Result<Targets> {
+fn check(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore: Option<i64>,
+    reduction: Reduction,
+) -> Result<Targets> {
     let classes = last_dim("cross_entropy", logits)?;
     let leading = &logits.dims()[..logits.rank() - 1];
-    let mean = Reduction::Mean;
-    Targets::check("cross_entropy", leading, classes, targets, ignore, mean)
+    Targets::check(
+        "cross_entropy",
+        leading,
+        classes,
+        targets,
+        ignore,
+        reduction,
+    )
 }
 
 /// Shape and dtype of the loss.

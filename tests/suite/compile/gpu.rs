@@ -1,5 +1,6 @@
 //! Steps planned on a GPU against candle's backward there, losses of some steps planned on the CPU, and themselves.
 
+use super::architectures::of_gemma;
 use super::{CPU, batch, bits, config, distance, logits_of};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
@@ -202,6 +203,17 @@ fn grouped_heads(
         qk_norm,
         ..config(2, heads, head_dim, 56, attention)
     };
+    agree(&model, &plan(precision), [3, 130]);
+}
+
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn gemma2(
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(64, 256)] head_dim: usize,
+) {
+    let model = of_gemma(config(2, 2, head_dim, 56, attention));
     agree(&model, &plan(precision), [3, 130]);
 }
 

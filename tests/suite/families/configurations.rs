@@ -63,8 +63,8 @@ fn sizes(config: &TransformerConfig) -> [usize; 8] {
 #[rstest]
 #[case("transformers_4.30.2.json", &["gpt2", "llama"])]
 #[case("transformers_4.44.2.json", &["gpt2", "llama", "mistral", "qwen2"])]
-#[case("transformers_4.57.1.json", &["gpt2", "llama", "mistral", "qwen2", "qwen3"])]
-#[case("transformers_5.24.0.json", &["gpt2", "llama", "mistral", "qwen2", "qwen3"])]
+#[case("transformers_4.57.1.json", &["gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3"])]
+#[case("transformers_5.24.0.json", &["gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3"])]
 fn dumps_of_the_library(#[case] file: &str, #[case] families: &[&str]) {
     let dumps = configurations(file);
     assert!(dumps.keys().eq(families), "{file}");
@@ -72,17 +72,23 @@ fn dumps_of_the_library(#[case] file: &str, #[case] families: &[&str]) {
         let config = read(&dump).unwrap();
         let wanted = match family.as_str() {
             "gpt2" => [50_257, 1024, 768, 12, 12, 12, 64, 3072],
+            "gemma2" => [256_000, 8192, 2304, 26, 8, 4, 256, 9216],
             "llama" => [32_000, 2048, 4096, 32, 32, 32, 128, 11_008],
             "mistral" => [32_000, 131_072, 4096, 32, 32, 8, 128, 14_336],
             _ => [151_936, 32_768, 4096, 32, 32, 32, 128, 22_016],
         };
         assert_eq!(sizes(&config), wanted, "{file} {family}");
         let window = config.sliding_window.map(NonZeroUsize::get);
-        assert_eq!(window, (family == "mistral").then_some(4096));
+        let has_window = ["mistral", "gemma2"].contains(&family.as_str());
+        assert_eq!(window, has_window.then_some(4096));
+        let caps = [config.attention_soft_cap, config.logit_soft_cap];
+        let of_gemma = (family == "gemma2").then_some([50.0, 30.0]);
+        assert_eq!(caps, of_gemma.map_or([None; 2], |caps| caps.map(Some)));
         assert_eq!(config.qkv_bias, family == "qwen2");
         assert_eq!(config.qk_norm, family == "qwen3");
         // Llama's default until 4.31.
-        let padding = (file.contains("4.30") && family == "llama").then_some(0);
+        let is_old_llama = file.contains("4.30") && family == "llama";
+        let padding = (is_old_llama || family == "gemma2").then_some(0);
         assert_eq!(config.padding_id, padding, "{file} {family}");
     }
 }
@@ -271,6 +277,16 @@ fn configurations_of_publishers() {
             [32_768, 32_768, 4096, 32, 32, 8, 128, 14_336],
             7_248_023_552,
         ),
+        (
+            "google/gemma-2-2b",
+            [256_000, 8192, 2304, 26, 8, 4, 256, 9216],
+            2_614_341_888,
+        ),
+        (
+            "google/gemma-2-27b",
+            [256_000, 8192, 4608, 46, 32, 16, 128, 36_864],
+            27_227_128_320,
+        ),
     ];
     let published = configurations("published.json");
     assert_eq!(published.len(), rows.len());
@@ -300,7 +316,8 @@ fn configurations_of_publishers() {
             is_scaled,
             "{name}"
         );
-        let window = (name == "mistralai/Mistral-7B-v0.1").then_some(4096);
+        let has_window = name == "mistralai/Mistral-7B-v0.1" || name.contains("gemma");
+        let window = has_window.then_some(4096);
         assert_eq!(
             config.sliding_window.map(NonZeroUsize::get),
             window,
@@ -491,6 +508,7 @@ fn padding_ids() {
 #[case("llama_biased", "llama")]
 #[case("qwen3_biased", "qwen3")]
 #[case("gpt2_erf", "gpt2")]
+#[case("gemma2", "gemma2")]
 fn configurations_that_are_written(#[case] name: &str, #[case] family: &str) {
     let model = Golden::read(name).model(DType::F32, Algorithm::Naive, &Device::Cpu);
     let folder = tempdir().unwrap();
@@ -500,6 +518,12 @@ fn configurations_that_are_written(#[case] name: &str, #[case] family: &str) {
     assert_eq!(json["model_type"], family);
     match family {
         "gpt2" => assert_eq!(json["activation_function"], "gelu"),
+        "gemma2" => {
+            assert_eq!(json["query_pre_attn_scalar"], 24);
+            assert_eq!(json["attn_logit_softcapping"], 0.5);
+            assert_eq!(json["final_logit_softcapping"], 2.0);
+            assert_eq!(json["sliding_window"], 5);
+        }
         _ => {
             assert_eq!(json["attention_bias"], true);
             assert_eq!(json["pad_token_id"], 7);
@@ -508,6 +532,57 @@ fn configurations_that_are_written(#[case] name: &str, #[case] family: &str) {
     let again = hf::load(folder.path(), &Device::Cpu).unwrap();
     let again = again.with_attention(Algorithm::Naive);
     assert_eq!(again.config(), model.config());
+}
+
+/// Gemma 2's windows are in every second layer, or nowhere; its caps and its activation may be others.
+#[test]
+fn settings_of_gemma() {
+    let of = |more: Value| read(&small("gemma2", more));
+    let [sliding, full] = ["sliding_attention", "full_attention"];
+    let config = of(json!({"sliding_window": 5})).unwrap();
+    assert_eq!(config.sliding_window.map(NonZeroUsize::get), Some(5));
+    assert_eq!(config.attention_scale, Some(1.0 / 16.0));
+    assert_eq!(config.gelu, Gelu::Tanh);
+    let kinds = json!({"sliding_window": 5, "layer_types": [sliding, full, sliding]});
+    assert_eq!(of(kinds).unwrap(), config);
+    let full = json!({"sliding_window": 5, "layer_types": [full, full, full]});
+    assert_eq!(of(full).unwrap().sliding_window, None);
+    let others = json!({
+        "attn_logit_softcapping": null, "final_logit_softcapping": 10.0, "hidden_activation": "gelu",
+        "query_pre_attn_scalar": 4, "pad_token_id": null,
+    });
+    let config = of(others).unwrap();
+    let caps = [config.attention_soft_cap, config.logit_soft_cap];
+    assert_eq!(caps, [None, Some(10.0)]);
+    assert_eq!(
+        (config.attention_scale, config.gelu),
+        (Some(0.5), Gelu::Erf)
+    );
+    assert_eq!(config.padding_id, None);
+    for (key, value) in [
+        ("layer_types", json!([sliding, sliding, sliding])),
+        ("hidden_activation", json!("silu")),
+        ("attn_logit_softcapping", json!(0.0)),
+        ("use_bidirectional_attention", json!(true)),
+    ] {
+        let error = of(json!({key: value})).unwrap_err().to_string();
+        let named = if key.contains("soft") {
+            "soft_cap"
+        } else {
+            key
+        };
+        assert!(error.contains(named), "{error}");
+    }
+    let config = TransformerConfig {
+        attention_scale: Some(0.3),
+        ..of(json!({})).unwrap()
+    };
+    let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
+    let error = hf::save(&model, tempdir().unwrap().path()).unwrap_err();
+    assert!(
+        error.to_string().contains("query_pre_attn_scalar"),
+        "{error}"
+    );
 }
 
 /// A bias of the output projection alone is no family's.

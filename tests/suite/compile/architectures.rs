@@ -1,0 +1,76 @@
+//! Planned steps of GPT-2 and Gemma 2 beside eager ones.
+
+use super::{agree, config};
+use rstest::rstest;
+use std::num::NonZeroUsize;
+use tallow::attention::Algorithm;
+use tallow::compile::StepConfig;
+use tallow::model::TransformerConfig;
+use tallow::nn::{Architecture, Checkpointing};
+use tallow::ops::RotaryPairs;
+use tallow::precision::Precision;
+
+/// With fewer tokens than positions, of which the rest have gradients of 0, and with as many.
+#[rstest]
+fn gpt2(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+    #[values((1, false), (3, false), (1, true))] (accumulation, optimizer_in_backward): (
+        usize,
+        bool,
+    ),
+    #[values((false, 33, Checkpointing::None), (true, 160, Checkpointing::Block))]
+    (tie_embeddings, length, checkpointing): (bool, usize, Checkpointing),
+) {
+    let plan = StepConfig {
+        precision,
+        accumulation,
+        clip_norm: (!optimizer_in_backward).then_some(0.5),
+        optimizer_in_backward,
+        ..Default::default()
+    };
+    let model = TransformerConfig {
+        architecture: Architecture::Gpt2,
+        tie_embeddings,
+        checkpointing,
+        ..config(2, 2, 24, 56, attention)
+    };
+    agree(&model, &plan, [2, length]);
+}
+
+/// Grouped heads, a window in the first block of two, and caps that bind.
+pub fn of_gemma(base: TransformerConfig) -> TransformerConfig {
+    TransformerConfig {
+        architecture: Architecture::Gemma2,
+        num_kv_heads: Some(base.num_heads / 2),
+        rope_pairs: RotaryPairs::Halves,
+        tie_embeddings: true,
+        sliding_window: NonZeroUsize::new(20),
+        attention_scale: Some(0.3),
+        attention_soft_cap: Some(1.5),
+        logit_soft_cap: Some(2.0),
+        ..base
+    }
+}
+
+#[rstest]
+fn gemma2(
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+    #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
+    #[values((1, Checkpointing::None), (3, Checkpointing::Block))] (accumulation, checkpointing): (
+        usize,
+        Checkpointing,
+    ),
+) {
+    let plan = StepConfig {
+        precision,
+        accumulation,
+        clip_norm: Some(0.5),
+        ..Default::default()
+    };
+    let model = TransformerConfig {
+        checkpointing,
+        ..of_gemma(config(2, 2, 24, 56, attention))
+    };
+    agree(&model, &plan, [2, 33]);
+}
