@@ -1,6 +1,6 @@
 //! The kernels of a GPU while a profiler runs, with the ranges that launched them.
 
-use super::kernel::Kernel;
+use super::recording::Kernel;
 use crate::hardware::cupti::activity::{Activity, Collecting, What};
 use crate::{Error, Result};
 use candle_core::Device;

@@ -58,12 +58,8 @@ mod gpu;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_gpu.rs"]
 mod gpu;
-mod kernel;
-mod kernels;
 mod profiler;
-mod recorder;
 mod recording;
-mod row;
 mod selection;
 mod summary;
 mod table;
@@ -75,9 +71,7 @@ pub use crate::probe::{Parts, emit_nvtx, phase, range, step};
 pub use balance::{Balance, Line, LineKind};
 pub use cost::op_costs;
 pub use forecast::{NodeCost, node_costs, node_table};
-pub use kernel::{Kernel, KernelWork};
 pub use profiler::Profiler;
-pub use recording::{OperandShape, Recording, Span};
-pub use row::{Launches, Row};
+pub use recording::{Kernel, KernelWork, OperandShape, Recording, Span};
 pub use selection::{Grouping, Selection};
-pub use summary::ProfileReport;
+pub use summary::{Launches, ProfileReport, Row};

@@ -1,6 +1,6 @@
 //! [`super::gpu`] in a build without CUDA, where there is none.
 
-use super::kernel::Kernel;
+use super::recording::Kernel;
 use crate::Result;
 use candle_core::Device;
 use std::time::Instant;

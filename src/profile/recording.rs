@@ -1,10 +1,10 @@
-//! What a profiler has recorded.
+//! What a profiler has recorded: ranges, and a GPU's kernels.
 
-use super::kernel::Kernel;
 use crate::ops::cost::Cost;
 use crate::probe::{Kind, Operand, Parts, Path};
 use candle_core::DType;
 use std::fmt;
+use std::sync::Arc;
 
 /// The ranges of a stretch of time, on every thread that had any.
 ///
@@ -124,5 +124,137 @@ impl Span {
             Kind::Step | Kind::Phase => format!("{:?}", self.name()),
             _ => format!("\"{}\"", self.path),
         }
+    }
+}
+
+/// A stretch of work on a GPU: a kernel, or memory that is copied or set.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kernel {
+    /// The kernel's name, one of C++ as it was written, without parameters; in words for memory.
+    pub name: Arc<str>,
+    /// The stream that it was in.
+    pub stream: u32,
+    /// When it began on the GPU, after the recording's start.
+    pub start_ns: u64,
+    /// When it ended.
+    pub end_ns: u64,
+    /// Blocks along x, y and z; `None` for memory.
+    pub grid: Option<[u32; 3]>,
+    /// Threads of a block along x, y and z.
+    pub block: Option<[u32; 3]>,
+    /// The innermost range that the thread was in which launched it: an index of
+    /// [`Recording::spans`](super::Recording::spans).
+    pub span: Option<usize>,
+}
+
+/// What a kernel computes, as far as its name says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelWork {
+    /// Products of matrices: cuBLAS's kernels, and the sums of what they have split.
+    Products,
+    /// Softmax, or its gradient.
+    Softmax,
+    /// Both in one: flash attention.
+    Attention,
+    /// Anything else.
+    Other,
+}
+
+fn work_of(name: &str) -> KernelWork {
+    const OF_CUBLAS: &str = "gemm nvjet cutlass xmma gemv splitkreduce dot_kernel";
+    let is_loss = name.contains("log_softmax") || name.contains("cross_entropy");
+    if OF_CUBLAS.split(' ').any(|part| name.contains(part)) {
+        KernelWork::Products
+    } else if name.starts_with("flash") {
+        KernelWork::Attention
+    } else if name.contains("softmax") && !is_loss {
+        KernelWork::Softmax
+    } else {
+        KernelWork::Other
+    }
+}
+
+impl Kernel {
+    /// How long it ran.
+    pub fn duration_ns(&self) -> u64 {
+        self.end_ns.saturating_sub(self.start_ns)
+    }
+
+    /// What it computes, by its name.
+    pub fn work(&self) -> KernelWork {
+        work_of(&self.name.to_ascii_lowercase())
+    }
+
+    /// Its time, by what it computes.
+    pub(super) fn parts(&self) -> Parts {
+        let mut parts = Parts::default();
+        match self.work() {
+            KernelWork::Products => parts.products_ns = self.duration_ns(),
+            KernelWork::Softmax => parts.softmax_ns = self.duration_ns(),
+            KernelWork::Attention => parts.fused_ns = self.duration_ns(),
+            KernelWork::Other => {}
+        }
+        parts
+    }
+}
+
+/// `8 x 32 x 1`, without what is 1 at the end.
+pub(super) fn extent([x, y, z]: [u32; 3]) -> String {
+    match (y, z) {
+        (1, 1) => x.to_string(),
+        (_, 1) => format!("{x}x{y}"),
+        _ => format!("{x}x{y}x{z}"),
+    }
+}
+
+/// A name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it multiplies.
+pub(super) fn short(name: &str) -> &str {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let mut words = name.split(|c| !is_word(c));
+    if let Some(word) = words.find(|word| word.starts_with("cutlass_") && word.len() > 16) {
+        return word;
+    }
+    let plain = name.split('<').next().unwrap_or(name);
+    let plain = plain.rsplit("::").next().unwrap_or(plain).trim();
+    if plain.is_empty() { name } else { plain }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_what_a_kernel_computes() {
+        let products = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT \
+            sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8 \
+            cutlass::kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1> \
+            cublaslt::splitkreduce_kernel<32,16,int,float>";
+        let others = "log_softmax_float cross_entropy_forward_float swiglu_packed_forward_bf16";
+        for (names, work) in [
+            (products, KernelWork::Products),
+            (
+                "softmax_forward_float softmax_backward_bf16",
+                KernelWork::Softmax,
+            ),
+            ("flash_backward_hopper", KernelWork::Attention),
+            (others, KernelWork::Other),
+        ] {
+            for name in names.split(' ') {
+                assert_eq!(work_of(name), work, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn long_names_are_shortened() {
+        for whole in ["swiglu_forward_float", "copy from host to GPU"] {
+            assert_eq!(short(whole), whole);
+        }
+        let split = "cublasLt::splitKreduce_kernel<32, 16, int>";
+        assert_eq!(short(split), "splitKreduce_kernel");
+        let cutlass = "cutlass_80_simt_sgemm_256x128_8x4_tn_align1";
+        assert_eq!(short(&format!("cutlass::Kernel2<{cutlass}>")), cutlass);
+        let extents = [[8, 1, 1], [8, 32, 1], [8, 1, 2]].map(extent);
+        assert_eq!(extents, ["8", "8x32", "8x1x2"]);
     }
 }

@@ -1,10 +1,8 @@
-//! The summary of ops, as nsys gives it of kernels.
+//! The summary of ops or kernels, as nsys gives it of kernels.
 
 use super::balance::{Balance, LineKind};
 use super::cost;
-use super::kernels;
-use super::recording::{Recording, Span};
-use super::row::Row;
+use super::recording::{self, Recording, Span};
 use super::selection::{Grouping, Selection};
 use super::tree::Tree;
 use crate::ops::cost::Cost;
@@ -40,62 +38,13 @@ impl ProfileReport {
     /// that there are.
     pub fn new(recording: &Recording, selection: &Selection, grouping: Grouping) -> Result<Self> {
         let tree = Tree::new(recording);
-        if grouping == Grouping::Kernel {
-            return Self::of_kernels(recording, &tree, selection);
-        }
-        let own_costs = own_costs(recording, &tree);
-        let mut groups = Groups::default();
-        let mut selected_ops_ns = 0;
-        for (i, span) in recording.spans.iter().enumerate() {
-            if !tree.counts(i) || !selection.is_about(span) {
-                continue;
-            }
-            if span.is_op() {
-                selected_ops_ns += tree.own_ns[i];
-            }
-            if selection.takes(span.kind) {
-                let ns = match span.is_op() {
-                    true => tree.own_ns[i],
-                    false => tree.whole_ns[i],
-                };
-                let name = grouping.name_of(span);
-                let group = groups.of(name, span.kind);
-                group.samples_ns.push(ns);
-                group.parts += tree.parts[i];
-                group.cost = group.cost.zip(own_costs[i]).map(|(sum, cost)| sum + cost);
-                // Where the parts are ops of their own, they are not inside.
-                if span.is_op() && !tree.holds_ops[i] {
-                    group.inside = cost::entry(&span.name()).and_then(|entry| entry.inside);
-                }
-            }
-        }
-        let rows = groups.rows()?;
-        Self::of_rows(rows, selected_ops_ns, recording, &tree, selection)
-    }
-
-    fn of_kernels(recording: &Recording, tree: &Tree, selection: &Selection) -> Result<Self> {
-        if recording.kernels.is_empty() {
-            return Err(Error::Data {
-                what: "profile report".into(),
-                expected: "kernels".into(),
-                got: "a recording without any".into(),
-                hint: "record a GPU of NVIDIA's with Profiler::start_on; on the CPU group ops by name or place".into(),
-            });
-        }
-        let (rows, sum_ns) = kernels::rows(recording, tree, selection)?;
-        Self::of_rows(rows, sum_ns, recording, tree, selection)
-    }
-
-    fn of_rows(
-        rows: Vec<Row>,
-        sum_ns: u64,
-        recording: &Recording,
-        tree: &Tree,
-        selection: &Selection,
-    ) -> Result<Self> {
+        let (groups, whole_ns) = match grouping {
+            Grouping::Kernel => kernels(recording, &tree, selection)?,
+            _ => ranges(recording, &tree, selection, grouping),
+        };
         let mut report = Self {
-            rows,
-            whole_ns: sum_ns,
+            rows: groups.rows()?,
+            whole_ns,
             steps: tree.num_steps(),
         };
         if report.rows.is_empty() {
@@ -130,14 +79,8 @@ impl ProfileReport {
                     "" => format!("{}, between phases", line.kind.name()),
                     phase => format!("{}, {phase}", line.kind.name()),
                 },
-                kind: None,
-                instances: 0,
                 total_ns: line.total_ns,
-                statistics: None,
-                cost: None,
-                parts: Parts::default(),
-                inside: None,
-                launches: None,
+                ..Default::default()
             });
         }
     }
@@ -161,14 +104,8 @@ impl ProfileReport {
     pub fn sum(&self, name: &str, wanted: impl Fn(&Row) -> bool) -> Row {
         let mut sum = Row {
             name: name.into(),
-            kind: None,
-            instances: 0,
-            total_ns: 0,
-            statistics: None,
             cost: Some(Cost::default()),
-            parts: Parts::default(),
-            inside: None,
-            launches: None,
+            ..Default::default()
         };
         for row in self.rows.iter().filter(|row| wanted(row)) {
             sum.instances += row.instances;
@@ -177,6 +114,103 @@ impl ProfileReport {
             sum.cost = sum.cost.zip(row.cost).map(|(sum, cost)| sum + cost);
         }
         sum
+    }
+}
+
+/// One row: the ranges of one name or path, or the kernels of one name.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Row {
+    /// The name or path.
+    pub name: String,
+    /// What kind of range; `None` for kernels, and for a line of time in which no op ran.
+    pub kind: Option<Kind>,
+    /// How many there were, over all steps.
+    pub instances: usize,
+    /// Their time, over all steps.
+    pub total_ns: u64,
+    /// Their times; `None` for a line of time in which no op ran.
+    pub statistics: Option<Statistics>,
+    /// Their FLOPs and bytes, over all steps; `None` where one of them has no formula.
+    pub cost: Option<Cost>,
+    /// What of the time products took, and what softmax; nothing where the ops' kernels did not tell.
+    pub parts: Parts,
+    /// What these ops hold that others time apart.
+    pub inside: Option<&'static str>,
+    /// Of kernels: how they were launched.
+    pub launches: Option<Launches>,
+}
+
+impl Row {
+    /// The name, with what is inside.
+    pub fn label(&self) -> String {
+        match self.inside {
+            Some(inside) => format!("{} ({inside} inside)", self.name),
+            None => self.name.clone(),
+        }
+    }
+
+    /// A kernel's name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it
+    /// multiplies. Any other name as it is.
+    pub fn short_name(&self) -> &str {
+        match self.launches {
+            Some(_) => recording::short(&self.name),
+            None => &self.name,
+        }
+    }
+
+    /// Whether it is a line of time in which no op or kernel ran.
+    pub fn is_gap(&self) -> bool {
+        self.instances == 0
+    }
+
+    /// Its time without products and softmax.
+    pub fn rest_ns(&self) -> u64 {
+        self.total_ns.saturating_sub(self.parts.sum_ns())
+    }
+
+    /// FLOP/s, where FLOPs are known and there are any.
+    pub fn flops_per_s(&self) -> Option<f64> {
+        self.rate(self.cost?.flops())
+    }
+
+    /// Bytes/s by the formula's bytes.
+    pub fn bytes_per_s(&self) -> Option<f64> {
+        self.rate(self.cost?.bytes())
+    }
+
+    fn rate(&self, amount: f64) -> Option<f64> {
+        (amount > 0.0 && self.total_ns > 0).then(|| amount / (self.total_ns as f64 / 1e9))
+    }
+
+    /// Whether it multiplies matrices, with whatever else is inside.
+    pub fn is_product(&self) -> bool {
+        self.cost.is_some_and(|cost| cost.product_flops > 0.0)
+    }
+}
+
+/// How the kernels of a row were launched.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Launches {
+    /// The most frequent grid; `None` for memory.
+    pub grid: Option<[u32; 3]>,
+    /// The most frequent block.
+    pub block: Option<[u32; 3]>,
+    /// How many different grids and blocks there are.
+    pub shapes: usize,
+    /// The ops that launched them, and how often, the most frequent first; `candle` outside of this crate's ops.
+    pub ops: Vec<(String, usize)>,
+    /// Likewise their places, all blocks of the model together ([`Grouping::Layer`](super::Grouping::Layer)).
+    pub places: Vec<(String, usize)>,
+}
+
+impl Launches {
+    /// Some of the counted names as one text: `linear, swiglu_linear and 2 more`.
+    pub(super) fn text(counts: &[(String, usize)], most: usize) -> String {
+        let names: Vec<&str> = counts.iter().map(|(name, _)| name.as_str()).collect();
+        match names.len().checked_sub(most + 1) {
+            None => names.join(", "),
+            Some(beyond) => format!("{} and {} more", names[..most].join(", "), beyond + 1),
+        }
     }
 }
 
@@ -195,55 +229,142 @@ fn own_costs(recording: &Recording, tree: &Tree) -> Vec<Option<Cost>> {
     own
 }
 
+/// The selected ranges, and the time of the ops among them.
+fn ranges(
+    recording: &Recording,
+    tree: &Tree,
+    selection: &Selection,
+    grouping: Grouping,
+) -> (Groups, u64) {
+    let own_costs = own_costs(recording, tree);
+    let (mut groups, mut ops_ns) = (Groups::default(), 0);
+    for (i, span) in recording.spans.iter().enumerate() {
+        if !tree.counts(i) || !selection.is_about(span) {
+            continue;
+        }
+        let ns = match span.is_op() {
+            true => tree.own_ns[i],
+            false => tree.whole_ns[i],
+        };
+        if span.is_op() {
+            ops_ns += ns;
+        }
+        if selection.takes(span.kind) {
+            let group = groups.add(grouping.name_of(span), Some(span.kind), ns);
+            group.row.parts += tree.parts[i];
+            group.row.cost = group
+                .row
+                .cost
+                .zip(own_costs[i])
+                .map(|(sum, cost)| sum + cost);
+            // Where the parts are ops of their own, they are not inside.
+            if span.is_op() && !tree.holds_ops[i] {
+                group.row.inside = cost::entry(&span.name()).and_then(|entry| entry.inside);
+            }
+        }
+    }
+    (groups, ops_ns)
+}
+
+/// The kernels that the selected ranges launched, and their time.
+fn kernels(recording: &Recording, tree: &Tree, selection: &Selection) -> Result<(Groups, u64)> {
+    if recording.kernels.is_empty() {
+        return Err(Error::Data {
+            what: "profile report".into(),
+            expected: "kernels".into(),
+            got: "a recording without any".into(),
+            hint: "record a GPU of NVIDIA's with Profiler::start_on; on the CPU group ops by name or place".into(),
+        });
+    }
+    let (mut groups, mut sum_ns) = (Groups::default(), 0);
+    for kernel in &recording.kernels {
+        let Some(at) = kernel.span.filter(|at| tree.counts(*at)) else {
+            continue;
+        };
+        let span = &recording.spans[tree.op_or_itself(at, &recording.spans)];
+        if !selection.is_about(span) {
+            continue;
+        }
+        let launcher = |grouping: Grouping| match span.is_op() {
+            true => grouping.name_of(span),
+            false if span.phase.is_empty() => "candle".into(),
+            false => format!("candle in {}", span.phase),
+        };
+        sum_ns += kernel.duration_ns();
+        let group = groups.add(kernel.name.to_string(), None, kernel.duration_ns());
+        group.row.parts += kernel.parts();
+        count(&mut group.shapes, (kernel.grid, kernel.block));
+        let launches = group.row.launches.get_or_insert_default();
+        count(&mut launches.ops, launcher(Grouping::Name));
+        count(&mut launches.places, launcher(Grouping::Layer));
+    }
+    Ok((groups, sum_ns))
+}
+
 /// Rows as they fill.
 #[derive(Default)]
 struct Groups {
-    numbers: HashMap<(String, Kind), usize>,
+    numbers: HashMap<(String, Option<Kind>), usize>,
     groups: Vec<Group>,
 }
 
+type Extent = Option<[u32; 3]>;
+
 struct Group {
-    name: String,
-    kind: Kind,
+    row: Row,
     samples_ns: Vec<u64>,
-    cost: Option<Cost>,
-    parts: Parts,
-    inside: Option<&'static str>,
+    /// Grids and blocks of kernels, and how often they came.
+    shapes: Vec<((Extent, Extent), usize)>,
 }
 
 impl Groups {
-    /// The group of ranges of this name and kind.
-    fn of(&mut self, name: String, kind: Kind) -> &mut Group {
+    /// Adds a range of this name and kind, or a kernel, to its group.
+    fn add(&mut self, name: String, kind: Option<Kind>, ns: u64) -> &mut Group {
         let number = *self.numbers.entry((name.clone(), kind)).or_insert_with(|| {
+            let cost = kind.map(|_| Cost::default());
             self.groups.push(Group {
-                name,
-                kind,
+                row: Row {
+                    name,
+                    kind,
+                    cost,
+                    ..Default::default()
+                },
                 samples_ns: Vec::new(),
-                cost: Some(Cost::default()),
-                parts: Parts::default(),
-                inside: None,
+                shapes: Vec::new(),
             });
             self.groups.len() - 1
         });
-        &mut self.groups[number]
+        let group = &mut self.groups[number];
+        group.samples_ns.push(ns);
+        group.row.instances += 1;
+        group.row.total_ns += ns;
+        group
     }
 
     fn rows(self) -> Result<Vec<Row>> {
-        let rows = self.groups.into_iter().map(|group| {
-            let samples = group.samples_ns.iter();
-            let samples_ms: Vec<f64> = samples.map(|&ns| ns as f64 / 1e6).collect();
-            Ok(Row {
-                name: group.name,
-                kind: Some(group.kind),
-                instances: samples_ms.len(),
-                total_ns: group.samples_ns.iter().sum(),
-                statistics: Some(Statistics::new(&samples_ms)?),
-                cost: group.cost,
-                parts: group.parts,
-                inside: group.inside,
-                launches: None,
-            })
+        let rows = self.groups.into_iter().map(|mut group| {
+            let samples_ms: Vec<f64> = group.samples_ns.iter().map(|&ns| ns as f64 / 1e6).collect();
+            group.row.statistics = Some(Statistics::new(&samples_ms)?);
+            if let Some(launches) = &mut group.row.launches {
+                sort_most_frequent_first(&mut group.shapes);
+                sort_most_frequent_first(&mut launches.ops);
+                sort_most_frequent_first(&mut launches.places);
+                (launches.grid, launches.block) = group.shapes[0].0;
+                launches.shapes = group.shapes.len();
+            }
+            Ok(group.row)
         });
         rows.collect()
     }
+}
+
+fn count<T: PartialEq>(counts: &mut Vec<(T, usize)>, item: T) {
+    match counts.iter_mut().find(|(known, _)| *known == item) {
+        Some((_, count)) => *count += 1,
+        None => counts.push((item, 1)),
+    }
+}
+
+fn sort_most_frequent_first<T: Ord>(counts: &mut [(T, usize)]) {
+    counts.sort_by(|(a, m), (b, n)| n.cmp(m).then_with(|| a.cmp(b)));
 }

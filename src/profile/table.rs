@@ -1,8 +1,7 @@
 //! A summary as a table, in all of the crate's formats.
 
-use super::kernel::{extent, short};
-use super::row::Launches;
-use super::summary::ProfileReport;
+use super::recording::extent;
+use super::summary::{Launches, ProfileReport};
 use crate::report::{self, Column, Fields};
 
 impl ProfileReport {
@@ -26,7 +25,7 @@ impl ProfileReport {
         report::Report {
             columns: match self.rows.iter().any(|row| row.launches.is_some()) {
                 true => Self::kernel_columns(),
-                false => columns(),
+                false => Self::columns(),
             },
             rows: self.fields(),
             ..Default::default()
@@ -63,7 +62,7 @@ impl ProfileReport {
             match &row.launches {
                 None => fields.insert("name", row.label()),
                 Some(launches) => {
-                    fields.insert("name", short(&row.name));
+                    fields.insert("name", row.short_name());
                     fields.insert("kernel", row.name.as_str());
                     fields.insert("grid", launches.grid.map(extent));
                     fields.insert("block", launches.block.map(extent));
@@ -79,17 +78,30 @@ impl ProfileReport {
 
     /// The columns of [`table`](Self::table) for ops.
     pub fn columns() -> Vec<Column> {
-        columns()
+        vec![
+            Column::number("time_percent", "Time", "%", 1),
+            Column::number("total_ms", "Total", "ms", 2).grouped(),
+            Column::number("instances", "Instances", "", 0).grouped(),
+            Column::number("instances_per_step", "A step", "", 1),
+            Column::number("mean_ms", "Avg", "ms", 3),
+            Column::number("median_ms", "Med", "ms", 3),
+            Column::number("min_ms", "Min", "ms", 3),
+            Column::number("max_ms", "Max", "ms", 3),
+            Column::number("std_ms", "StdDev", "ms", 3),
+            Column::number("products_ms_per_step", "Products a step", "ms", 3),
+            Column::number("softmax_ms_per_step", "Softmax a step", "ms", 3),
+            Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
+            Column::number("bytes_per_s", "Memory", "GB/s", 1).scaled(1e9),
+            Column::text("name", "Name"),
+        ]
     }
 
     /// The columns of [`table`](Self::table) for kernels: as nsys has them, with grid, block and the ops that launched
     /// them.
     pub fn kernel_columns() -> Vec<Column> {
-        let rates = ["flops_per_s", "bytes_per_s"];
-        let parts = ["products_ms_per_step", "softmax_ms_per_step"];
-        let unknown = |column: &Column| [rates, parts].concat().contains(&column.key.as_str());
-        let mut columns = columns();
-        columns.retain(|column| !unknown(column));
+        let unknown = "flops_per_s bytes_per_s products_ms_per_step softmax_ms_per_step";
+        let mut columns = Self::columns();
+        columns.retain(|column| !unknown.split(' ').any(|key| key == column.key));
         columns.extend([
             Column::text("grid", "Grid"),
             Column::text("block", "Block"),
@@ -98,23 +110,4 @@ impl ProfileReport {
         ]);
         columns
     }
-}
-
-fn columns() -> Vec<Column> {
-    vec![
-        Column::number("time_percent", "Time", "%", 1),
-        Column::number("total_ms", "Total", "ms", 2).grouped(),
-        Column::number("instances", "Instances", "", 0).grouped(),
-        Column::number("instances_per_step", "A step", "", 1),
-        Column::number("mean_ms", "Avg", "ms", 3),
-        Column::number("median_ms", "Med", "ms", 3),
-        Column::number("min_ms", "Min", "ms", 3),
-        Column::number("max_ms", "Max", "ms", 3),
-        Column::number("std_ms", "StdDev", "ms", 3),
-        Column::number("products_ms_per_step", "Products a step", "ms", 3),
-        Column::number("softmax_ms_per_step", "Softmax a step", "ms", 3),
-        Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
-        Column::number("bytes_per_s", "Memory", "GB/s", 1).scaled(1e9),
-        Column::text("name", "Name"),
-    ]
 }

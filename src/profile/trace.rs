@@ -1,7 +1,6 @@
 //! The recording as a trace that Perfetto and Chrome open.
 
-use super::kernel::{Kernel, extent, short};
-use super::recording::{OperandShape, Recording, Span};
+use super::recording::{Kernel, OperandShape, Recording, Span, extent, short};
 use crate::probe::Kind;
 use crate::{Result, files};
 use serde_json::{Value, json};
