@@ -23,7 +23,6 @@
 //! ```
 
 mod breakdown;
-mod counts;
 mod measure;
 mod predict;
 mod record;
@@ -38,6 +37,6 @@ pub use predict::{
 };
 pub(crate) use record::blocks_taken;
 pub use record::{
-    Block, Holdings, MemoryRecording, Origin, PhaseSpan, RecordConfig, Recorder, Snapshot, record,
+    Block, Holdings, MemoryRecording, PhaseSpan, RecordConfig, Recorder, Snapshot, record,
     record_on, timeline,
 };

@@ -14,9 +14,9 @@
 //! assert!(tracker::current_bytes().unwrap() >= before + block.len() as u64);
 //! ```
 
-use crate::memory::counts;
-use crate::memory::record::buffer;
+use crate::memory::record::buffer::{Place, What, change};
 use std::alloc::{GlobalAlloc, Layout};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 /// Wraps an allocator and counts what is asked of it: see the [module](self)'s example.
 ///
@@ -35,25 +35,74 @@ impl<A> Tracker<A> {
     }
 }
 
+/// On a cache line of their own: who writes one has the others at hand.
+#[repr(align(128))]
+struct Counts {
+    current_bytes: AtomicUsize,
+    peak_bytes: AtomicUsize,
+    allocations: AtomicU64,
+}
+
+/// Whether a tracker is installed.
+static ACTIVE: AtomicBool = AtomicBool::new(false);
+static COUNTS: Counts = Counts {
+    current_bytes: AtomicUsize::new(0),
+    peak_bytes: AtomicUsize::new(0),
+    allocations: AtomicU64::new(0),
+};
+
+/// The bytes alive now; 0 without a tracker.
+pub(in crate::memory) fn alive_bytes() -> usize {
+    COUNTS.current_bytes.load(Relaxed)
+}
+
+fn counted(count: impl FnOnce() -> u64) -> Option<u64> {
+    ACTIVE.load(Relaxed).then(count)
+}
+
 /// The bytes alive now; `None` if no [`Tracker`] is installed.
 pub fn current_bytes() -> Option<u64> {
-    counts::is_counting().then(|| counts::current_bytes() as u64)
+    counted(|| alive_bytes() as u64)
 }
 
 /// The most bytes that were alive at once since the last [`reset_peak`]; `None` if no [`Tracker`] is installed.
 pub fn peak_bytes() -> Option<u64> {
-    counts::is_counting().then(|| counts::peak_bytes() as u64)
+    counted(|| COUNTS.peak_bytes.load(Relaxed) as u64)
 }
 
 /// How many blocks have been asked for since the process began, one that is made larger or smaller again each time;
 /// `None` if no [`Tracker`] is installed.
 pub fn allocations() -> Option<u64> {
-    counts::is_counting().then(counts::allocations)
+    counted(|| COUNTS.allocations.load(Relaxed))
 }
 
 /// Lets the peak begin again at what is alive now.
 pub fn reset_peak() {
-    counts::reset_peak();
+    COUNTS.peak_bytes.store(alive_bytes(), Relaxed);
+}
+
+/// Counts a block, and returns the bytes alive with it.
+fn grow(bytes: usize) -> usize {
+    COUNTS.allocations.fetch_add(1, Relaxed);
+    let current = COUNTS.current_bytes.fetch_add(bytes, Relaxed) + bytes;
+    // Read before writing: most allocations are no peak.
+    if current > COUNTS.peak_bytes.load(Relaxed) {
+        COUNTS.peak_bytes.fetch_max(current, Relaxed);
+    }
+    current
+}
+
+/// Counts a block no longer, and returns the bytes alive without it.
+fn shrink(bytes: usize) -> usize {
+    COUNTS.current_bytes.fetch_sub(bytes, Relaxed) - bytes
+}
+
+fn taken(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
+    change(Place::Host, What::Taken, block.addr(), bytes, count);
+}
+
+fn given_back(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
+    change(Place::Host, What::GivenBack, block.addr(), bytes, count);
 }
 
 // SAFETY: every call is handed to the wrapped allocator unchanged; counting and recording touch no memory of it.
@@ -62,8 +111,8 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // SAFETY: the caller's promises are the allocator's.
         let block = unsafe { self.allocator.alloc(layout) };
         if !block.is_null() {
-            counts::begin();
-            buffer::taken(block, layout.size(), || counts::grow(layout.size()));
+            ACTIVE.store(true, Relaxed);
+            taken(block, layout.size(), || grow(layout.size()));
         }
         block
     }
@@ -72,14 +121,14 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // SAFETY: as above.
         let block = unsafe { self.allocator.alloc_zeroed(layout) };
         if !block.is_null() {
-            buffer::taken(block, layout.size(), || counts::grow(layout.size()));
+            taken(block, layout.size(), || grow(layout.size()));
         }
         block
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // Told of first: once it is given back, another thread may be given it.
-        buffer::given_back(block, layout.size(), || counts::shrink(layout.size()));
+        given_back(block, layout.size(), || shrink(layout.size()));
         // SAFETY: as above.
         unsafe { self.allocator.dealloc(block, layout) };
     }
@@ -87,17 +136,17 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         // Both copies count until it has moved.
         let size = layout.size();
-        let without = || counts::current_bytes().saturating_sub(size);
-        buffer::given_back(block, size, without);
+        let without = || alive_bytes().saturating_sub(size);
+        given_back(block, size, without);
         // SAFETY: as above.
         let moved = unsafe { self.allocator.realloc(block, layout, new_size) };
         if moved.is_null() {
-            buffer::taken(block, size, counts::current_bytes); // it stays where it is
+            taken(block, size, alive_bytes); // it stays where it is
             return moved;
         }
-        buffer::taken(moved, new_size, || {
-            counts::grow(new_size);
-            counts::shrink(size)
+        taken(moved, new_size, || {
+            grow(new_size);
+            shrink(size)
         });
         moved
     }

@@ -76,40 +76,34 @@ impl Snapshot {
     pub fn new(recording: &MemoryRecording) -> Self {
         let mut arena = Arena::default();
         let mut addresses = vec![0; recording.blocks.len()];
-        let mut changes: Vec<Vec<(bool, usize)>> = vec![Vec::new(); recording.events()];
         for (place, block) in recording.blocks.iter().enumerate() {
-            match block.taken_at {
-                Some(event) => changes[event].push((true, place)),
-                None => addresses[place] = arena.take(block.bytes),
-            }
-            if let Some(event) = block.given_back_at {
-                changes[event].push((false, place));
+            if block.taken_at.is_none() {
+                addresses[place] = arena.take(block.bytes);
             }
         }
         let began = recording.began.duration_since(UNIX_EPOCH);
         let began_us = began.unwrap_or_default().as_micros() as u64;
         let mut trace = Vec::new();
-        for (event, changes) in changes.iter().enumerate() {
-            for &(taken, place) in changes {
-                let block = &recording.blocks[place];
-                if taken {
-                    addresses[place] = arena.take(block.bytes);
-                } else {
-                    arena.give_back(addresses[place], block.bytes);
-                }
-                let actions: &[&'static str] = match taken {
-                    true => &["alloc"],
-                    false => &["free_requested", "free_completed"],
-                };
-                trace.extend(actions.iter().map(|action| TraceEntry {
-                    action,
-                    addr: BASE + addresses[place],
-                    size: block.bytes,
-                    stream: 0,
-                    time_us: began_us + recording.curve[event].at_ns / 1000,
-                    frames: frames(block),
-                }));
-            }
+        for (change, sample) in recording.changes().into_iter().zip(&recording.curve) {
+            let Some((is_taken, place)) = change else {
+                continue;
+            };
+            let block = &recording.blocks[place];
+            let actions: &[&'static str] = if is_taken {
+                addresses[place] = arena.take(block.bytes);
+                &["alloc"]
+            } else {
+                arena.give_back(addresses[place], block.bytes);
+                &["free_requested", "free_completed"]
+            };
+            trace.extend(actions.iter().map(|action| TraceEntry {
+                action,
+                addr: BASE + addresses[place],
+                size: block.bytes,
+                stream: 0,
+                time_us: began_us + sample.at_ns / 1000,
+                frames: frames(block),
+            }));
         }
         let blocks = recording.blocks.iter().zip(&addresses);
         let at_end = blocks.filter(|(block, _)| block.given_back_at.is_none());

@@ -1,8 +1,6 @@
-//! Sums over a recording: by what is held, by phase, by origin.
+//! Sums over a recording: by what is held, and by phase.
 
 use super::{Block, MemoryKind, MemoryRecording, PhaseSpan};
-use crate::probe::Path;
-use std::collections::HashMap;
 
 /// Bytes alive at one moment, by what they were there for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,19 +39,6 @@ impl Holdings {
     }
 }
 
-/// What was taken in one place.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Origin {
-    /// The op, or the range around candle's own work.
-    pub path: Path,
-    /// How many blocks were taken there.
-    pub blocks: usize,
-    /// Their sum, whether alive at once or not.
-    pub taken_bytes: u64,
-    /// What of it was alive at the worst moment of the recording.
-    pub at_peak_bytes: u64,
-}
-
 impl MemoryRecording {
     /// Every known block that was alive during the recording, in the order of allocation; first the blocks that were
     /// there before it began.
@@ -87,16 +72,6 @@ impl MemoryRecording {
         self.worst(phase.begins_at, phase.ends_at.saturating_add(1))
     }
 
-    /// The most that was alive while a thread was at `path` or inside of it; `None` if none took or gave back a block
-    /// there.
-    pub fn peak_bytes_within(&self, path: Path) -> Option<u64> {
-        let inside = self
-            .curve
-            .iter()
-            .filter(|sample| sample.path.is_within(path));
-        inside.map(|sample| sample.bytes).max()
-    }
-
     /// What was alive after this event.
     pub fn bytes_at(&self, event: usize) -> u64 {
         self.curve.get(event).map_or(0, |sample| sample.bytes)
@@ -127,53 +102,31 @@ impl MemoryRecording {
     /// [`holdings_at`](Self::holdings_at) for every event.
     pub fn holdings(&self) -> Vec<Holdings> {
         let mut now = Holdings::default();
-        let mut changes: Vec<Vec<(bool, &Block)>> = vec![Vec::new(); self.curve.len()];
-        for block in &self.blocks {
-            match block.taken_at {
-                Some(event) => changes[event].push((true, block)),
-                None => now.add(block),
-            }
-            if let Some(event) = block.given_back_at {
-                changes[event].push((false, block));
-            }
-        }
-        let steps = changes.iter().zip(&self.curve);
-        let each = steps.map(|(changes, sample)| {
-            for (taken, block) in changes {
-                match taken {
-                    true => now.add(block),
-                    false => now.remove(block),
-                }
+        let before = self.blocks.iter().filter(|block| block.taken_at.is_none());
+        before.for_each(|block| now.add(block));
+        let steps = self.changes().into_iter().zip(&self.curve);
+        let each = steps.map(|(change, sample)| {
+            match change {
+                Some((true, place)) => now.add(&self.blocks[place]),
+                Some((false, place)) => now.remove(&self.blocks[place]),
+                None => {}
             }
             now.filled_up(sample.bytes)
         });
         each.collect()
     }
 
-    /// By where blocks were taken, the most at the peak first. Together with what was there before and what is too
-    /// small to be recorded, `at_peak_bytes` add up to the peak.
-    pub fn origins(&self) -> Vec<Origin> {
-        let peak = self.peak_at();
-        let mut places: HashMap<Path, Origin> = HashMap::new();
-        for block in self.blocks.iter().filter(|block| block.taken_at.is_some()) {
-            let origin = places.entry(block.path).or_insert(Origin {
-                path: block.path,
-                blocks: 0,
-                taken_bytes: 0,
-                at_peak_bytes: 0,
-            });
-            origin.blocks += 1;
-            origin.taken_bytes += block.bytes;
-            if block.is_alive_at(peak) {
-                origin.at_peak_bytes += block.bytes;
+    /// For each event the block that it took (`true`) or gave back, by its place among the blocks.
+    pub(super) fn changes(&self) -> Vec<Option<(bool, usize)>> {
+        let mut changes = vec![None; self.curve.len()];
+        for (place, block) in self.blocks.iter().enumerate() {
+            for (event, is_taken) in [(block.taken_at, true), (block.given_back_at, false)] {
+                if let Some(event) = event {
+                    changes[event] = Some((is_taken, place));
+                }
             }
         }
-        let mut origins: Vec<Origin> = places.into_values().collect();
-        origins.sort_by_key(|origin| {
-            let by_size = (origin.at_peak_bytes, origin.taken_bytes);
-            (std::cmp::Reverse(by_size), origin.path)
-        });
-        origins
+        changes
     }
 
     /// The `count` largest blocks that were taken while it was recorded, the largest first.
@@ -187,6 +140,6 @@ impl MemoryRecording {
 
     /// All that was alive when it began.
     pub fn bytes_before(&self) -> u64 {
-        self.bytes_before
+        self.bytes_at(0)
     }
 }

@@ -1,6 +1,6 @@
 //! A GPU's blocks, counted as the driver is asked for them: what the tracker is to the host's memory.
 
-use super::buffer;
+use super::buffer::{self, GPU_BYTES, Place, What};
 use crate::Result;
 use crate::hardware::cuda::{Counter, pool_bytes};
 use crate::hardware::cupti::allocations::{self, Call, Subscription};
@@ -32,7 +32,7 @@ pub(super) fn watch(device: &Device) -> Result<Watch> {
     let context = device.as_cuda_device()?.cuda_stream().context().cu_ctx();
     device.synchronize()?; // what was dropped is given back
     let current_bytes = pool_bytes(device, Counter::Used).unwrap_or_default();
-    buffer::watch_gpu(current_bytes as usize);
+    GPU_BYTES.store(current_bytes as usize, Relaxed);
     UNKNOWN_BLOCKS.store(0, Relaxed);
     sizes().clear();
     let watch = Watch {
@@ -56,14 +56,18 @@ fn heard(context: usize, call: Call) {
         Call::Taken { address, bytes } => {
             sizes().insert(address, bytes);
             ALLOCATIONS.fetch_add(1, Relaxed);
-            buffer::taken_on_gpu(address, bytes);
+            buffer::change(Place::Gpu, What::Taken, address, bytes, || {
+                GPU_BYTES.fetch_add(bytes, Relaxed) + bytes
+            });
         }
         Call::GivenBack { address } => {
             let Some(bytes) = sizes().remove(&address) else {
                 UNKNOWN_BLOCKS.fetch_add(1, Relaxed);
                 return;
             };
-            buffer::given_back_on_gpu(address, bytes);
+            buffer::change(Place::Gpu, What::GivenBack, address, bytes, || {
+                GPU_BYTES.fetch_sub(bytes, Relaxed) - bytes
+            });
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Events on their way out of the allocator: written without asking for memory.
 
-use crate::memory::counts;
+use super::RecordConfig;
+use crate::memory::tracker;
 use crate::probe::{self, Path};
+use crate::{Error, Result, hardware};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -12,14 +14,17 @@ use std::sync::atomic::{
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// What has happened.
+/// The name of a recording in errors.
+pub(super) const OP: &str = "memory::record";
+
+/// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
-    /// The recording.
+pub(in crate::memory) enum What {
+    /// The recording began.
     Begins,
-    /// A block was taken.
+    /// A block was allocated.
     Taken,
-    /// A block was given back.
+    /// A block was freed.
     GivenBack,
     PhaseBegins,
     PhaseEnds,
@@ -27,23 +32,18 @@ pub(super) enum What {
     OpEnds,
 }
 
-/// Something that happened.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Event {
     /// Since the recording began.
     pub at_ns: u64,
     pub what: What,
-    /// Of the block.
+    /// Of the block, as `bytes`; 0 without one.
     pub address: usize,
-    /// Of the block.
     pub bytes: usize,
     /// All that was alive, small blocks too.
     pub current_bytes: usize,
-    /// Where the thread was.
     pub path: Path,
-    /// The phase that it was in; empty if in none.
     pub phase: &'static str,
-    /// Threads are counted as they come.
     pub thread: u32,
 }
 
@@ -52,7 +52,6 @@ struct Buffer {
     start: Instant,
     events: NonNull<Event>,
     capacity: usize,
-    /// How many are written.
     written: usize,
     /// How many found no room.
     lost: u64,
@@ -63,19 +62,17 @@ unsafe impl Send for Buffer {}
 
 /// Whose blocks are recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    /// The process's, as its allocator gives them out.
+pub(in crate::memory) enum Place {
+    /// The process's, by its allocator.
     Host,
     /// A GPU's.
     Gpu,
 }
 
-/// Blocks from this size on are recorded: all that the allocator looks at for one that is not.
-static THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
-/// The same of a GPU's; the largest number while none are recorded.
-static GPU_THRESHOLD_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// Blocks from this size on are recorded, by [`Place`]; the largest number while none are.
+static THRESHOLD_BYTES: [AtomicUsize; 2] = [const { AtomicUsize::new(usize::MAX) }; 2];
 /// The bytes alive on the GPU that is watched.
-static GPU_BYTES: AtomicUsize = AtomicUsize::new(0);
+pub(super) static GPU_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// The recording that runs. An event's count and its place are taken under one lock: counts are then those of the
 /// events before, whatever threads do. Nothing under it takes a block or gives one back.
 static BUFFER: Mutex<Option<Buffer>> = Mutex::new(None);
@@ -101,54 +98,25 @@ fn thread_number() -> u32 {
     }
 }
 
-/// A block is there; `count` counts it, and says what is alive with it.
+/// A block was allocated, or is about to be freed; `count` counts it, and returns the bytes alive.
 #[inline]
-pub(in crate::memory) fn taken(block: *const u8, bytes: usize, count: impl FnOnce() -> usize) {
-    match bytes < THRESHOLD_BYTES.load(Relaxed) {
+pub(in crate::memory) fn change(
+    place: Place,
+    what: What,
+    address: usize,
+    bytes: usize,
+    count: impl FnOnce() -> usize,
+) {
+    match bytes < THRESHOLD_BYTES[place as usize].load(Relaxed) {
         true => _ = count(),
-        false => push(What::Taken, block.addr(), bytes, count),
-    }
-}
-
-/// A block is about to go; `count` counts it, and says what is alive without it.
-#[inline]
-pub(in crate::memory) fn given_back(block: *const u8, bytes: usize, count: impl FnOnce() -> usize) {
-    match bytes < THRESHOLD_BYTES.load(Relaxed) {
-        true => _ = count(),
-        false => push(What::GivenBack, block.addr(), bytes, count),
-    }
-}
-
-/// So much is alive on the GPU that is watched from now on.
-#[cfg(feature = "cuda")]
-pub(super) fn watch_gpu(current_bytes: usize) {
-    GPU_BYTES.store(current_bytes, Relaxed);
-}
-
-/// A block is there on the GPU that is watched.
-#[cfg(feature = "cuda")]
-pub(super) fn taken_on_gpu(address: usize, bytes: usize) {
-    let count = || GPU_BYTES.fetch_add(bytes, Relaxed) + bytes;
-    match bytes < GPU_THRESHOLD_BYTES.load(Relaxed) {
-        true => _ = count(),
-        false => push(What::Taken, address, bytes, count),
-    }
-}
-
-/// A block of the GPU that is watched is about to go.
-#[cfg(feature = "cuda")]
-pub(super) fn given_back_on_gpu(address: usize, bytes: usize) {
-    let count = || GPU_BYTES.fetch_sub(bytes, Relaxed) - bytes;
-    match bytes < GPU_THRESHOLD_BYTES.load(Relaxed) {
-        true => _ = count(),
-        false => push(What::GivenBack, address, bytes, count),
+        false => push(what, address, bytes, count),
     }
 }
 
 /// The bytes alive where blocks are recorded.
 fn current_bytes() -> usize {
-    match GPU_THRESHOLD_BYTES.load(Relaxed) {
-        usize::MAX => counts::current_bytes(),
+    match THRESHOLD_BYTES[Place::Gpu as usize].load(Relaxed) {
+        usize::MAX => tracker::alive_bytes(),
         _ => GPU_BYTES.load(Relaxed),
     }
 }
@@ -207,23 +175,19 @@ fn write(count: impl FnOnce() -> usize, event: impl FnOnce(u64, usize) -> Event)
     buffer.written += 1;
 }
 
-/// Why a recording does not begin.
-pub(super) enum Refusal {
-    AlreadyRecording,
-    NoMemory { wanted_bytes: usize },
-}
-
 /// Begins to record.
-pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Result<(), Refusal> {
-    let wanted_bytes = capacity.saturating_mul(size_of::<Event>());
+pub(super) fn start(place: Place, config: &RecordConfig) -> Result<()> {
+    let capacity = config.capacity;
     let layout = Layout::array::<Event>(capacity)
         .ok()
         .filter(|layout| layout.size() > 0);
     // SAFETY: not of size zero.
     let events = layout.and_then(|layout| NonNull::new(unsafe { System.alloc(layout) }));
-    let Some(events) = events else {
-        return Err(Refusal::NoMemory { wanted_bytes });
-    };
+    let events = events.ok_or_else(|| Error::OutOfMemory {
+        what: format!("{OP}, room for {capacity} events"),
+        wanted_bytes: capacity.saturating_mul(size_of::<Event>()) as u64,
+        available_bytes: hardware::available_bytes().unwrap_or_default(),
+    })?;
     let new = Buffer {
         start: Instant::now(),
         events: events.cast(),
@@ -233,38 +197,35 @@ pub(super) fn start(place: Place, capacity: usize, threshold_bytes: usize) -> Re
     };
     let mut running = buffer();
     if running.is_some() {
-        return Err(Refusal::AlreadyRecording);
+        return Err(Error::Order {
+            op: OP,
+            problem: "another recording is running".into(),
+            hint: "finish or drop the other recorder first".into(),
+        });
     }
     *running = Some(new);
     drop(running);
-    let threshold = match place {
-        Place::Host => &THRESHOLD_BYTES,
-        Place::Gpu => &GPU_THRESHOLD_BYTES,
-    };
-    threshold.store(threshold_bytes.clamp(1, usize::MAX - 1), SeqCst);
+    let threshold_bytes = config.threshold_bytes.clamp(1, usize::MAX - 1);
+    THRESHOLD_BYTES[place as usize].store(threshold_bytes, SeqCst);
     Ok(())
 }
 
 /// Ends the recording: what was recorded, and how many events found no room.
 pub(super) fn stop() -> (Vec<Event>, u64) {
-    THRESHOLD_BYTES.store(usize::MAX, SeqCst);
-    GPU_THRESHOLD_BYTES.store(usize::MAX, SeqCst);
-    let buffer = buffer().take();
-    buffer.map_or_else(Default::default, |buffer| {
-        (buffer.events().to_vec(), buffer.lost)
-    })
+    for threshold in &THRESHOLD_BYTES {
+        threshold.store(usize::MAX, SeqCst);
+    }
+    let Some(buffer) = buffer().take() else {
+        return Default::default();
+    };
+    // SAFETY: so many have been written.
+    let events = unsafe { std::slice::from_raw_parts(buffer.events.as_ptr(), buffer.written) };
+    (events.to_vec(), buffer.lost)
 }
 
 /// How many events there have been.
 pub(super) fn position() -> usize {
     buffer().as_ref().map_or(0, |buffer| buffer.written)
-}
-
-impl Buffer {
-    fn events(&self) -> &[Event] {
-        // SAFETY: so many have been written.
-        unsafe { std::slice::from_raw_parts(self.events.as_ptr(), self.written) }
-    }
 }
 
 impl Drop for Buffer {

@@ -1,15 +1,65 @@
-//! From events to blocks: who took each, where, and for how long.
+//! From events to blocks: who took each, where, for how long, and what for.
 
-use super::block::{Block, Circumstances, PhaseSpan};
 use super::buffer::{Event, What};
-use super::{Label, MemoryKind, kind};
+use super::{Label, MemoryKind};
+use crate::model::HEAD;
+use crate::ops::{self, WEIGHT_CAST};
 use crate::probe::Path;
 use std::collections::HashMap;
 
-/// What became of the events.
-pub(super) struct Lives {
-    pub blocks: Vec<Block>,
-    pub phases: Vec<PhaseSpan>,
+/// A block of memory that was alive while it was recorded.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Block {
+    /// Where it was.
+    pub address: usize,
+    /// How large it was.
+    pub bytes: u64,
+    /// What it was there for.
+    pub kind: MemoryKind,
+    /// What [`Recorder::label`](crate::memory::Recorder::label) has called it, if it has.
+    pub name: Option<String>,
+    /// Where it was taken: an op's path, or the range around candle's own work; the root if before the recording.
+    pub path: Path,
+    /// The phase in which it was taken; empty if in none.
+    pub phase: &'static str,
+    /// The thread that took it, counted as they come, from 1; 0 for what was there before.
+    pub thread: u32,
+    /// The event with which it came; `None` if it was there before.
+    pub taken_at: Option<usize>,
+    /// The event with which it went; `None` if it was there at the end.
+    pub given_back_at: Option<usize>,
+}
+
+impl Block {
+    /// Whether it was alive just after this event.
+    pub fn is_alive_at(&self, event: usize) -> bool {
+        self.taken_at.is_none_or(|taken| taken <= event)
+            && self
+                .given_back_at
+                .is_none_or(|given_back| event < given_back)
+    }
+}
+
+/// A phase, from its first event to its last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PhaseSpan {
+    /// `forward`, `backward`, `optimizer`, or what a caller has called it.
+    pub name: &'static str,
+    /// The event with which it began.
+    pub begins_at: usize,
+    /// The event with which it ended; the recording's last if it did not.
+    pub ends_at: usize,
+}
+
+/// What a block's [`MemoryKind`] follows from, in addition to the block.
+#[derive(Clone, Copy, Default)]
+struct Circumstances {
+    /// The phase as a stretch of events.
+    phase: Option<usize>,
+    /// The call of the op that took it.
+    call: Option<usize>,
+    /// The call of the op in which it was given back.
+    given_back_in: Option<usize>,
 }
 
 /// An op or a phase that has begun and not ended.
@@ -38,11 +88,8 @@ impl Around {
         let phase = self.phases.iter().rev().find(of).map(|open| open.number);
         match op {
             Some(op) if is_nowhere => {
-                let phase = self
-                    .phases
-                    .iter()
-                    .rev()
-                    .find(|open| open.thread == op.thread);
+                let mut phases = self.phases.iter().rev();
+                let phase = phases.find(|open| open.thread == op.thread);
                 let phase = phase.map(|open| open.number);
                 (Some(op.number), op.path, op.phase, phase)
             }
@@ -62,8 +109,8 @@ fn close(open: &mut Vec<Open>, event: &Event) -> Option<Open> {
     Some(open.remove(place))
 }
 
-/// The blocks' lives.
-pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
+/// The blocks, in the order in which they were allocated, and the phases.
+pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<PhaseSpan>) {
     let mut around = Around::default();
     let mut phases: Vec<PhaseSpan> = Vec::new();
     let mut blocks: Vec<(Block, Circumstances)> = Vec::new();
@@ -72,11 +119,8 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
     let last = events.len().saturating_sub(1);
     for position in 0..=events.len() {
         while let Some(label) = labels.next_if(|label| label.position <= position) {
-            let place = alive.get(&label.address).copied();
-            let place = place.unwrap_or_else(|| {
-                let block = before(label.address, label.bytes);
-                blocks.push(block);
-                alive.insert(label.address, blocks.len() - 1);
+            let place = *alive.entry(label.address).or_insert_with(|| {
+                blocks.push(before(label.address, label.bytes));
                 blocks.len() - 1
             });
             let block = &mut blocks[place].0;
@@ -114,15 +158,11 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
             What::Taken => {
                 let (call, path, phase_name, phase) = around.owner(event);
                 let block = Block {
-                    address: event.address,
-                    bytes: event.bytes as u64,
-                    kind: MemoryKind::Other,
-                    name: None,
                     path,
                     phase: phase_name,
                     thread: event.thread,
                     taken_at: Some(position),
-                    given_back_at: None,
+                    ..before(event.address, event.bytes).0
                 };
                 let circumstances = Circumstances {
                     phase,
@@ -145,13 +185,13 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> Lives {
     }
     let blocks = blocks.into_iter().map(|(mut block, circumstances)| {
         if block.name.is_none() {
-            block.kind = kind::of(&block, circumstances, &phases);
+            block.kind = kind_of(&block, circumstances, &phases);
         }
         block
     });
     let mut blocks: Vec<Block> = blocks.collect();
     blocks.sort_by_key(|block| block.taken_at); // stable; none comes first
-    Lives { blocks, phases }
+    (blocks, phases)
 }
 
 /// A block that was there before.
@@ -167,10 +207,42 @@ fn before(address: usize, bytes: usize) -> (Block, Circumstances) {
         taken_at: None,
         given_back_at: None,
     };
-    let circumstances = Circumstances {
-        phase: None,
-        call: None,
-        given_back_in: None,
+    (block, Circumstances::default())
+}
+
+/// Returns what a block is there for, by rules of which the first that applies holds; a label comes before all of them.
+///
+/// - Taken before the recording, or outside of every phase: of no kind.
+/// - Taken by a weight's cast: a weight cast.
+/// - Forward: scratch, if given back in the same call of the same op; else a cross-entropy's, and those of the product
+///   in [`TransformerLM`](crate::model::TransformerLM)'s head, are logits, all others activations. Without a graph they
+///   come and go, and are activations all the same.
+/// - Backward: a gradient, if it is there when backward is done; else scratch: gradients on their way.
+/// - Optimizer: its state, if it is there when the optimizer is done; else scratch.
+fn kind_of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> MemoryKind {
+    let Some(phase) = of.phase.map(|number| &phases[number]) else {
+        return MemoryKind::Other;
     };
-    (block, circumstances)
+    let outlives = block
+        .given_back_at
+        .is_none_or(|event| event > phase.ends_at);
+    let names = block.path.names();
+    let op = names.last().map_or("", String::as_str);
+    if op == WEIGHT_CAST {
+        return MemoryKind::WeightCasts;
+    }
+    match (phase.name, outlives) {
+        ("forward", _) if of.call.is_some() && of.call == of.given_back_in => MemoryKind::Scratch,
+        ("forward", _) => {
+            let is_head = op == ops::LINEAR && names.iter().any(|name| name == HEAD);
+            match is_head || ops::is_cross_entropy(op) {
+                true => MemoryKind::Logits,
+                false => MemoryKind::Activations,
+            }
+        }
+        ("backward", true) => MemoryKind::Gradients,
+        ("optimizer", true) => MemoryKind::Optimizer,
+        ("backward" | "optimizer", false) => MemoryKind::Scratch,
+        _ => MemoryKind::Other,
+    }
 }
