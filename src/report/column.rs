@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::number::{decimals_of, fixed, group};
+use super::words::{decimals_of, fixed, group};
 
 /// What stands where a value could not be measured.
 pub(super) const NOT_AVAILABLE: &str = "n/a";

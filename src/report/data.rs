@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use serde_json::Value;
+use serde_json::{Value, to_string};
 
 use super::{Fields, Report};
 
@@ -31,52 +31,48 @@ fn csv_cell(value: Option<&Value>) -> String {
 
 /// One document, one line for each row, so that long lists of samples stay out of the way.
 pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    write!(out, "{{\n  \"environment\": ")?;
-    serde_json::to_writer(&mut *out, &report.environment)?;
-    write!(out, ",\n  \"configuration\": ")?;
-    serde_json::to_writer(&mut *out, &report.configuration)?;
-    write!(out, ",\n  \"notes\": ")?;
-    serde_json::to_writer(&mut *out, &report.notes)?;
-    write!(out, ",\n  \"analysis\": ")?;
-    serde_json::to_writer(&mut *out, &report.analysis)?;
-    write!(out, ",\n  \"rows\": [")?;
-    write_rows(report, "    ", out)?;
-    write!(out, "]")?;
+    let fields = [
+        ("environment", to_string(&report.environment)?),
+        ("configuration", to_string(&report.configuration)?),
+        ("notes", to_string(&report.notes)?),
+        ("analysis", to_string(&report.analysis)?),
+        ("rows", rows(report, "    ")?),
+    ];
     let details = report
         .details
         .iter()
         .filter(|detail| !detail.rows.is_empty());
-    let mut details = details.enumerate().peekable();
-    if details.peek().is_some() {
-        write!(out, ",\n  \"details\": [")?;
-        for (index, detail) in details {
-            let comma = if index == 0 { "" } else { "," };
-            write!(out, "{comma}\n    {{\"title\": ")?;
-            serde_json::to_writer(&mut *out, &detail.title)?;
-            write!(out, ", \"notes\": ")?;
-            serde_json::to_writer(&mut *out, &detail.notes)?;
-            write!(out, ", \"rows\": [")?;
-            write_rows(detail, "      ", out)?;
-            write!(out, "]}}")?;
-        }
-        write!(out, "\n  ]")?;
-    }
-    writeln!(out, "\n}}")
+    let details = details.map(|detail| {
+        let [title, notes] = [to_string(&detail.title)?, to_string(&detail.notes)?];
+        let rows = rows(detail, "      ")?;
+        Ok(format!(
+            "\n    {{\"title\": {title}, \"notes\": {notes}, \"rows\": {rows}}}"
+        ))
+    });
+    let details = details.collect::<io::Result<Vec<_>>>()?.join(",");
+    let details = (!details.is_empty()).then(|| ("details", format!("[{details}\n  ]")));
+    let fields = fields.into_iter().chain(details);
+    let lines: Vec<String> = fields
+        .map(|(key, value)| format!("  \"{key}\": {value}"))
+        .collect();
+    writeln!(out, "{{\n{}\n}}", lines.join(",\n"))
 }
 
 /// The rows, a line each, all with the same keys.
-fn write_rows(report: &Report, indent: &str, out: &mut dyn Write) -> io::Result<()> {
+fn rows(report: &Report, indent: &str) -> serde_json::Result<String> {
     let keys = report.keys();
-    for (index, row) in report.rows.iter().enumerate() {
-        let complete: Fields = keys
+    let rows = report.rows.iter().map(|row| {
+        let complete = keys
             .iter()
-            .map(|key| (*key, row.get(key).cloned().unwrap_or(Value::Null)))
-            .collect();
-        write!(out, "{}\n{indent}", if index == 0 { "" } else { "," })?;
-        serde_json::to_writer(&mut *out, &complete)?;
-    }
-    match report.rows.is_empty() {
-        true => Ok(()),
-        false => write!(out, "\n{}", &indent[2..]),
-    }
+            .map(|key| (*key, row.get(key).cloned().unwrap_or_default()));
+        Ok(format!(
+            "\n{indent}{}",
+            to_string(&complete.collect::<Fields>())?
+        ))
+    });
+    let rows: Vec<String> = rows.collect::<serde_json::Result<_>>()?;
+    Ok(match rows.is_empty() {
+        true => "[]".into(),
+        false => format!("[{}\n{}]", rows.join(","), &indent[2..]),
+    })
 }

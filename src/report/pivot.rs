@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::Fields;
 use super::column::NOT_AVAILABLE;
-use super::number::{decimals_of, fixed, group};
+use super::words::{decimals_of, fixed, group};
 
 /// Joins the rows that agree in every field of `by` into one line, in the order in which they first come.
 ///

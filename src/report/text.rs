@@ -1,9 +1,23 @@
-//! For a terminal.
+//! Reports for a terminal: which columns are shown in a given width, and their text.
 
-use super::column::plain;
-use super::layout::{Arranged, arrange};
-use super::wrap::wrap;
-use super::{Fields, Layout, Report};
+use super::column::{NOT_AVAILABLE, plain};
+use super::words::{list_in_note, one_line, wrap};
+use super::{Column, Fields, Report};
+
+/// How a [`Report`](super::Report) is laid out as text.
+///
+/// A column of names whose cells all agree moves into the header, and one of quantities without any value is left out.
+/// Where the table is still wider than `width`, columns are left out, the most minor first, and a note names them.
+/// Text in a cell is never wrapped.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// The most characters of a line; `None` for as many as it takes.
+    pub width: Option<usize>,
+    /// Shows every column as it is, whatever the width: none moves, none is left out.
+    pub every_column: bool,
+    /// How a reader gets at the columns that were left out: the end of the note that names them.
+    pub hint: String,
+}
 
 /// Configuration, table and notes, the detail tables, and last where it ran.
 pub(super) fn text(report: &Report, layout: &Layout) -> String {
@@ -86,4 +100,287 @@ fn in_a_sentence(title: &str) -> String {
         true => title.to_lowercase(),
         false => title.into(),
     }
+}
+
+/// A table in a layout.
+struct Arranged {
+    /// Titles and values of the columns whose cells all agree.
+    pub same: Fields,
+    /// The lines of the table.
+    pub lines: Vec<String>,
+    /// The note on what was left out.
+    pub note: Option<String>,
+}
+
+/// Lays out `columns` of `rows`.
+fn arrange(columns: &[Column], rows: &[Fields], layout: &Layout) -> Arranged {
+    let mut strips: Vec<Strip<'_>> = columns.iter().map(|c| Strip::new(c, rows)).collect();
+    let mut same = Fields::new();
+    let mut left_out = Vec::new();
+    if !layout.every_column {
+        move_what_agrees(&mut strips, &mut same);
+        if let Some(width) = layout.width {
+            fit(&mut strips, width, &mut left_out);
+        }
+    }
+    let note = (!left_out.is_empty()).then(|| {
+        let start = format!("Left out for the width{}", layout.hint);
+        list_in_note(&start, &left_out)
+    });
+    let mut lines = draw(&strips);
+    if let Some(width) = layout.width.filter(|_| !layout.every_column) {
+        lines.iter_mut().for_each(|line| cut(line, width)); // one column may be too wide
+    }
+    Arranged { same, lines, note }
+}
+
+/// Moves names that agree, and drops what has no value; what is left tells the rows apart, or is the first column.
+fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
+    if strips.first().is_none_or(|first| first.cells.is_empty()) {
+        return;
+    }
+    let tells_apart = |strip: &Strip<'_>| strip.is_of_names() && !strip.agrees();
+    let is_any_telling = strips.iter().any(tells_apart);
+    let mut index = 0;
+    strips.retain(|strip| {
+        let is_kept_first = index == 0 && !is_any_telling;
+        index += 1;
+        if is_kept_first || tells_apart(strip) {
+            return true;
+        }
+        if strip.is_of_names() && !strip.is_empty() {
+            same.insert(strip.column.heading(), strip.cells[0].as_str());
+        }
+        !strip.is_of_names() && !strip.is_empty()
+    });
+}
+
+fn draw(strips: &[Strip<'_>]) -> Vec<String> {
+    if strips.is_empty() {
+        return Vec::new();
+    }
+    let widths = widths(strips);
+    let gap = " ".repeat(GAP);
+    let line = |cells: &[&str]| {
+        let padded = cells.iter().zip(strips).zip(&widths);
+        let padded: Vec<String> = padded
+            .map(|((cell, strip), &width)| match strip.right {
+                true => format!("{cell:>width$}"),
+                false => format!("{cell:width$}"),
+            })
+            .collect();
+        padded.join(&gap).trim_end().to_string()
+    };
+    let mut lines = Vec::new();
+    if strips.iter().any(|strip| !strip.column.under.is_empty()) {
+        let spans = spans(strips).into_iter().map(|(first, end)| {
+            let (width, over) = (total(&widths[first..end]), over(&strips[first..end]));
+            match over.is_empty() {
+                true => " ".repeat(width),
+                false => fill(over, width),
+            }
+        });
+        lines.push(spans.collect::<Vec<_>>().join(&gap).trim_end().to_string());
+    }
+    let headings = headings(strips);
+    lines.push(line(
+        &headings.iter().map(String::as_str).collect::<Vec<_>>(),
+    ));
+    let rule: Vec<String> = widths.iter().map(|&width| "─".repeat(width)).collect();
+    lines.push(rule.join(&gap));
+    let rows = strips[0].cells.len();
+    lines.extend((0..rows).map(|row| {
+        let cells: Vec<&str> = strips
+            .iter()
+            .map(|strip| strip.cells[row].as_str())
+            .collect();
+        line(&cells)
+    }));
+    lines
+}
+
+/// A heading with a rule after it, as wide as the columns below it.
+fn fill(over: String, width: usize) -> String {
+    let rest = width - over.chars().count();
+    match rest {
+        0 | 1 => over + &" ".repeat(rest),
+        _ => format!("{over} {}", "─".repeat(rest - 1)),
+    }
+}
+
+/// Words in a cell are not cut to fewer characters.
+const LEAST_WORDS: usize = 20;
+
+/// Leaves columns out until the others fit: the most minor first, of equals the last. Where only those are left that a
+/// reader cannot do without, long words are cut before one of them goes.
+fn fit(strips: &mut Vec<Strip<'_>>, width: usize, left_out: &mut Vec<String>) {
+    while total(&widths(strips)) > width {
+        let of_minor = |i: &usize| (strips[*i].column.minor, *i);
+        let most = (1..strips.len()).max_by_key(of_minor);
+        let is_needed = most.is_none_or(|most| strips[most].column.minor == 0);
+        if is_needed && cut_words(strips, width) {
+            continue;
+        }
+        let Some(most) = most else { return };
+        // What is compared goes together: half a comparison says nothing.
+        let span = spans(strips).into_iter().find(|(_, end)| *end > most);
+        let (first, end) = span.unwrap_or((most, most + 1));
+        let minor = strips[most].column.minor;
+        let goes = |i: usize, strip: &Strip<'_>| {
+            (first.max(1)..end).contains(&i) && strip.column.minor == minor
+        };
+        let all = std::mem::take(strips).into_iter().enumerate();
+        let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
+        *strips = kept.into_iter().map(|(_, strip)| strip).collect();
+        let gone: Vec<Strip<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
+        let name = match &gone[..] {
+            [only] => only.column.heading(),
+            several => over(several),
+        };
+        left_out.insert(0, name);
+    }
+}
+
+/// Cuts the widest column of words by what is too much; whether there was one to cut.
+fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
+    let widths = widths(strips);
+    let too_much = total(&widths) - width;
+    let least = |i: usize| {
+        strips[i]
+            .column
+            .own_heading()
+            .chars()
+            .count()
+            .max(LEAST_WORDS)
+    };
+    let is_long = |i: &usize| strips[*i].is_of_names() && widths[*i] > least(*i);
+    let Some(widest) = (0..strips.len()).filter(is_long).max_by_key(|i| widths[*i]) else {
+        return false;
+    };
+    let room = widths[widest].saturating_sub(too_much).max(least(widest));
+    strips[widest]
+        .cells
+        .iter_mut()
+        .for_each(|cell| cut(cell, room));
+    true
+}
+
+/// Cuts a text to `room` characters: a path at its beginning, for its end says more, any other at its end.
+fn cut(text: &mut String, room: usize) {
+    let length = text.chars().count();
+    if length <= room {
+        return;
+    }
+    let kept = room.saturating_sub(1);
+    *text = match text.contains('/') {
+        true => "…"
+            .chars()
+            .chain(text.chars().skip(length - kept))
+            .collect(),
+        false => text.chars().take(kept).chain("…".chars()).collect(),
+    };
+}
+
+/// Spaces between columns.
+const GAP: usize = 2;
+
+/// A column with its cells.
+struct Strip<'a> {
+    pub column: &'a Column,
+    pub cells: Vec<String>,
+    pub right: bool,
+}
+
+impl<'a> Strip<'a> {
+    pub fn new(column: &'a Column, rows: &[Fields]) -> Self {
+        let values = || rows.iter().map(|row| row.get(&column.key));
+        Self {
+            column,
+            cells: values()
+                .map(|value| one_line(&column.cell(value)))
+                .collect(),
+            right: column.aligns_right(values().flatten()),
+        }
+    }
+
+    /// Whether it holds names and not quantities.
+    pub fn is_of_names(&self) -> bool {
+        self.column.decimals.is_none()
+    }
+
+    pub fn agrees(&self) -> bool {
+        self.cells.windows(2).all(|pair| pair[0] == pair[1])
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.cells.iter().all(|cell| cell == NOT_AVAILABLE)
+    }
+}
+
+fn total(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
+}
+
+/// Neighbours under one heading, by their first and the one after their last; a column under none is alone.
+fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
+    let mut spans: Vec<(usize, usize)> = Vec::new();
+    for (i, strip) in strips.iter().enumerate() {
+        let under = &strip.column.under;
+        match spans.last_mut() {
+            Some((first, end)) if !under.is_empty() && strips[*first].column.under == *under => {
+                *end = i + 1;
+            }
+            _ => spans.push((i, i + 1)),
+        }
+    }
+    spans
+}
+
+/// The heading over a span, with the unit if its columns have only one.
+fn over(strips: &[Strip<'_>]) -> String {
+    let under = &strips[0].column.under;
+    match shared_unit(strips) {
+        Some(unit) => format!("{under} ({unit})"),
+        None => under.clone(),
+    }
+}
+
+/// The unit of every column under one heading that has a unit.
+fn shared_unit<'s>(strips: &'s [Strip<'_>]) -> Option<&'s str> {
+    let mut units = strips.iter().map(|s| s.column.unit.as_str());
+    let mut units = units.by_ref().filter(|unit| !unit.is_empty());
+    let first = units.next()?;
+    let is_shared = !strips[0].column.under.is_empty() && units.all(|unit| unit == first);
+    is_shared.then_some(first)
+}
+
+/// What stands over each column, below the headings of groups.
+fn headings(strips: &[Strip<'_>]) -> Vec<String> {
+    let spans = spans(strips).into_iter();
+    let headings = spans.flat_map(|(first, end)| {
+        let span = &strips[first..end];
+        let has_unit_over = shared_unit(span).is_some();
+        span.iter().map(move |strip| match has_unit_over {
+            true => strip.column.title.clone(),
+            false => strip.column.own_heading(),
+        })
+    });
+    headings.collect()
+}
+
+fn widths(strips: &[Strip<'_>]) -> Vec<usize> {
+    let mut widths: Vec<usize> = strips
+        .iter()
+        .zip(headings(strips))
+        .map(|(strip, heading)| {
+            let texts = strip.cells.iter().chain([&heading]);
+            texts.map(|text| text.chars().count()).max().unwrap_or(0)
+        })
+        .collect();
+    for (first, end) in spans(strips) {
+        let wanted = over(&strips[first..end]).chars().count();
+        let there = total(&widths[first..end]);
+        widths[end - 1] += wanted.saturating_sub(there);
+    }
+    widths
 }

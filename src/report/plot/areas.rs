@@ -2,14 +2,13 @@
 
 use super::axis::Axis;
 use super::draw::{
-    COLOURS, Drawn, FRAME, GRID, HEIGHT, LABEL_SIZE, LEFT, LEGEND_HEIGHT, MARGIN, TEXT, TICK_SIZE,
-    TITLE_HEIGHT, TITLE_SIZE, WIDTH, printable, text_style,
+    Area, COLOURS, Drawn, FRAME, Frame, LEFT, Legend, MARGIN_RIGHT, MARGIN_TOP, Sample, TEXT,
+    TICK_SIZE, WIDTH, document, printable, text_style,
 };
 use crate::report::picture;
 use crate::{Error, Result};
 use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
 /// One layer of an [`AreaChart`].
@@ -69,10 +68,6 @@ pub struct AreaChart {
 
 /// Height of a line that names spans.
 const SPAN_HEIGHT: u32 = 24;
-/// Between the right edge of the plot and that of the picture.
-const MARGIN_RIGHT: i32 = 34;
-/// Side of a layer's sample in the legend.
-const SAMPLE: i32 = 14;
 
 impl AreaChart {
     /// The chart as an SVG document.
@@ -82,18 +77,24 @@ impl AreaChart {
     /// not finite.
     pub fn to_svg(&self) -> Result<String> {
         self.check()?;
-        let mut document = String::new();
-        self.draw(&mut document)
-            .map_err(|problem| Error::Plot(problem.to_string()))?;
-        Ok(document)
+        let x = Axis::fit(self.x.iter().copied(), false, false);
+        let (names, name_lines) = self.span_names(&x);
+        let layers = self.layers.iter().enumerate();
+        let entries = layers.map(|(i, layer)| (layer.name.clone(), Sample::Area(colour(i))));
+        let frame = Frame {
+            title: &self.title,
+            x_label: &self.x_label,
+            y_label: &self.y_label,
+            legend: Legend::lay_out(entries),
+            gap: SPAN_HEIGHT * name_lines,
+        };
+        document(frame.height(), |root| self.draw(root, &frame, x, names))
     }
 
-    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
-    /// SVG.
+    /// Writes the chart to a file, as [`LineChart::save`](super::LineChart::save) does.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for
-    /// a PNG in a build without the feature `png`.
+    /// Those of [`to_svg`](Self::to_svg) and of [`LineChart::save`](super::LineChart::save).
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
     }
@@ -121,60 +122,19 @@ impl AreaChart {
         Ok(())
     }
 
-    fn draw(&self, document: &mut String) -> Drawn {
-        let (legend, lines) = self.legend();
-        let x = Axis::fit(self.x.iter().copied(), false);
-        let (names, name_lines) = self.span_names(&x);
-        let names_height = SPAN_HEIGHT * name_lines;
-        let top_height = TITLE_HEIGHT + LEGEND_HEIGHT * lines + names_height;
-        let height = HEIGHT + LEGEND_HEIGHT * lines + names_height;
-        let root = SVGBackend::with_string(document, (WIDTH, height)).into_drawing_area();
-        root.fill(&WHITE)?;
-        let (top, body) = root.split_vertically(top_height);
-        let left_middle = Pos::new(HPos::Left, VPos::Center);
-        let title = text_style(TITLE_SIZE).pos(left_middle);
-        top.draw_text(&printable(&self.title), &title, (LEFT, 22))?;
-        let named = text_style(LABEL_SIZE).pos(left_middle);
-        for (index, left, line) in legend {
-            let middle = (TITLE_HEIGHT + LEGEND_HEIGHT * line + LEGEND_HEIGHT / 2) as i32;
-            let corners = [
-                (left, middle - SAMPLE / 2),
-                (left + SAMPLE, middle + SAMPLE / 2),
-            ];
-            top.draw(&Rectangle::new(corners, colour(index).filled()))?;
-            let name = printable(&self.layers[index].name);
-            top.draw_text(&name, &named, (left + SAMPLE + 6, middle))?;
-        }
-
+    fn draw(&self, root: &Area<'_>, frame: &Frame<'_>, x: Axis, names: Vec<SpanName>) -> Drawn {
         let tops = self.tops();
         let most = tops.iter().flatten().copied().fold(0.0, f64::max);
         let most = if most > 0.0 { most } else { 1.0 };
-        let y = Axis::fit([0.0, most].into_iter(), false).with_room();
-        let mut plot = ChartBuilder::on(&body)
-            .margin_left(MARGIN)
-            .margin_right(MARGIN_RIGHT)
-            .margin_top(10)
-            .margin_bottom(8)
-            .x_label_area_size(54)
-            .y_label_area_size(LEFT - MARGIN)
-            .build_cartesian_2d(x, y)?;
-        plot.configure_mesh()
-            .bold_line_style(GRID)
-            .axis_style(FRAME)
-            .label_style(text_style(TICK_SIZE))
-            .axis_desc_style(text_style(LABEL_SIZE))
-            .x_desc(printable(&self.x_label))
-            .y_desc(printable(&self.y_label))
-            .draw()?;
-        let nothing = vec![0.0; self.x.len()];
-        for index in 0..tops.len() {
-            let below = if index == 0 {
-                &nothing
-            } else {
-                &tops[index - 1]
-            };
-            let outline = outline(&self.x, below, &tops[index]);
+        let y = Axis::fit([0.0, most].into_iter(), false, true);
+        let mut plot = frame.draw(root, x, y)?;
+        let mut below = &vec![0.0; self.x.len()];
+        for (index, top) in tops.iter().enumerate() {
+            // Along its top in steps, and back along its bottom.
+            let bottom = steps(&self.x, below).into_iter().rev();
+            let outline: Vec<_> = steps(&self.x, top).into_iter().chain(bottom).collect();
             plot.draw_series([Polygon::new(outline, colour(index).filled())])?;
+            below = top;
         }
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
         for span in &self.spans {
@@ -185,24 +145,17 @@ impl AreaChart {
                 }
             }
         }
-        let plot_top = top_height as i32 + 10;
-        for SpanName {
-            name,
-            left,
-            line,
-            span_middle,
-        } in names
-        {
-            let middle = top_height as i32 + 6 - (SPAN_HEIGHT * line + SPAN_HEIGHT / 2) as i32;
-            let style = text_style(TICK_SIZE).pos(left_middle);
-            root.draw_text(&name, &style, (left, middle))?;
+        let top_height = frame.top_height() as i32;
+        for name in names {
+            let line = (SPAN_HEIGHT * name.line) as i32;
+            let middle = top_height + 6 - line - SPAN_HEIGHT as i32 / 2;
+            root.draw_text(&name.name, &text_style(TICK_SIZE), (name.left, middle))?;
             if line > 0 {
                 let below = middle + SPAN_HEIGHT as i32 / 2 - 2;
-                let leader = vec![(span_middle, below), (span_middle, plot_top)];
-                root.draw(&PathElement::new(leader, FRAME.stroke_width(1)))?;
+                let ends = [below, top_height + MARGIN_TOP].map(|y| (name.span_middle, y));
+                root.draw(&PathElement::new(ends, FRAME.stroke_width(1)))?;
             }
         }
-        root.present()?;
         Ok(())
     }
 
@@ -240,20 +193,6 @@ impl AreaChart {
         (names, lines.unwrap_or(1))
     }
 
-    /// Each layer's left edge and line in the legend, and how many lines there are.
-    fn legend(&self) -> (Vec<(usize, i32, u32)>, u32) {
-        let (mut places, mut left, mut line) = (Vec::new(), LEFT, 0);
-        for (index, layer) in self.layers.iter().enumerate() {
-            let width = SAMPLE + 28 + layer.name.chars().count() as i32 * 9;
-            if left > LEFT && left + width > WIDTH as i32 {
-                (left, line) = (LEFT, line + 1);
-            }
-            places.push((index, left, line));
-            left += width;
-        }
-        (places, line + 1)
-    }
-
     /// The upper edge of each layer.
     fn tops(&self) -> Vec<Vec<f64>> {
         let mut top = vec![0.0; self.x.len()];
@@ -275,13 +214,6 @@ struct SpanName {
     /// How many lines of names are below it.
     line: u32,
     span_middle: i32,
-}
-
-/// Around a layer: along its top in steps, and back along its bottom.
-fn outline(x: &[f64], below: &[f64], above: &[f64]) -> Vec<(f64, f64)> {
-    let mut points = steps(x, above);
-    points.extend(steps(x, below).into_iter().rev());
-    points
 }
 
 fn steps(x: &[f64], y: &[f64]) -> Vec<(f64, f64)> {

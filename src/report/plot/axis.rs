@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 
-use crate::report::number::{fixed, group};
+use crate::report::words::{fixed, group};
 
 /// A logarithmic axis has no more ticks than this.
 const MAX_LOG_TICKS: usize = 9;
@@ -15,8 +15,6 @@ const LINEAR_TICKS: f64 = 6.0;
 /// A fitted axis. Positions on it are the values themselves, or their decimal logarithms if it is logarithmic.
 pub(super) struct Axis {
     log: bool,
-    /// The different values on it, ascending.
-    values: Vec<f64>,
     /// First and last position; never the same.
     low: f64,
     high: f64,
@@ -25,83 +23,44 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// The axis that spans `values`: one at least, all finite, positive if `log`.
-    pub(super) fn fit(values: impl Iterator<Item = f64>, log: bool) -> Self {
+    /// The axis that spans `values`: one at least, all finite, positive if `log`. With room it has some empty space on
+    /// either side, so that no line lies on the frame; if all values are positive, it does not begin below zero for it.
+    pub(super) fn fit(values: impl Iterator<Item = f64>, log: bool, has_room: bool) -> Self {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
         values.dedup();
-        let axis = Self {
-            log,
-            values,
-            low: 0.0,
-            high: 0.0,
-            ticks: Vec::new(),
-        };
-        let (low, high) = axis.extremes();
+        let ends = [values.first(), values.last()];
+        let [first, last] = ends.map(|end| end.map_or(0.0, |value| position(*value, log)));
         // A lone value gets an axis around it.
-        let margin = match (low == high, log) {
+        let margin = match (first == last, log) {
             (false, _) => 0.0,
             (true, true) => 0.5,
-            (true, false) if low == 0.0 => 1.0,
-            (true, false) => low.abs() / 2.0,
+            (true, false) if first == 0.0 => 1.0,
+            (true, false) => first.abs() / 2.0,
         };
-        axis.span(low - margin, high + margin)
-    }
-
-    /// Some empty space on either side, so that no line lies on the frame. Values that are all positive do not get an
-    /// axis that begins below zero for it.
-    pub(super) fn with_room(self) -> Self {
-        let room = (self.high - self.low) * 0.05;
-        let (lowest, _) = self.extremes();
-        let low = if !self.log && lowest >= 0.0 {
-            (self.low - room).max(0.0)
-        } else {
-            self.low - room
+        let (mut low, mut high) = (first - margin, last + margin);
+        if has_room {
+            let room = (high - low) * 0.05;
+            (low, high) = (low - room, high + room);
+            if !log && first >= 0.0 {
+                low = low.max(0.0);
+            }
+        }
+        let ticks = match log {
+            true => log_ticks(values, low, high),
+            false => linear_ticks(low, high),
         };
-        let high = self.high + room;
-        self.span(low, high)
+        Self {
+            log,
+            low,
+            high,
+            ticks,
+        }
     }
+}
 
-    fn position(&self, value: f64) -> f64 {
-        if self.log { value.log10() } else { value }
-    }
-
-    fn extremes(&self) -> (f64, f64) {
-        let ends = (self.values.first(), self.values.last());
-        let position = |end: Option<&f64>| end.map_or(0.0, |value| self.position(*value));
-        (position(ends.0), position(ends.1))
-    }
-
-    fn span(mut self, low: f64, high: f64) -> Self {
-        self.low = low;
-        self.high = high;
-        self.ticks = if self.log {
-            self.log_ticks()
-        } else {
-            linear_ticks(low, high)
-        };
-        self
-    }
-
-    /// At the values if they are few and apart (256, 1024, 4096 say more than 100, 1000), else at round numbers.
-    fn log_ticks(&self) -> Vec<(f64, String)> {
-        let apart = (self.high - self.low) / (1.5 * MAX_LOG_TICKS as f64);
-        let few = (2..=MAX_LOG_TICKS).contains(&self.values.len());
-        let whole = self.values.iter().all(|value| value.fract() == 0.0);
-        let spread = self
-            .values
-            .windows(2)
-            .all(|pair| pair[1].log10() - pair[0].log10() >= apart);
-        let values = if few && whole && spread {
-            self.values.clone()
-        } else {
-            round_numbers(self.low, self.high)
-        };
-        values
-            .into_iter()
-            .map(|value| (value, short(value)))
-            .collect()
-    }
+fn position(value: f64, log: bool) -> f64 {
+    if log { value.log10() } else { value }
 }
 
 /// How plotters sees it.
@@ -110,7 +69,7 @@ impl Ranged for Axis {
     type ValueType = f64;
 
     fn map(&self, value: &f64, (first, last): (i32, i32)) -> i32 {
-        let share = (self.position(*value) - self.low) / (self.high - self.low);
+        let share = (position(*value, self.log) - self.low) / (self.high - self.low);
         first + (share * f64::from(last - first)).round() as i32
     }
 
@@ -137,6 +96,21 @@ impl ValueFormatter<f64> for Axis {
             .find(|(tick, _)| tick == value)
             .map_or_else(String::new, |(_, name)| name.clone())
     }
+}
+
+/// At the values if they are few and apart (256, 1024, 4096 say more than 100, 1000), else at round numbers.
+fn log_ticks(values: Vec<f64>, low: f64, high: f64) -> Vec<(f64, String)> {
+    let apart = (high - low) / (1.5 * MAX_LOG_TICKS as f64);
+    let few = (2..=MAX_LOG_TICKS).contains(&values.len());
+    let whole = values.iter().all(|value| value.fract() == 0.0);
+    let mut pairs = values.windows(2);
+    let spread = pairs.all(|pair| pair[1].log10() - pair[0].log10() >= apart);
+    let values = match few && whole && spread {
+        true => values,
+        false => round_numbers(low, high),
+    };
+    let named = values.into_iter().map(|value| (value, short(value)));
+    named.collect()
 }
 
 /// As many round numbers between two logarithms as can be read: all digits, or 1, 2 and 5, or powers of ten, or only

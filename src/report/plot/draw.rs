@@ -1,26 +1,28 @@
-//! The picture itself.
+//! What all charts are drawn with: title, legend, axes; and the lines of a line chart.
 
+use plotters::coord::Shift;
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::{LineChart, Panel, Series};
-use crate::Error;
+use super::axis::Axis;
+use super::{LineChart, Series};
+use crate::{Error, Result};
 
 pub(super) const WIDTH: u32 = 860;
-pub(super) const HEIGHT: u32 = 520;
+const HEIGHT: u32 = 520;
 const FONT: &str = "sans-serif";
-pub(super) const TITLE_SIZE: u32 = 24;
-pub(super) const LABEL_SIZE: u32 = 17;
+const TITLE_SIZE: u32 = 24;
+const LABEL_SIZE: u32 = 17;
 pub(super) const TICK_SIZE: u32 = 15;
 /// Height of the title, and of a line of the legend, in pixels.
-pub(super) const TITLE_HEIGHT: u32 = 44;
-pub(super) const LEGEND_HEIGHT: u32 = 24;
+const TITLE_HEIGHT: u32 = 44;
+const LEGEND_HEIGHT: u32 = 24;
 /// Left edge of the plot, of title and of legend; the first pixels are margin.
 pub(super) const LEFT: i32 = 90;
-pub(super) const MARGIN: i32 = 10;
-/// Length of a line's sample in the legend.
-const SWATCH: i32 = 32;
+const MARGIN: i32 = 10;
+pub(super) const MARGIN_RIGHT: i32 = 34;
+pub(super) const MARGIN_TOP: i32 = 10;
 /// Lines of more points than this are drawn without markers.
 const MAX_MARKERS: usize = 40;
 
@@ -36,144 +38,197 @@ pub(super) const COLOURS: [RGBColor; 7] = [
 ];
 pub(super) const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
 pub(super) const FRAME: RGBColor = RGBColor(0x66, 0x66, 0x66);
-pub(super) const GRID: RGBColor = RGBColor(0xE2, 0xE2, 0xE2);
+const GRID: RGBColor = RGBColor(0xE2, 0xE2, 0xE2);
 
-pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
-type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+pub(super) type Drawn<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Plot<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
 
-/// The panels below each other, as an SVG document.
-pub(super) fn svg(panels: Vec<Panel<'_>>) -> crate::Result<String> {
+/// An SVG document of this height, as `draw` fills it.
+pub(super) fn document(height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -> Result<String> {
     let mut document = String::new();
-    draw(panels, &mut document).map_err(|problem| Error::Plot(problem.to_string()))?;
+    let drawn = || {
+        let root = SVGBackend::with_string(&mut document, (WIDTH, height)).into_drawing_area();
+        root.fill(&WHITE)?;
+        draw(&root)?;
+        Ok(root.present()?)
+    };
+    drawn().map_err(|problem: Box<dyn std::error::Error>| Error::Plot(problem.to_string()))?;
     Ok(document)
 }
 
-fn draw(panels: Vec<Panel<'_>>, document: &mut String) -> Drawn {
-    let legends: Vec<Legend> = panels.iter().map(|p| Legend::lay_out(p.chart)).collect();
-    let height = legends.iter().map(Legend::panel_height).sum();
-    let root = SVGBackend::with_string(document, (WIDTH, height)).into_drawing_area();
-    root.fill(&WHITE)?;
-    let mut rest = root.clone();
-    for (panel, legend) in panels.into_iter().zip(&legends) {
-        let (area, below) = rest.split_vertically(legend.panel_height());
-        draw_panel(panel, legend, &area)?;
-        rest = below;
-    }
-    root.present()?;
-    Ok(())
+/// What stands around a plot.
+pub(super) struct Frame<'a> {
+    pub title: &'a str,
+    pub x_label: &'a str,
+    pub y_label: &'a str,
+    pub legend: Legend,
+    /// Room between legend and plot, in pixels.
+    pub gap: u32,
 }
 
-fn draw_panel(panel: Panel<'_>, legend: &Legend, area: &Area) -> Drawn {
-    let Panel { chart, x, y } = panel;
-    let (top, body) = area.split_vertically(TITLE_HEIGHT + LEGEND_HEIGHT * legend.lines);
+impl Frame<'_> {
+    /// Height of all above the plot, in pixels.
+    pub fn top_height(&self) -> u32 {
+        TITLE_HEIGHT + LEGEND_HEIGHT * self.legend.lines + self.gap
+    }
 
-    let title = text_style(TITLE_SIZE).pos(Pos::new(HPos::Left, VPos::Center));
-    top.draw_text(&printable(&chart.title), &title, (LEFT, 22))?;
-    legend.draw(&top)?;
+    /// Height with the plot, in pixels.
+    pub fn height(&self) -> u32 {
+        HEIGHT - TITLE_HEIGHT + self.top_height()
+    }
 
-    let mut plot = ChartBuilder::on(&body)
-        .margin_left(MARGIN)
-        .margin_right(34)
-        .margin_top(10)
-        .margin_bottom(8)
-        .x_label_area_size(54)
-        .y_label_area_size(LEFT - MARGIN)
-        .build_cartesian_2d(x, y)?;
-    plot.configure_mesh()
-        .bold_line_style(GRID)
-        .axis_style(FRAME)
-        .label_style(text_style(TICK_SIZE))
-        .axis_desc_style(text_style(LABEL_SIZE))
-        .x_desc(printable(&chart.x_label))
-        .y_desc(printable(&chart.y_label))
-        .draw()?;
+    /// Draws it; what it returns draws in the plot.
+    pub fn draw<'a>(&self, area: &Area<'a>, x: Axis, y: Axis) -> Drawn<Plot<'a>> {
+        let (top, body) = area.split_vertically(self.top_height());
+        let title = text_style(TITLE_SIZE);
+        top.draw_text(&printable(self.title), &title, (LEFT, 22))?;
+        self.legend.draw(&top)?;
+        let mut plot = ChartBuilder::on(&body)
+            .margin_left(MARGIN)
+            .margin_right(MARGIN_RIGHT)
+            .margin_top(MARGIN_TOP)
+            .margin_bottom(8)
+            .x_label_area_size(54)
+            .y_label_area_size(LEFT - MARGIN)
+            .build_cartesian_2d(x, y)?;
+        let font = |size: u32| (FONT, size).into_font().color(&TEXT);
+        plot.configure_mesh()
+            .bold_line_style(GRID)
+            .axis_style(FRAME)
+            .label_style(font(TICK_SIZE))
+            .axis_desc_style(font(LABEL_SIZE))
+            .x_desc(printable(self.x_label))
+            .y_desc(printable(self.y_label))
+            .draw()?;
+        Ok(plot)
+    }
+}
 
-    for (index, series) in chart.series.iter().enumerate() {
-        let points: Vec<_> = series.finite_points().collect();
-        let look = Look::of(index, chart);
-        let style = look.style();
-        match look.dash() {
-            None => plot.draw_series(LineSeries::new(points.iter().copied(), style))?,
-            Some((dash, gap)) => plot.draw_series(DashedLineSeries::new(
-                points.iter().copied(),
-                dash,
-                gap,
-                style,
-            ))?,
-        };
-        if has_markers(series) {
-            let dots = points.iter().map(|&at| Circle::new(at, 4, style.filled()));
-            plot.draw_series(dots)?;
+/// The charts below each other, as an SVG document.
+pub(super) fn svg(charts: &[&LineChart]) -> Result<String> {
+    let axes: Vec<_> = charts
+        .iter()
+        .map(|chart| chart.axes())
+        .collect::<Result<_>>()?;
+    let frames: Vec<Frame<'_>> = charts.iter().map(|chart| chart.frame()).collect();
+    document(frames.iter().map(Frame::height).sum(), |root| {
+        let mut rest = root.clone();
+        for ((chart, frame), [x, y]) in charts.iter().zip(&frames).zip(axes) {
+            let (area, below) = rest.split_vertically(frame.height());
+            chart.draw(frame.draw(&area, x, y)?)?;
+            rest = below;
+        }
+        Ok(())
+    })
+}
+
+impl LineChart {
+    /// Lines without names need no legend.
+    fn frame(&self) -> Frame<'_> {
+        let has_names = self.series.iter().any(|one| !one.name.is_empty());
+        let named = self.series.iter().enumerate().filter(|_| has_names);
+        let entries = named.map(|(index, one)| {
+            let note = match one.finite_points().next() {
+                None => " (no data)",
+                Some(_) => "",
+            };
+            let sample = Sample::Line(Look::of(index, self), has_markers(one));
+            (format!("{}{note}", one.name), sample)
+        });
+        Frame {
+            title: &self.title,
+            x_label: &self.x_label,
+            y_label: &self.y_label,
+            legend: Legend::lay_out(entries),
+            gap: 0,
         }
     }
-    Ok(())
+
+    fn draw(&self, mut plot: Plot<'_>) -> Drawn {
+        for (index, series) in self.series.iter().enumerate() {
+            let points: Vec<_> = series.finite_points().collect();
+            let look = Look::of(index, self);
+            let (style, line) = (look.style(), points.iter().copied());
+            match look.dash() {
+                None => plot.draw_series(LineSeries::new(line, style))?,
+                Some((dash, gap)) => {
+                    plot.draw_series(DashedLineSeries::new(line, dash, gap, style))?
+                }
+            };
+            if has_markers(series) {
+                let dots = points.iter().map(|&at| Circle::new(at, 4, style.filled()));
+                plot.draw_series(dots)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Names from left to right above the plot, where they cover nothing, on as many lines as they take.
-struct Legend {
-    entries: Vec<Entry>,
+pub(super) struct Legend {
+    /// Left edge, line, name and sample.
+    entries: Vec<(i32, u32, String, Sample)>,
     lines: u32,
 }
 
-struct Entry {
-    left: i32,
-    line: u32,
-    look: Look,
-    marker: bool,
-    name: String,
+/// What a legend shows before a name.
+pub(super) enum Sample {
+    /// A line, with a marker or without.
+    Line(Look, bool),
+    Area(RGBColor),
+}
+
+impl Sample {
+    fn width(&self) -> i32 {
+        match self {
+            Self::Line(..) => 32,
+            Self::Area(_) => 14,
+        }
+    }
 }
 
 impl Legend {
-    /// Lines without names need no legend.
-    fn lay_out(chart: &LineChart) -> Self {
-        let (series, mut entries) = (&chart.series, Vec::new());
-        if series.iter().all(|one| one.name.is_empty()) {
-            return Self { entries, lines: 0 };
-        }
-        let (mut left, mut line) = (LEFT, 0);
-        for (index, one) in series.iter().enumerate() {
-            let mut name = printable(&one.name);
-            if one.finite_points().next().is_none() {
-                name.push_str(" (no data)");
-            }
-            let width = SWATCH + 30 + name.chars().count() as i32 * 8;
+    pub fn lay_out(named: impl Iterator<Item = (String, Sample)>) -> Self {
+        let (mut entries, mut left, mut line) = (Vec::new(), LEFT, 0);
+        for (name, sample) in named {
+            let name = printable(&name);
+            let width = sample.width() + 30 + name.chars().count() as i32 * 9;
             if left > LEFT && left + width > WIDTH as i32 {
                 (left, line) = (LEFT, line + 1);
             }
-            entries.push(Entry {
-                left,
-                line,
-                look: Look::of(index, chart),
-                marker: has_markers(one),
-                name,
-            });
+            entries.push((left, line, name, sample));
             left += width;
         }
-        let lines = line + 1;
+        let lines = entries.last().map_or(0, |(_, line, ..)| line + 1);
         Self { entries, lines }
     }
 
-    /// Height of the panel that it belongs to, in pixels.
-    fn panel_height(&self) -> u32 {
-        HEIGHT + LEGEND_HEIGHT * self.lines
-    }
-
-    fn draw(&self, area: &Area) -> Drawn {
-        let style = text_style(LABEL_SIZE).pos(Pos::new(HPos::Left, VPos::Center));
-        for entry in &self.entries {
-            let middle = (TITLE_HEIGHT + LEGEND_HEIGHT * entry.line + LEGEND_HEIGHT / 2) as i32;
-            let end = entry.left + SWATCH;
-            let ends = vec![(entry.left, middle), (end, middle)];
-            let stroke = entry.look.style();
-            match entry.look.dash() {
-                None => area.draw(&PathElement::new(ends, stroke))?,
-                Some((dash, gap)) => area.draw(&DashedPathElement::new(ends, dash, gap, stroke))?,
+    fn draw(&self, area: &Area<'_>) -> Drawn {
+        for (left, line, name, sample) in &self.entries {
+            let (left, end) = (*left, left + sample.width());
+            let middle = (TITLE_HEIGHT + LEGEND_HEIGHT * line + LEGEND_HEIGHT / 2) as i32;
+            match sample {
+                Sample::Area(colour) => {
+                    let half = sample.width() / 2;
+                    let corners = [(left, middle - half), (end, middle + half)];
+                    area.draw(&Rectangle::new(corners, colour.filled()))?;
+                }
+                Sample::Line(look, has_marker) => {
+                    let (ends, stroke) = (vec![(left, middle), (end, middle)], look.style());
+                    match look.dash() {
+                        None => area.draw(&PathElement::new(ends, stroke))?,
+                        Some((dash, gap)) => {
+                            area.draw(&DashedPathElement::new(ends, dash, gap, stroke))?
+                        }
+                    }
+                    if *has_marker {
+                        let centre = ((left + end) / 2, middle);
+                        area.draw(&Circle::new(centre, 4, stroke.filled()))?;
+                    }
+                }
             }
-            if entry.marker {
-                let centre = (entry.left + SWATCH / 2, middle);
-                area.draw(&Circle::new(centre, 4, stroke.filled()))?;
-            }
-            area.draw_text(&entry.name, &style, (end + 8, middle))?;
+            area.draw_text(name, &text_style(LABEL_SIZE), (end + 8, middle))?;
         }
         Ok(())
     }
@@ -185,7 +240,7 @@ fn has_markers(series: &Series) -> bool {
 
 /// What sets a line apart.
 #[derive(Clone, Copy)]
-struct Look {
+pub(super) struct Look {
     colour: RGBColor,
     /// How often the colours were used up before it.
     round: usize,
@@ -218,8 +273,10 @@ impl Look {
     }
 }
 
+/// Text that begins at a point, at half of its height.
 pub(super) fn text_style(size: u32) -> TextStyle<'static> {
-    (FONT, size).into_font().color(&TEXT)
+    let style = (FONT, size).into_font().color(&TEXT);
+    style.pos(Pos::new(HPos::Left, VPos::Center))
 }
 
 /// XML has no control characters.

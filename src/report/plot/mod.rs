@@ -106,27 +106,36 @@ impl LineChart {
     /// # Errors
     /// [`Error::Plot`] if there is not one finite point, or if a value on a logarithmic axis is zero or less.
     pub fn to_svg(&self) -> Result<String> {
-        draw::svg(vec![self.panel()?])
+        draw::svg(&[self])
     }
 
-    /// The chart with its axes.
-    fn panel(&self) -> Result<Panel<'_>> {
+    /// Both axes.
+    fn axes(&self) -> Result<[Axis; 2]> {
+        let refuse = |problem: String| Error::Plot(format!("chart {:?}{problem}", self.title));
+        for series in &self.series {
+            for (x, y) in series.finite_points() {
+                for (log, axis, value) in [(self.log_x, "x", x), (self.log_y, "y", y)] {
+                    if log && value <= 0.0 {
+                        return Err(refuse(format!(
+                            ": series {:?} has {axis} = {value}, and a logarithmic axis shows positive values only; \
+                             leave the point out or make the axis linear",
+                            series.name
+                        )));
+                    }
+                }
+            }
+        }
         let points = || self.series.iter().flat_map(Series::finite_points);
         if points().next().is_none() {
-            return Err(Error::Plot(format!(
-                "chart {:?} has no finite point in its {} series; measure something first",
-                self.title,
+            return Err(refuse(format!(
+                " has no finite point in its {} series; measure something first",
                 self.series.len()
             )));
         }
-        for series in &self.series {
-            self.check_logarithms(series)?;
-        }
-        Ok(Panel {
-            chart: self,
-            x: Axis::fit(points().map(|(x, _)| x), self.log_x),
-            y: Axis::fit(points().map(|(_, y)| y), self.log_y).with_room(),
-        })
+        Ok([
+            Axis::fit(points().map(|(x, _)| x), self.log_x, false),
+            Axis::fit(points().map(|(_, y)| y), self.log_y, true),
+        ])
     }
 
     /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
@@ -137,21 +146,6 @@ impl LineChart {
     /// a PNG in a build without the feature `png`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
-    }
-
-    fn check_logarithms(&self, series: &Series) -> Result<()> {
-        for (x, y) in series.finite_points() {
-            for (log, axis, value) in [(self.log_x, "x", x), (self.log_y, "y", y)] {
-                if log && value <= 0.0 {
-                    return Err(Error::Plot(format!(
-                        "chart {:?}: series {:?} has {axis} = {value}, and a logarithmic axis shows positive values \
-                         only; leave the point out or make the axis linear",
-                        self.title, series.name
-                    )));
-                }
-            }
-        }
-        Ok(())
     }
 }
 
@@ -164,28 +158,14 @@ impl Figure {
         if self.charts.is_empty() {
             return Err(Error::Plot("a figure needs a chart".into()));
         }
-        draw::svg(
-            self.charts
-                .iter()
-                .map(LineChart::panel)
-                .collect::<Result<_>>()?,
-        )
+        draw::svg(&self.charts.iter().collect::<Vec<_>>())
     }
 
-    /// Writes the figure to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
-    /// SVG.
+    /// Writes the figure to a file, as [`LineChart::save`] does.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for
-    /// a PNG in a build without the feature `png`.
+    /// Those of [`to_svg`](Self::to_svg) and of [`LineChart::save`].
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
     }
-}
-
-/// A chart that can be drawn.
-struct Panel<'a> {
-    chart: &'a LineChart,
-    x: Axis,
-    y: Axis,
 }
