@@ -106,64 +106,26 @@ pub struct Part {
 }
 
 impl MemoryBreakdown {
-    pub(super) fn new(sizes: String) -> Self {
+    /// The sum of `parts`. What is there for forward is taken as alive when backward begins.
+    pub(super) fn new(sizes: String, parts: Vec<Part>) -> Self {
+        let of_forward = parts
+            .iter()
+            .filter(|part| part.kind < MemoryKind::Gradients);
         Self {
             sizes,
-            parts: Vec::new(),
-            before_backward_bytes: 0,
+            before_backward_bytes: sum_bytes(of_forward),
+            parts,
         }
-    }
-
-    /// Adds one buffer. Elements are counted in f64: exact to 2^53, and no overflow beyond.
-    pub(super) fn with(
-        self,
-        kind: MemoryKind,
-        what: impl Into<Cow<'static, str>>,
-        formula: impl Into<Cow<'static, str>>,
-        elements: f64,
-        element_bytes: usize,
-    ) -> Self {
-        self.with_many(1.0, kind, what, formula, elements, element_bytes)
-    }
-
-    /// Adds `count` buffers of one size. What is there for forward is taken as alive when backward begins.
-    pub(super) fn with_many(
-        mut self,
-        count: f64,
-        kind: MemoryKind,
-        what: impl Into<Cow<'static, str>>,
-        formula: impl Into<Cow<'static, str>>,
-        elements: f64,
-        element_bytes: usize,
-    ) -> Self {
-        let bytes = (count * elements * element_bytes as f64) as u64; // saturates
-        if kind < MemoryKind::Gradients {
-            self.before_backward_bytes = self.before_backward_bytes.saturating_add(bytes);
-        }
-        self.parts.push(Part {
-            kind,
-            what: what.into(),
-            formula: formula.into(),
-            count: count as u64,
-            element_bytes,
-            bytes,
-        });
-        self
     }
 
     /// The bytes of all terms that are there for this.
     pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
-        self.sum(|part| part.kind == kind)
+        sum_bytes(self.parts.iter().filter(|part| part.kind == kind))
     }
 
     /// The most bytes alive at once.
     pub fn peak_bytes(&self) -> u64 {
-        self.sum(|_| true)
-    }
-
-    fn sum(&self, counts: impl Fn(&Part) -> bool) -> u64 {
-        let parts = self.parts.iter().filter(|part| counts(part));
-        parts.fold(0, |sum, part| sum.saturating_add(part.bytes))
+        sum_bytes(&self.parts)
     }
 
     /// The terms as a table, the formula beside each line, their sum at the end.
@@ -192,7 +154,30 @@ impl MemoryBreakdown {
     }
 }
 
+fn sum_bytes<'a>(parts: impl IntoIterator<Item = &'a Part>) -> u64 {
+    let bytes = parts.into_iter().map(|part| part.bytes);
+    bytes.fold(0, u64::saturating_add)
+}
+
 impl Part {
+    /// One buffer. Elements are counted in f64: exact to 2^53, and no overflow beyond.
+    pub(super) fn new(
+        kind: MemoryKind,
+        what: impl Into<Cow<'static, str>>,
+        formula: impl Into<Cow<'static, str>>,
+        elements: f64,
+        element_bytes: usize,
+    ) -> Self {
+        Self {
+            kind,
+            what: what.into(),
+            formula: formula.into(),
+            count: 1,
+            element_bytes,
+            bytes: (elements * element_bytes as f64) as u64, // saturates
+        }
+    }
+
     fn fields(&self) -> Fields {
         let mut fields = Fields::new();
         fields.insert("holds", self.kind.name());

@@ -1,12 +1,14 @@
-//! The memory of attention alone, from its trace.
+//! The memory of attention alone, and of its layer: forward is traced, and followed through backward.
 
-use super::layer::{self, Layer};
-use super::letters::{Letter, other_head_dim};
-use super::lifetimes::{Buffer, elements};
-use super::{Kernels, MemoryBreakdown, MemoryKind};
+use super::letters::{Letter, Letters, Naming, other_head_dim};
+use super::lifetimes::{Buffer, Lifetimes, elements};
+use super::{Kernels, MemoryBreakdown, MemoryKind, Mode};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
-use crate::graph;
-use crate::ops::{Dropout, DropoutKey, check_size};
+use crate::grad::with_grad;
+use crate::graph::{self, Graph};
+use crate::nn::CausalSelfAttention;
+use crate::ops::{Dropout, DropoutKey, KernelPolicy, check_size, with_kernel_policy};
+use crate::precision::{Precision, outside};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 
@@ -62,6 +64,13 @@ impl AttentionWorkload {
         ]
     }
 
+    /// What the letters of its breakdowns stand for.
+    pub(super) fn sizes(&self) -> String {
+        let [b, h, t, dh] = self.shape();
+        let width = self.dtype.size_in_bytes();
+        format!("B {b}, H {h}, T {t}, Dh {dh}, {width} bytes an element")
+    }
+
     /// B H T^2.
     fn scores(&self) -> f64 {
         let [b, h, t, _] = self.shape();
@@ -80,7 +89,9 @@ impl AttentionWorkload {
     pub(super) fn forward(&self) -> Result<Tensor> {
         let leaves = graph::weights(self.dtype);
         let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
-        self.algorithm.attend(&q?, &k?, &v?, &self.hollow_config()?)
+        let hollow = || FirstKeys::hollow(self.batch_size, self.sequence_length); // takes no memory
+        self.algorithm
+            .attend(&q?, &k?, &v?, &self.config_with(hollow)?)
     }
 
     /// The configuration of its attention: with first keys, if there are several documents, and the key of dropout, on
@@ -91,12 +102,6 @@ impl AttentionWorkload {
     /// [`Error::Shape`] for more first keys than fit in memory.
     pub fn config(&self) -> Result<AttentionConfig> {
         self.config_with(|| self.first_keys())
-    }
-
-    /// As [`config`](Self::config), for a trace: its first keys have no elements, so that predictions allocate nothing
-    /// for the sequences.
-    pub(super) fn hollow_config(&self) -> Result<AttentionConfig> {
-        self.config_with(|| FirstKeys::hollow(self.batch_size, self.sequence_length))
     }
 
     fn config_with(
@@ -196,9 +201,8 @@ pub fn attention_breakdown(
 ) -> Result<MemoryBreakdown> {
     let w = workload;
     let shape @ [b, h, t, dh] = w.shape();
-    let width = w.dtype.size_in_bytes();
     let (head_dim, of_head_dim) = other_head_dim(dh);
-    layer::breakdown(Layer {
+    breakdown(Layer {
         workload: w,
         forward: AttentionWorkload::forward,
         kernels,
@@ -207,7 +211,7 @@ pub fn attention_breakdown(
             "q, k, v",
             "3BHTDh",
             3.0 * elements(&shape),
-            width,
+            w.dtype.size_in_bytes(),
         )],
         largest: w.largest(),
         letters: vec![
@@ -223,6 +227,219 @@ pub fn attention_breakdown(
             head_dim,
             ..*w
         },
-        sizes: format!("B {b}, H {h}, T {t}, Dh {dh}, {width} bytes an element"),
+        sizes: w.sizes(),
     })
+}
+
+/// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SelfAttentionWorkload {
+    /// What computes attention.
+    pub algorithm: Algorithm,
+    /// B.
+    pub batch_size: usize,
+    /// T.
+    pub sequence_length: usize,
+    /// D.
+    pub d_model: usize,
+    /// H.
+    pub heads: usize,
+    /// Of weights and inputs.
+    pub dtype: DType,
+    /// The region that forward runs in: f32 for none.
+    pub precision: Precision,
+}
+
+/// Naive, batch 8, one head, 128 tokens, d_model 256, in f32.
+impl Default for SelfAttentionWorkload {
+    fn default() -> Self {
+        Self {
+            algorithm: Algorithm::Naive,
+            batch_size: 8,
+            sequence_length: 128,
+            d_model: 256,
+            heads: 1,
+            dtype: DType::F32,
+            precision: Precision::F32,
+        }
+    }
+}
+
+impl SelfAttentionWorkload {
+    /// The same in `precision`: weights and input in its dtype for parameters, forward in its region.
+    pub fn with_precision(self, precision: Precision) -> Self {
+        Self {
+            dtype: precision.parameter_dtype(),
+            precision,
+            ..self
+        }
+    }
+
+    /// The attention inside it.
+    pub fn attention(&self) -> AttentionWorkload {
+        AttentionWorkload {
+            algorithm: self.algorithm,
+            batch_size: self.batch_size,
+            heads: self.heads,
+            sequence_length: self.sequence_length,
+            head_dim: self.d_model / self.heads.max(1),
+            mask: Mask::Causal,
+            documents: 1,
+            dropout: 0.0,
+            dtype: self.compute_dtype(),
+        }
+    }
+
+    /// It, of hollow weights, and its input, to be traced.
+    pub(super) fn layer(&self) -> Result<(CausalSelfAttention, Tensor)> {
+        let shape = (self.batch_size, self.sequence_length, self.d_model);
+        let weights = graph::weights(self.dtype);
+        let layer = CausalSelfAttention::new(self.d_model, self.heads, None, weights)?;
+        let x = graph::input("x", shape, self.dtype)?;
+        Ok((layer.with_attention(self.algorithm), x))
+    }
+
+    fn forward(&self) -> Result<Tensor> {
+        let (layer, x) = self.layer()?;
+        self.precision.run(|| layer.forward(&x))
+    }
+
+    /// Elements of the weights, of x, and of the largest tensor.
+    pub(super) fn elements(&self) -> [f64; 3] {
+        let [b, t, d] = [self.batch_size, self.sequence_length, self.d_model];
+        let (weight, x) = (elements(&[d, d]), elements(&[b, t, d]));
+        [
+            4.0 * weight,
+            x,
+            weight.max(x).max(self.attention().largest()),
+        ]
+    }
+
+    /// What projections and attention are computed in: a region leaves f64 alone.
+    pub(crate) fn compute_dtype(&self) -> DType {
+        match self.precision.policy() {
+            Some(_) if self.dtype != DType::F64 => self.precision.dtype(),
+            _ => self.dtype,
+        }
+    }
+}
+
+/// What one self-attention layer holds on the CPU at its worst moment, with its weights and its input: predicted, for
+/// deciding whether it fits.
+///
+/// It is predicted from its trace, as [`estimate_graph`](super::estimate_graph()) does for any function.
+///
+/// The worst moment is the backward of attention or, where D is large beside B T, that of the last weight, when the
+/// other three's gradients exist already. In an autocast region weights, x and the weights' gradients are f32, and
+/// copies of weights and x are there in half precision.
+///
+/// ```
+/// use tallow::memory::{SelfAttentionWorkload, self_attention_breakdown};
+///
+/// let breakdown = self_attention_breakdown(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
+/// assert!(breakdown.to_string().contains("weights 4D^2 256.0 MiB"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// What the layer does not take: a D that H does not divide, heads too wide for flash.
+pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<MemoryBreakdown> {
+    let w = workload;
+    let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
+    let attention = w.attention();
+    let width = w.dtype.size_in_bytes();
+    let resident =
+        |kind, what, formula, elements| Buffer::new(kind, what, formula, elements, width);
+    let [weights, x, largest] = w.elements();
+    let width = attention.dtype.size_in_bytes();
+    let dh = attention.head_dim;
+    let (head_dim, of_head_dim) = other_head_dim(dh);
+    breakdown(Layer {
+        workload: w,
+        forward: SelfAttentionWorkload::forward,
+        kernels: Kernels::Cpu,
+        residents: vec![
+            resident(MemoryKind::Weights, "weights", "4D^2", weights),
+            resident(MemoryKind::Inputs, "x", "BTD", x),
+        ],
+        largest,
+        letters: vec![
+            Letter::new("B", b, &[(3, 1)]),
+            Letter::new("H", h, &[(7, 1)]),
+            Letter::new("T", t, &[(5, 1)]),
+            Letter::new("D", d, &[(7, 1), of_head_dim]),
+            Letter::new("Dh", dh, &[of_head_dim]),
+        ],
+        other: SelfAttentionWorkload {
+            batch_size: b.saturating_mul(3),
+            sequence_length: t.saturating_mul(5),
+            d_model: h.saturating_mul(7).saturating_mul(head_dim),
+            heads: h.saturating_mul(7),
+            ..*w
+        },
+        sizes: format!("B {b}, T {t}, D {d}, H {h}, {width} bytes an element"),
+    })
+}
+
+/// A layer, and what its breakdown is written with.
+struct Layer<'a, W> {
+    workload: &'a W,
+    forward: fn(&W) -> Result<Tensor>,
+    kernels: Kernels,
+    /// What is there before it.
+    residents: Vec<Buffer>,
+    /// Elements of the largest tensor.
+    largest: f64,
+    /// Its sizes,
+    letters: Vec<Letter>,
+    /// and a workload in which each is multiplied as they say.
+    other: W,
+    /// What the letters stand for.
+    sizes: String,
+}
+
+/// What a layer holds at the worst moment of forward and backward.
+///
+/// # Errors
+/// Those of forward.
+fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
+    let of = |workload: &W| traced(layer.kernels, true, || (layer.forward)(workload));
+    let is_addressable =
+        |times: f64| layer.largest * times * (size_of::<f64>() as f64) < isize::MAX as f64;
+    let (graph, letters, lifetimes) = if is_addressable(1.0) {
+        let graph = of(layer.workload)?;
+        let other = is_addressable(MOST_SCALED).then(|| of(&layer.other).ok());
+        let letters = Letters::new(&graph, layer.letters, other.flatten());
+        let lifetimes = Lifetimes::of(&graph, Mode::ForwardBackward, layer.residents);
+        (graph, letters, lifetimes)
+    } else {
+        let lifetimes = Lifetimes::beyond(layer.residents);
+        (Graph::default(), Letters::default(), lifetimes)
+    };
+    let naming = Naming {
+        graph: &graph,
+        letters: &letters,
+    };
+    let mut breakdown = naming.breakdown(layer.sizes, &lifetimes);
+    for part in &mut breakdown.parts {
+        if part.kind == MemoryKind::Logits {
+            part.kind = MemoryKind::Activations; // a layer returns none
+        }
+    }
+    Ok(breakdown)
+}
+
+/// By how much a tensor of the other workload is larger: naive attention's scores, B H T^2, by 3 7 5^2 and at most 4
+/// for heads of an odd width.
+const MOST_SCALED: f64 = 2100.0;
+
+/// The graph of `forward` on these kernels, whatever region or policy the caller is in.
+pub(super) fn traced(
+    kernels: Kernels,
+    keeps_graph: bool,
+    forward: impl FnOnce() -> Result<Tensor>,
+) -> Result<Graph> {
+    let traced = || graph::trace(kernels, forward);
+    let with_kernels = || with_kernel_policy(KernelPolicy::Prefer, traced);
+    outside(|| with_grad(keeps_graph, with_kernels))
 }

@@ -1,11 +1,8 @@
 //! The memory of a pass or a step, from its sizes alone.
 
-use super::layer;
-use super::letters::Letters;
+use super::letters::{Letters, Naming};
 use super::lifetimes::{Buffer, Lifetimes, What, elements};
-use super::model;
-use super::naming::Naming;
-use super::workload::{Mode, Workload, check_pass, is_beyond, optimizer_state, place, reaching};
+use super::workload::{self, Mode, Workload, check_pass, optimizer_state, place, reaching};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
@@ -114,20 +111,18 @@ pub struct Estimate {
 /// empty ones.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
     check_pass(config, workload)?;
-    let reached = &reaching(config, workload.sequence_length);
-    let residents = model::residents(reached, workload);
-    let sizes = model::sizes(config, workload);
-    if is_beyond(config, workload) {
-        return Ok(Estimate::beyond(workload.mode, sizes, &residents));
-    }
-    let graph = workload.trace(config)?;
-    let lifetimes = Lifetimes::of(&graph, workload.mode, residents);
+    let (graph, lifetimes) = workload::lifetimes(config, workload)?;
+    let letters = match lifetimes.peak_bytes.is_finite() {
+        true => workload::letters(config, workload, &graph),
+        false => Letters::default(),
+    };
     let naming = Naming {
         graph: &graph,
-        letters: &model::letters(config, workload, &graph),
+        letters: &letters,
     };
-    let parameters = reached.num_parameters() as f64;
+    let parameters = reaching(config, workload.sequence_length).num_parameters() as f64;
     let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
+    let sizes = workload::sizes(config, workload);
     Ok(Estimate::of(
         &lifetimes,
         parameter_bytes,
@@ -264,28 +259,6 @@ impl Estimate {
             transient_bytes: breakdown.bytes_of(MemoryKind::Scratch),
             after_forward_bytes: breakdown.before_backward_bytes,
             peak_bytes: lifetimes.peak_bytes as u64,
-            breakdown,
-        }
-    }
-
-    /// Of sizes that no graph can have: one tensor alone cannot be addressed.
-    fn beyond(mode: Mode, sizes: String, residents: &[Buffer]) -> Self {
-        let breakdown = layer::beyond(sizes, residents);
-        let parameter_bytes = breakdown.bytes_of(MemoryKind::Weights);
-        Self {
-            parameter_bytes,
-            gradient_bytes: if mode.has_backward() {
-                parameter_bytes
-            } else {
-                0
-            },
-            optimizer_bytes: breakdown.bytes_of(MemoryKind::Optimizer),
-            activation_bytes: u64::MAX,
-            weight_cast_bytes: 0,
-            logit_bytes: u64::MAX,
-            transient_bytes: 0,
-            after_forward_bytes: u64::MAX,
-            peak_bytes: u64::MAX,
             breakdown,
         }
     }

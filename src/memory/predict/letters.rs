@@ -3,8 +3,13 @@
 //! Each size is multiplied by a prime of its own (or divided by it), and the primes by which a dimension grows say
 //! which sizes it is made of. So names follow from what depends on what, and never from numbers that are equal.
 
-use crate::graph::{Graph, ValueId};
+use super::lifetimes::{Buffer, Formula, Lifetimes, What};
+use super::{MemoryBreakdown, MemoryKind};
+use crate::graph::{Graph, Source, TraceEvent, ValueId};
+use crate::memory::breakdown::Part;
+use std::borrow::Cow;
 use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::fmt::Write;
 
 /// A size, and what it is called.
@@ -121,6 +126,84 @@ fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> 
     Some((here, grown))
 }
 
+/// What the terms of a breakdown are named by.
+pub(super) struct Naming<'a> {
+    pub graph: &'a Graph,
+    pub letters: &'a Letters,
+}
+
+/// What makes two buffers one term.
+type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
+
+impl Naming<'_> {
+    /// The peak of a pass as terms: buffers that are alike as one.
+    pub fn breakdown(&self, sizes: String, lifetimes: &Lifetimes) -> MemoryBreakdown {
+        let after_forward_bytes: f64 = lifetimes.after_forward.iter().map(Buffer::bytes).sum();
+        let mut places: HashMap<Term, usize> = HashMap::new();
+        let mut terms: Vec<(Part, f64)> = Vec::new();
+        for buffer in &lifetimes.at_peak {
+            let (what, formula) = (self.what(buffer.what), self.formula(buffer.formula));
+            let (kind, elements, width) = (buffer.kind, buffer.elements, buffer.width);
+            let term = (
+                kind,
+                what.clone(),
+                formula.clone(),
+                width,
+                elements.to_bits(),
+            );
+            let place = *places.entry(term).or_insert(terms.len());
+            match terms.get_mut(place) {
+                Some((part, _)) => part.count += 1,
+                None => terms.push((
+                    Part::new(kind, what, formula, elements, width),
+                    buffer.bytes(),
+                )),
+            }
+        }
+        terms.sort_by_key(|(part, _)| part.kind); // stable: within each, as they came to be
+        let parts = terms.into_iter().map(|(part, bytes)| Part {
+            bytes: (part.count as f64 * bytes) as u64, // saturates
+            ..part
+        });
+        MemoryBreakdown {
+            before_backward_bytes: after_forward_bytes as u64, // saturates
+            ..MemoryBreakdown::new(sizes, parts.collect())
+        }
+    }
+
+    fn what(&self, what: What) -> Cow<'static, str> {
+        match what {
+            What::Named(name) => name.into(),
+            What::Weight(id) => match &self.graph.value(id).source {
+                Source::Weight(name) if !name.is_empty() => without_numbers(name).into(),
+                _ => "a weight".into(),
+            },
+            What::Output(event) => match self.graph.events.get(event) {
+                Some(TraceEvent::Node(node)) => {
+                    let parts = node.path.split('/').map(without_numbers);
+                    let parts: Vec<String> = parts.collect();
+                    parts.join("/").into()
+                }
+                _ => "a value".into(),
+            },
+        }
+    }
+
+    fn formula(&self, formula: Formula) -> Cow<'static, str> {
+        match formula {
+            Formula::Letters(letters) => letters.into(),
+            Formula::Of(id) => self.letters.formula(self.graph, id).into(),
+        }
+    }
+}
+
+/// `layers` of `layers.3`: what is alike has one name.
+fn without_numbers(name: &str) -> String {
+    let parts = name.split('.');
+    let named = parts.filter(|part| part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()));
+    named.collect::<Vec<_>>().join(".")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,5 +238,14 @@ mod tests {
         assert_eq!(formulas, ["BTD", "BHTDh", "BHT^2", "2BHT^2"]);
         let numbers = Letters::default();
         assert_eq!(numbers.formula(&graph, ValueId(0)), "4 x 6 x 16");
+    }
+
+    #[test]
+    fn what_is_alike_has_one_name() {
+        assert_eq!(
+            without_numbers("layers.12.attn.weight"),
+            "layers.attn.weight"
+        );
+        assert_eq!(without_numbers("w1, w3"), "w1, w3");
     }
 }

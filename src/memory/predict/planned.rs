@@ -1,10 +1,10 @@
 //! The memory of plans: of any, of attention alone and of its layer.
 
-use super::{AttentionWorkload, Kernels, MemoryBreakdown, MemoryKind, SelfAttentionWorkload};
+use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
+use super::{AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload};
 use crate::attention::Algorithm;
 use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
-use crate::graph;
-use crate::nn::CausalSelfAttention;
+use crate::memory::breakdown::Part;
 use crate::ops::lowering::Workspace;
 use crate::{Error, Result, hardware};
 use candle_core::Device;
@@ -35,14 +35,6 @@ pub fn planned_attention_breakdown(
         .alive_bytes(plan.backward_begins())
         .saturating_sub(kept);
     let rest = plan.peak_bytes().saturating_sub(kept + out);
-    let sizes = format!(
-        "B {}, H {}, T {}, Dh {}, {} bytes an element",
-        w.batch_size,
-        w.heads,
-        w.sequence_length,
-        w.head_dim,
-        w.dtype.size_in_bytes()
-    );
     let width = w.dtype.size_in_bytes();
     let elements = |bytes: u64| bytes as f64 / width as f64;
     let mut buffers = plan.buffers().iter();
@@ -65,57 +57,36 @@ pub fn planned_attention_breakdown(
             "the rest of the arena: dq, dk, dv and, on a GPU, dq's sums",
         ),
     };
-    let breakdown = MemoryBreakdown::new(sizes)
-        .with(
-            MemoryKind::Inputs,
-            "q, k, v and out's gradient",
-            "4BHTDh",
-            elements(inputs),
-            width,
-        )
-        .with(
-            MemoryKind::Activations,
-            kept_name,
-            kept_formula,
-            kept as f64 / kept_width as f64,
-            kept_width,
-        )
-        .with(
-            MemoryKind::Activations,
+    let kept = kept as f64 / kept_width as f64;
+    let inputs_name = "q, k, v and out's gradient";
+    let mut parts = vec![
+        Part::new(Inputs, inputs_name, "4BHTDh", elements(inputs), width),
+        Part::new(Activations, kept_name, kept_formula, kept, kept_width),
+        Part::new(
+            Activations,
             "out and sums of its rows",
             "BHTDh + ..",
             elements(out),
             width,
-        )
-        .with(
-            MemoryKind::Scratch,
-            rest_name,
-            "3BHTDh + ..",
-            elements(rest),
-            width,
-        );
+        ),
+        Part::new(Scratch, rest_name, "3BHTDh + ..", elements(rest), width),
+    ];
     if kernels == Kernels::Cpu {
-        return Ok(match plan.kernel_workspace() {
-            None => breakdown,
-            Some(Workspace {
+        parts.extend(plan.kernel_workspace().map(|workspace| {
+            let Workspace {
                 what,
                 formula,
                 elements,
                 element_bytes,
-            }) => breakdown.with(MemoryKind::Scratch, what, formula, elements, element_bytes),
-        });
+            } = workspace;
+            Part::new(Scratch, what, formula, elements, element_bytes)
+        }));
+    } else if plan.workspace_bytes() > 0 {
+        // There before backward too.
+        let bytes = plan.workspace_bytes() as f64;
+        parts.push(Part::new(Activations, "workspace", "32 Mi", bytes, 1));
     }
-    // There before backward too.
-    Ok(match plan.workspace_bytes() {
-        0 => breakdown,
-        bytes => breakdown.with(
-            MemoryKind::Activations,
-            "workspace",
-            "32 Mi",
-            bytes as f64,
-            1,
-        ),
-    })
+    Ok(MemoryBreakdown::new(w.sizes(), parts))
 }
 
 /// The memory of forward and [backward](Step::forward_backward_from) of a [`Step`] of the layer on `device`, from its
@@ -131,45 +102,39 @@ pub fn planned_self_attention_breakdown(
     device: &Device,
 ) -> Result<MemoryBreakdown> {
     let w = workload;
-    let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
-    let shape = (b, t, d);
-    let weights = 4.0 * d as f64 * d as f64;
-    let x = b as f64 * t as f64 * d as f64;
-    let largest = weights.max(x).max(w.attention().largest());
+    let [weights, x_elements, largest] = w.elements();
     check_addressable(4.0 * largest, device)?;
-    let layer = CausalSelfAttention::new(d, h, None, graph::weights(w.dtype))?;
-    let input = graph::input("x", shape, w.dtype)?;
-    let layer = layer.with_attention(w.algorithm);
+    let (layer, x) = w.layer()?;
     let config = StepConfig {
         precision: w.precision,
         ..Default::default()
     };
     let kind = PlanKind::Gradients;
-    let plan = Step::plan_for(device, kind, &config, [("x", &input)], |inputs| {
+    let plan = Step::plan_for(device, kind, &config, [("x", &x)], |inputs| {
         layer.forward(&inputs.get("x")?)
     })?;
     let width = w.compute_dtype().size_in_bytes();
     let kept = plan.alive_bytes(plan.backward_begins());
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
-    let sizes = format!("B {b}, T {t}, D {d}, H {h}");
-    Ok(MemoryBreakdown::new(sizes)
-        .with(MemoryKind::Weights, "weights", "4D^2", weights, 4)
-        .with(MemoryKind::Inputs, "x", "BTD", x, 4)
-        .with(MemoryKind::Inputs, "out's gradient", "BTD", x, width)
-        .with(
-            MemoryKind::Activations,
+    let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
+    let rest_name = "the rest of the arena: gradients, scratch";
+    let parts = vec![
+        Part::new(Weights, "weights", "4D^2", weights, 4),
+        Part::new(Inputs, "x", "BTD", x_elements, 4),
+        Part::new(Inputs, "out's gradient", "BTD", x_elements, width),
+        Part::new(
+            Activations,
             "what backward reads",
             "of the arena",
             kept as f64,
             1,
-        )
-        .with(
-            MemoryKind::Scratch,
-            "the rest of the arena: gradients, scratch",
-            "",
-            rest as f64,
-            1,
-        ))
+        ),
+        Part::new(Scratch, rest_name, "", rest as f64, 1),
+    ];
+    Ok(MemoryBreakdown::new(
+        format!("B {b}, T {t}, D {d}, H {h}"),
+        parts,
+    ))
 }
 
 /// What a plan's memory holds ([`Plan::total_bytes`]): of the arena, the buffers that are alive at the call at which
@@ -200,7 +165,7 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     let moment = plan.busiest_call();
     let is_alive = |buffer: &&Buffer| buffer.live.contains(&moment);
     let mut in_arena = 0;
-    let mut breakdown = MemoryBreakdown::new(format!("{} calls", plan.calls().len()));
+    let mut parts = Vec::new();
     for category in Category::ALL {
         let of_category = || buffers().filter(|buffer| buffer.category == category);
         let elsewhere = of_category().filter(|buffer| !buffer.is_in_arena());
@@ -215,25 +180,25 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
         for (bytes, place) in [(elsewhere, "its own memory"), (alive, "of the arena")] {
             if bytes > 0 {
                 let (kind, what) = (kind_of(category), category.name());
-                breakdown = breakdown.with(kind, what, place, bytes as f64, 1);
+                parts.push(Part::new(kind, what, place, bytes as f64, 1));
             }
         }
     }
-    let rest = plan.peak_bytes().saturating_sub(in_arena);
-    let (workspace, kind) = (plan.workspace_bytes(), MemoryKind::Scratch);
-    let breakdown = breakdown
-        .with(
-            kind,
-            "what nothing needs at that call",
-            "of the arena",
-            rest as f64,
-            1,
-        )
-        .with(kind, "workspace", "beside the arena", workspace as f64, 1);
+    let rest = plan.peak_bytes().saturating_sub(in_arena) as f64;
+    let workspace = plan.workspace_bytes() as f64;
+    let rest_name = "what nothing needs at that call";
+    parts.push(Part::new(Scratch, rest_name, "of the arena", rest, 1));
+    parts.push(Part::new(
+        Scratch,
+        "workspace",
+        "beside the arena",
+        workspace,
+        1,
+    ));
     let beside_arena = plan.total_bytes() - plan.peak_bytes();
     MemoryBreakdown {
         before_backward_bytes: beside_arena + plan.alive_bytes(plan.backward_begins()),
-        ..breakdown
+        ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), parts)
     }
 }
 

@@ -18,7 +18,6 @@
 
 mod backward;
 mod pass;
-mod segments;
 
 use super::{MemoryKind, Mode};
 use crate::graph::{Graph, Node, ValueId};
@@ -120,6 +119,17 @@ pub(super) struct Lifetimes {
 }
 
 impl Lifetimes {
+    /// Of sizes that no graph can have: one tensor alone cannot be addressed.
+    pub fn beyond(mut residents: Vec<Buffer>) -> Self {
+        let (kind, what) = (MemoryKind::Activations, "more than can be addressed");
+        residents.push(Buffer::new(kind, what, "2^63 and more", f64::INFINITY, 1));
+        Self {
+            peak_bytes: f64::INFINITY,
+            at_peak: residents.clone(),
+            after_forward: residents,
+        }
+    }
+
     /// Those of `graph`, as far as `mode` goes, with `residents` there from the beginning.
     pub fn of(graph: &Graph, mode: Mode, residents: impl IntoIterator<Item = Buffer>) -> Self {
         let mut pass = Pass::new(graph, residents);
