@@ -1,16 +1,17 @@
 //! Ops as custom ops of candle's, in its graph and on the tape or outside of both under `no_grad`, with a range around
 //! their passes.
 
-use super::spec::Spec;
+use super::spec::{Plain, Spec};
 use super::tape::{self, Node};
-use super::traced::traced;
 use crate::grad::is_grad_enabled;
-use crate::graph;
+use crate::graph::{self, Call};
+use crate::ops::info::OpInfo;
+use crate::ops::operand::zeros_of;
 use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
-    Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
+    Shape, Tensor, bail,
 };
 use std::sync::Arc;
 
@@ -181,8 +182,71 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     Ok(y)
 }
 
+/// Writes down a call of `op` on `inputs`, and returns its hollow output. `composed` is whether candle's own ops
+/// compute it.
+pub(crate) fn traced<C: Spec + Send + Sync + 'static>(
+    name: &'static str,
+    op: C,
+    inputs: &[&Tensor],
+    composed: bool,
+) -> crate::Result<Tensor> {
+    let target = graph::target().unwrap_or_default();
+    let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
+    let output = op.output(&operands);
+    let op = Arc::new(op);
+    let (reads, attributes) = (op.reads(), op.attributes());
+    let kept = op.kept(&operands, target);
+    let y = graph::record(Call {
+        name,
+        attributes,
+        composed,
+        inputs,
+        reads: &reads,
+        output,
+        kept,
+        is_tracked: false,
+        held: op.clone(),
+    })?;
+    op.forwarded();
+    Ok(y)
+}
+
+/// Runs `f`, candle's own ops that stand for `op` on `inputs`, and make an `output` of this shape and
+/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros, and
+/// `f` is not run: candle's own depends on the first or on none, and divides by zero on a GPU.
+pub(crate) fn composed<E: From<candle_core::Error>>(
+    op: &OpInfo,
+    inputs: &[&Tensor],
+    output: (impl Into<Shape>, DType),
+    f: impl FnOnce() -> std::result::Result<Tensor, E>,
+) -> std::result::Result<Tensor, E> {
+    composed_as(op, inputs, Plain::new(output.0, output.1), f)
+}
+
+/// As [`composed`], of this call.
+pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
+    op: &OpInfo,
+    inputs: &[&Tensor],
+    call: Plain,
+    f: impl FnOnce() -> std::result::Result<Tensor, E>,
+) -> std::result::Result<Tensor, E> {
+    if graph::is_tracing() {
+        return Ok(traced(op.op, call, inputs, true).map_err(candle_core::Error::from)?);
+    }
+    let (shape, dtype) = call.output(&[]);
+    let range = probe::op(Kind::Op, op.op, probe::op_path(op.op));
+    let y = match shape.dims().contains(&0) {
+        true => zeros_of(op.op, shape, dtype, inputs)?,
+        false => f()?,
+    };
+    if probe::is_listening() {
+        leave(range, inputs, &y);
+    }
+    Ok(y)
+}
+
 /// Ends an op's range, and says what it has worked on.
-pub(super) fn leave(range: probe::RangeGuard, inputs: &[&Tensor], output: &Tensor) {
+fn leave(range: probe::RangeGuard, inputs: &[&Tensor], output: &Tensor) {
     let inputs: Vec<Operand<'_>> = inputs.iter().map(|input| (*input).into()).collect();
     range.leave(Operands {
         inputs: &inputs,

@@ -1,12 +1,12 @@
-//! Operands for candle's own ops.
+//! Operands for candle's own ops, and for kernels.
 
-use super::TO_DTYPE;
-use super::composed::composed;
+use super::apply::{Made, Op, Storages, applied, composed};
+use super::{CONTIGUOUS, TO_DTYPE};
 use crate::grad::is_grad_enabled;
 use crate::graph;
 use crate::ops::operand::{check_float, check_supported, inside_storage};
-
-use candle_core::{DType, Result, Tensor};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, DType, MetalStorage, Result, Tensor};
 
 /// `x` as candle's ops should take it: outside the graph under `no_grad`.
 pub(crate) fn input(x: &Tensor) -> Tensor {
@@ -53,4 +53,48 @@ pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
         true => composed(&TO_DTYPE, &[x], (x.shape(), dtype), || x.to_dtype(dtype)),
         false => x.to_dtype(dtype),
     }
+}
+
+/// `x` with its elements in order, one after another: a copy where they are not.
+pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
+    if x.is_contiguous() {
+        return Ok(x.clone());
+    }
+    match graph::is_tracing() {
+        true => composed(&CONTIGUOUS, &[x], (x.shape(), x.dtype()), || x.contiguous()),
+        false => applied(&[x], Contiguous),
+    }
+}
+
+struct Contiguous;
+
+impl Op for Contiguous {
+    fn name(&self) -> &'static str {
+        CONTIGUOUS.op
+    }
+
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+        copy(inputs)
+    }
+
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+        copy(inputs)
+    }
+
+    fn metal_fwd(&self, inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+        copy(inputs)
+    }
+
+    fn bwd(&self, _: &[&Tensor], _: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(dy.clone())])
+    }
+}
+
+fn copy<S: BackendStorage<Device: BackendDevice<Storage = S>>>(inputs: Storages<'_, S>) -> Made<S> {
+    let (x, layout) = inputs[0];
+    let shape = layout.shape().clone();
+    // SAFETY: the copy writes every element.
+    let mut y = unsafe { x.device().alloc_uninit(&shape, x.dtype())? };
+    x.copy_strided_src(&mut y, 0, layout)?;
+    Ok((y, shape))
 }

@@ -1,11 +1,9 @@
 //! Ops that compute eagerly what plans compute: the calls of kernels that they lower to.
 
-use super::apply::{Made, Op, Storages, applied};
-use super::composed::composed;
-use super::copy::contiguous;
+use super::apply::{Made, Op, Storages, applied, composed, traced};
+use super::input::contiguous;
 use super::run::{Lying, Run};
 use super::spec::{Spec, shaped};
-use super::traced::traced;
 use crate::graph::{self, Target};
 use crate::ops::cpu;
 use crate::ops::dispatch::{Path, choose};

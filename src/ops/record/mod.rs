@@ -6,28 +6,21 @@
 //! by which [`backward`](crate::backward()) finds it ([`node_of`]).
 
 mod apply;
-mod composed;
-mod copy;
 mod input;
 mod lowered;
-mod plain;
 mod run;
 mod spec;
 mod sum;
 mod tape;
-mod traced;
 
-pub(crate) use apply::{Made, Op, Storages, apply, exactly};
-pub(crate) use composed::composed;
-pub(super) use composed::composed_as;
-pub(crate) use copy::contiguous;
-pub(crate) use input::{float_input, input, to_dtype, wide_input, widen};
+pub(super) use apply::composed_as;
+pub(crate) use apply::{Made, Op, Storages, apply, composed, exactly, traced};
+pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{as_they_lie, by_kernels, run};
-pub(super) use plain::Plain;
+pub(super) use spec::Plain;
 pub(crate) use spec::{Spec, like_first};
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
 pub(crate) use tape::{Entry, Node, node_of};
-pub(crate) use traced::traced;
 
 use super::info::OpInfo;
 use super::lowering::{CONVERTED, Calls, Lowering};

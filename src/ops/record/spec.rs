@@ -53,3 +53,37 @@ pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
         dtype,
     }
 }
+
+/// A call that keeps and reads nothing beside its inputs and its output.
+pub(in crate::ops) struct Plain {
+    shape: Shape,
+    dtype: DType,
+    attributes: Vec<(&'static str, Attribute)>,
+}
+
+impl Plain {
+    /// Which makes an output of this shape and dtype.
+    pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
+        Self {
+            shape: shape.into(),
+            dtype,
+            attributes: Vec::new(),
+        }
+    }
+
+    /// With a parameter.
+    pub fn with(mut self, name: &'static str, value: Attribute) -> Self {
+        self.attributes.push((name, value));
+        self
+    }
+}
+
+impl Spec for Plain {
+    fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
+        (self.shape.clone(), self.dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        self.attributes.clone()
+    }
+}
