@@ -47,14 +47,13 @@ pub mod accumulate;
 mod lists;
 mod named;
 mod policy;
-mod promote;
 mod region;
 
 pub use named::{Precision, Regime};
 pub use policy::{Autocast, OpClass};
 pub use region::{AutocastGuard, autocast, current};
 
-pub(crate) use promote::{Operand, is_castable, promoted};
+pub(crate) use policy::{is_castable, promoted};
 pub(crate) use region::{
     caches_weights, decide, is_enabled, on_outermost_end, outside, without_autocast,
 };

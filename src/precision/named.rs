@@ -19,22 +19,20 @@ use std::str::FromStr;
 /// assert_eq!(full.to_string(), "bf16-full");
 /// # Ok::<(), tallow::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(try_from = "String", into = "String"))]
 pub struct Precision {
-    half: Half,
+    dtype: DType,
     regime: Regime,
     drops_casts: bool,
 }
 
-/// The dtype, where there is a choice.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-enum Half {
-    #[default]
-    None,
-    Bf16,
-    F16,
+/// f32.
+impl Default for Precision {
+    fn default() -> Self {
+        Self::F32
+    }
 }
 
 /// How a model uses half precision.
@@ -51,50 +49,62 @@ pub enum Regime {
 }
 
 /// Every precision, as flags and files name it.
-const NAMES: [(&str, Precision); 11] = [
-    ("f32", Precision::F32),
-    ("bf16", Precision::BF16),
+const NAMES: [(&str, DType, Regime, bool); 11] = [
+    ("f32", DType::F32, Regime::CudaAutocast, false),
+    ("bf16", DType::BF16, Regime::CudaAutocast, false),
     (
         "bf16-dropping-casts",
-        Precision::BF16.with_dropped_casts(true),
+        DType::BF16,
+        Regime::CudaAutocast,
+        true,
     ),
-    ("bf16-cpu", Precision::BF16.with_regime(Regime::CpuAutocast)),
+    ("bf16-cpu", DType::BF16, Regime::CpuAutocast, false),
     (
         "bf16-cpu-dropping-casts",
-        Precision::BF16
-            .with_regime(Regime::CpuAutocast)
-            .with_dropped_casts(true),
+        DType::BF16,
+        Regime::CpuAutocast,
+        true,
     ),
-    ("bf16-full", Precision::BF16.with_regime(Regime::Full)),
-    ("f16", Precision::F16),
-    (
-        "f16-dropping-casts",
-        Precision::F16.with_dropped_casts(true),
-    ),
-    ("f16-cpu", Precision::F16.with_regime(Regime::CpuAutocast)),
+    ("bf16-full", DType::BF16, Regime::Full, false),
+    ("f16", DType::F16, Regime::CudaAutocast, false),
+    ("f16-dropping-casts", DType::F16, Regime::CudaAutocast, true),
+    ("f16-cpu", DType::F16, Regime::CpuAutocast, false),
     (
         "f16-cpu-dropping-casts",
-        Precision::F16
-            .with_regime(Regime::CpuAutocast)
-            .with_dropped_casts(true),
+        DType::F16,
+        Regime::CpuAutocast,
+        true,
     ),
-    ("f16-full", Precision::F16.with_regime(Regime::Full)),
+    ("f16-full", DType::F16, Regime::Full, false),
 ];
+
+/// The precisions with their names.
+fn named() -> impl Iterator<Item = (&'static str, Precision)> {
+    let precision = |(name, dtype, regime, drops_casts)| {
+        let precision = Precision {
+            dtype,
+            regime,
+            drops_casts,
+        };
+        (name, precision)
+    };
+    NAMES.into_iter().map(precision)
+}
 
 impl Precision {
     /// f32 throughout: no region.
-    pub const F32: Self = Self::new(Half::None);
+    pub const F32: Self = Self::new(DType::F32);
     /// [`Autocast::cuda`] in bf16.
-    pub const BF16: Self = Self::new(Half::Bf16);
+    pub const BF16: Self = Self::new(DType::BF16);
     /// [`Autocast::cuda`] in f16. Gradients under 6e-8 become 0 in it, which is what scaling the loss is for.
-    pub const F16: Self = Self::new(Half::F16);
+    pub const F16: Self = Self::new(DType::F16);
 
     /// The three that have the default regime.
     pub const ALL: [Self; 3] = [Self::F32, Self::BF16, Self::F16];
 
-    const fn new(half: Half) -> Self {
+    const fn new(dtype: DType) -> Self {
         Self {
-            half,
+            dtype,
             regime: Regime::CudaAutocast,
             drops_casts: false,
         }
@@ -103,11 +113,7 @@ impl Precision {
     /// The same dtype in another regime. f32 has none, and stays what it is.
     #[must_use]
     pub const fn with_regime(self, regime: Regime) -> Self {
-        Self {
-            regime,
-            ..Self::new(self.half)
-        }
-        .with_dropped_casts(self.drops_casts)
+        Self { regime, ..self }.with_dropped_casts(self.drops_casts)
     }
 
     /// Whether a region casts a weight wherever it is used and drops the copy as soon as nothing needs it
@@ -115,25 +121,22 @@ impl Precision {
     /// where nothing is cast: in f32, and in [`Regime::Full`].
     #[must_use]
     pub const fn with_dropped_casts(self, drops_casts: bool) -> Self {
-        let regime = match self.half {
-            Half::None => Regime::CudaAutocast,
-            _ => self.regime,
-        };
-        let casts = !matches!(self.half, Half::None) && !matches!(regime, Regime::Full);
-        Self {
-            half: self.half,
-            regime,
-            drops_casts: drops_casts && casts,
+        match (self.dtype, self.regime) {
+            (DType::F32, _) => Self::F32,
+            (_, Regime::Full) => Self {
+                drops_casts: false,
+                ..self
+            },
+            _ => Self {
+                drops_casts,
+                ..self
+            },
         }
     }
 
     /// f32, or the half precision that products are computed in.
     pub fn dtype(self) -> DType {
-        match self.half {
-            Half::None => DType::F32,
-            Half::Bf16 => DType::BF16,
-            Half::F16 => DType::F16,
-        }
+        self.dtype
     }
 
     /// What the parameters are kept in: f32, but in [`Regime::Full`].
@@ -156,10 +159,10 @@ impl Precision {
 
     /// The policy of its region; `None` where there is none.
     pub fn policy(self) -> Option<Autocast> {
-        let policy = match (self.half, self.regime) {
-            (Half::None, _) | (_, Regime::Full) => return None,
-            (_, Regime::CudaAutocast) => Autocast::cuda(self.dtype()),
-            (_, Regime::CpuAutocast) => Autocast::cpu(self.dtype()),
+        let policy = match (self.dtype, self.regime) {
+            (DType::F32, _) | (_, Regime::Full) => return None,
+            (dtype, Regime::CudaAutocast) => Autocast::cuda(dtype),
+            (dtype, Regime::CpuAutocast) => Autocast::cpu(dtype),
         };
         Some(policy.with_weight_cache(!self.drops_casts))
     }
@@ -178,10 +181,8 @@ impl Precision {
     /// As flags and reports name it: the dtype, then `-cpu` or `-full` for a regime other than the default, then
     /// `-dropping-casts`.
     pub fn name(self) -> &'static str {
-        let mut names = NAMES.iter();
-        names
-            .find(|(_, precision)| *precision == self)
-            .map_or("f32", |(name, _)| name)
+        let found = named().find(|(_, precision)| *precision == self);
+        found.map_or("f32", |(name, _)| name)
     }
 }
 
@@ -197,9 +198,8 @@ impl FromStr for Precision {
     /// By [name](Self::name); PyTorch's fp32 and fp16 will do too.
     fn from_str(name: &str) -> Result<Self> {
         let ours = name.replacen("fp", "f", 1);
-        let mut names = NAMES.iter();
-        let found = names.find(|(known, _)| *known == ours);
-        found.map(|(_, precision)| *precision).ok_or_else(|| {
+        let found = named().find(|(known, _)| *known == ours);
+        found.map(|(_, precision)| precision).ok_or_else(|| {
             Error::config("precision", "name", format!("{name:?}")).must_be(
                 "f32, bf16 or f16",
                 "bf16 has the range of f32, and f16 three bits more",
@@ -235,13 +235,13 @@ mod tests {
                     let one = dtype.with_regime(regime).with_dropped_casts(drops);
                     let other = dtype.with_dropped_casts(drops).with_regime(regime);
                     assert_eq!(one, other);
-                    assert!(NAMES.iter().any(|(_, known)| *known == one), "{one:?}");
+                    assert!(named().any(|(_, known)| known == one), "{one:?}");
                     assert_eq!(one.name().parse::<Precision>().unwrap(), one);
                     assert_eq!(one.dtype(), dtype.dtype());
                 }
             }
         }
-        let mut names: Vec<&str> = NAMES.iter().map(|(name, _)| *name).collect();
+        let mut names: Vec<&str> = named().map(|(name, _)| name).collect();
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), NAMES.len());
@@ -250,7 +250,7 @@ mod tests {
     #[cfg(feature = "files")]
     #[test]
     fn json_gives_back_what_it_was_given() {
-        for (name, precision) in NAMES {
+        for (name, precision) in named() {
             let json = serde_json::to_string(&precision).unwrap();
             assert_eq!(json, format!("\"{name}\""));
             let read: Precision = serde_json::from_str(&json).unwrap();

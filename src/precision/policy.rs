@@ -1,7 +1,7 @@
 //! Which class an op belongs to.
 
 use super::lists;
-use super::promote::{Operand, is_castable, promoted, widest};
+use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::DType;
 use std::collections::BTreeMap;
@@ -175,7 +175,7 @@ impl Autocast {
     }
 
     /// The dtype that `op` should compute in for inputs of these; `None` where nothing needs a cast.
-    pub(super) fn decide(&self, op: &str, inputs: &[Operand]) -> Option<DType> {
+    pub(super) fn decide(&self, op: &str, inputs: &[Operand<'_>]) -> Option<DType> {
         let lower = self.lower?;
         let class = self.class(op);
         let target = match class {
@@ -188,7 +188,7 @@ impl Autocast {
             }
             OpClass::Follow => promoted(inputs)?,
         };
-        let changes = |input: &Operand| is_castable(input.dtype) && input.dtype != target;
+        let changes = |input: &Operand<'_>| is_castable(input.dtype) && input.dtype != target;
         inputs.iter().any(changes).then_some(target)
     }
 }
@@ -216,6 +216,42 @@ impl fmt::Display for Autocast {
             writeln!(f, "{op:width$}  {class:6}  {dtype}")?;
         }
         Ok(())
+    }
+}
+
+/// Whether a policy may cast it: half precision and f32. f64 is never narrowed, and integers are no numbers to
+/// round.
+pub(crate) fn is_castable(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
+}
+
+/// What PyTorch computes in for these: the widest float among the tensors with dimensions, or, where none of them is a
+/// float, among the scalars; f32 for f16 beside bf16 (neither holds the other). Integers have no say beside floats.
+/// `None` without a float that it knows.
+pub(crate) fn promoted(operands: &[Operand<'_>]) -> Option<DType> {
+    let of = |scalars| {
+        let asked = operands
+            .iter()
+            .filter(move |o| o.dims.is_empty() == scalars);
+        widest(&asked.map(|o| o.dtype).collect::<Vec<_>>())
+    };
+    of(false).or_else(|| of(true))
+}
+
+/// The widest float, whatever has dimensions.
+fn widest(dtypes: &[DType]) -> Option<DType> {
+    let has = |dtype| dtypes.contains(&dtype);
+    match (
+        has(DType::F64),
+        has(DType::F32),
+        has(DType::F16),
+        has(DType::BF16),
+    ) {
+        (true, ..) => Some(DType::F64),
+        (_, true, ..) | (_, _, true, true) => Some(DType::F32),
+        (_, _, true, _) => Some(DType::F16),
+        (_, _, _, true) => Some(DType::BF16),
+        _ => None,
     }
 }
 
@@ -248,13 +284,8 @@ mod tests {
             ("unheard_of", &[BF16, BF16], None),
         ];
         for (op, inputs, wanted) in table {
-            let inputs: Vec<Operand> = inputs
-                .iter()
-                .map(|dtype| Operand {
-                    dtype: *dtype,
-                    is_scalar: false,
-                })
-                .collect();
+            let inputs = inputs.iter().map(|&dtype| Operand { dims: &[1], dtype });
+            let inputs: Vec<Operand<'_>> = inputs.collect();
             assert_eq!(policy.decide(op, &inputs), wanted, "{op} {inputs:?}");
             assert_eq!(Autocast::disabled().decide(op, &inputs), None);
         }

@@ -1,8 +1,8 @@
 //! Where a policy holds.
 
 use super::Autocast;
-use super::promote::Operand;
 use crate::holding::holding;
+use crate::probe::Operand;
 use crate::{Result, graph};
 use candle_core::DType;
 use std::borrow::Borrow;
@@ -139,7 +139,7 @@ pub(crate) fn outside<T>(f: impl FnOnce() -> T) -> T {
 
 /// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not
 /// of it yet. `None` outside of regions, and where nothing changes.
-pub(crate) fn decide(op: &str, inputs: &[Operand]) -> Option<DType> {
+pub(crate) fn decide(op: &str, inputs: &[Operand<'_>]) -> Option<DType> {
     with_policy(|policy| policy.decide(op, inputs)).flatten()
 }
 

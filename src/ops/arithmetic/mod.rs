@@ -13,8 +13,8 @@ use super::info::{OpInfo, per_element};
 use super::operand::{check_size, is_half, sums_in_half, without_repeats};
 use super::record::{Plain, by_kernels, composed_as, widen};
 use crate::graph::Attribute;
-use crate::precision::{self, Operand, is_castable};
-use crate::probe::Operands;
+use crate::precision::{self, is_castable};
+use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 

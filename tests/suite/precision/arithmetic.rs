@@ -24,6 +24,7 @@ fn dtypes_are_promoted_as_in_pytorch_inside_and_outside() {
         (BF16, F32, F32),
         (F32, F32, F32),
         (F16, F64, F64),
+        (BF16, F64, F64),
         (F32, F64, F64),
         (F16, U32, F16),
         (I64, F32, F32),
@@ -56,9 +57,12 @@ fn scalars_are_promoted_as_in_pytorch() {
         (BF16, F32, BF16),
         (BF16, F64, BF16),
         (BF16, F16, BF16),
+        (F16, F64, F16),
         (F32, F64, F32),
+        (F64, F32, F64),
         (F64, BF16, F64),
         (I64, BF16, BF16),
+        (I64, F64, F64),
         (F16, I64, F16),
     ] {
         let x = numbers(&[2, 3], F32, 1).to_dtype(dims).unwrap();
