@@ -61,17 +61,6 @@ pub(super) fn has_tf32(device: &Device) -> bool {
     capability.is_ok_and(|(major, _)| major >= 8)
 }
 
-/// The GPU's memory, in bytes.
-pub(super) fn total_bytes(device: &Device) -> Option<u64> {
-    let context = device
-        .as_cuda_device()
-        .ok()?
-        .cuda_stream()
-        .context()
-        .clone();
-    Some(context.total_mem().ok()? as u64)
-}
-
 /// What the driver has left, and what the pool holds unused.
 pub(super) fn available_bytes(device: &Device) -> Option<u64> {
     let gpu = device.as_cuda_device().ok()?;

@@ -5,7 +5,7 @@
 //!
 //! let device = hardware::device("cpu")?;
 //! assert_eq!(hardware::device_name(&device), "cpu");
-//! let (available, total) = (hardware::available_bytes_on(&device), hardware::total_bytes_on(&device));
+//! let (available, total) = (hardware::available_bytes_on(&device), hardware::total_bytes());
 //! if let (Some(available), Some(total)) = (available, total) {
 //!     println!("{} of {} MiB of memory are available", available >> 20, total >> 20);
 //! }
@@ -19,8 +19,6 @@ pub(crate) mod cuda;
 pub(crate) mod cuda;
 #[cfg(all(feature = "cuda", feature = "report"))]
 pub(crate) mod cupti;
-#[cfg(feature = "report")]
-mod description;
 #[cfg(target_os = "linux")]
 mod host_memory;
 #[cfg(not(target_os = "linux"))]
@@ -30,8 +28,6 @@ mod tf32;
 mod threads;
 
 pub use crate::kernels::cpu::half_arithmetic::{HalfArithmetic, half_arithmetic};
-#[cfg(feature = "report")]
-pub use description::description;
 pub use tf32::{set_tf32, tf32};
 pub(crate) use threads::check_threads;
 
@@ -113,6 +109,24 @@ pub fn device_name(device: &Device) -> String {
     }
 }
 
+/// What a device is, in the words of the machine: the processor's model for the CPU; a GPU's model, memory and compute
+/// capability.
+#[cfg(feature = "report")]
+pub fn description(device: &Device) -> String {
+    if !device.is_cpu() {
+        return cuda::description(device).unwrap_or_else(|| device_name(device));
+    }
+    let threads = rayon::current_num_threads();
+    let model = sysinfo::System::new().ok().and_then(|mut system| {
+        system.refresh_cpu_specifics(sysinfo::CpuRefreshKind::nothing());
+        Some(system.cpus().first()?.brand().trim().to_string())
+    });
+    match model {
+        Some(model) if !model.is_empty() => format!("{model}, {threads} threads"),
+        _ => format!("cpu, {threads} threads"),
+    }
+}
+
 /// The memory of the machine, in bytes, or what this process may have of it where that is less: on Linux the limits of
 /// its control group and of all above it (versions 1 and 2), and `ulimit -v` and `-d`. Read once. `None` where the
 /// system does not say.
@@ -133,17 +147,8 @@ pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }
 
-/// As [`total_bytes`], of the memory that tensors on `device` are in: the GPU's own on CUDA, the host's on Metal, which
-/// shares it.
-pub fn total_bytes_on(device: &Device) -> Option<u64> {
-    match device {
-        Device::Cuda(_) => cuda::total_bytes(device),
-        _ => total_bytes(),
-    }
-}
-
 /// As [`available_bytes`], of the memory that tensors on `device` are in. On CUDA, what the driver has left and what
-/// the pool holds unused; waits for the device.
+/// the pool holds unused; waits for the device. Metal shares the host's.
 pub fn available_bytes_on(device: &Device) -> Option<u64> {
     match device {
         Device::Cuda(_) => cuda::available_bytes(device),

@@ -15,10 +15,6 @@ pub(super) fn has_tf32(_device: &Device) -> bool {
     false
 }
 
-pub(super) fn total_bytes(_device: &Device) -> Option<u64> {
-    None
-}
-
 pub(super) fn available_bytes(_device: &Device) -> Option<u64> {
     None
 }

@@ -79,9 +79,6 @@ fn kibibytes(text: &str, key: &str) -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-fn read(root: &Path, path: impl AsRef<Path>) -> Option<String> {
-    // A path from a file of the system's begins with a slash, and would replace the root.
-    let path = path.as_ref();
-    let path = path.strip_prefix("/").unwrap_or(path);
+fn read(root: &Path, path: &str) -> Option<String> {
     fs::read_to_string(root.join(path)).ok()
 }
