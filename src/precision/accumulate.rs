@@ -72,7 +72,6 @@ pub fn pairwise_sum<A: FloatDType, T: FloatDType>(terms: &[T]) -> A {
     }
 }
 
-/// Rounded to nearest where `A` is the narrower type.
 fn convert<A: FloatDType, T: FloatDType>(term: T) -> A {
     A::from_f64(term.to_f64())
 }

@@ -28,7 +28,6 @@ pub struct Precision {
     drops_casts: bool,
 }
 
-/// f32.
 impl Default for Precision {
     fn default() -> Self {
         Self::F32
@@ -78,7 +77,6 @@ const NAMES: [(&str, DType, Regime, bool); 11] = [
     ("f16-full", DType::F16, Regime::Full, false),
 ];
 
-/// The precisions with their names.
 fn named() -> impl Iterator<Item = (&'static str, Precision)> {
     let precision = |(name, dtype, regime, drops_casts)| {
         let precision = Precision {

@@ -238,7 +238,6 @@ pub(crate) fn promoted(operands: &[Operand<'_>]) -> Option<DType> {
     of(false).or_else(|| of(true))
 }
 
-/// The widest float, whatever has dimensions.
 fn widest(dtypes: &[DType]) -> Option<DType> {
     let has = |dtype| dtypes.contains(&dtype);
     match (

@@ -143,12 +143,10 @@ pub(crate) fn decide(op: &str, inputs: &[Operand<'_>]) -> Option<DType> {
     with_policy(|policy| policy.decide(op, inputs)).flatten()
 }
 
-/// Whether a policy holds here.
 pub(crate) fn is_enabled() -> bool {
     with_policy(|_| ()).is_some()
 }
 
-/// Whether casts of weights are kept here.
 pub(crate) fn caches_weights() -> bool {
     with_policy(Autocast::caches_weights).unwrap_or(false)
 }

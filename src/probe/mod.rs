@@ -162,7 +162,6 @@ static LISTENING: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     static CURRENT: Cell<Path> = const { Cell::new(Path::ROOT) };
     static PHASE: Cell<&'static str> = const { Cell::new("") };
-    /// How many ranges are open.
     static OPEN: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -219,7 +218,6 @@ pub(crate) fn at_root() -> AtRoot {
     AtRoot(CURRENT.replace(Path::ROOT))
 }
 
-/// The path that a thread was at before.
 pub(crate) struct AtRoot(Path);
 
 impl Drop for AtRoot {

@@ -41,7 +41,6 @@ impl Parts {
         self.products_ns + self.softmax_ns + self.fused_ns
     }
 
-    /// Each part times `numerator / denominator`.
     pub(crate) fn scaled(self, numerator: u64, denominator: u64) -> Self {
         let scale = |ns: u64| {
             let scaled = u128::from(ns) * u128::from(numerator) / u128::from(denominator.max(1));
@@ -159,7 +158,6 @@ impl Region {
         })
     }
 
-    /// Runs one of the loop's tasks.
     pub(crate) fn task(&self, work: impl FnOnce()) {
         // A thread that waits may have taken the task while it was in a part of another loop.
         let (spent, in_part) = (SPENT.take(), IN_PART.replace(false));

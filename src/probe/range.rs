@@ -21,7 +21,6 @@ struct Entered {
     kind: Kind,
     name: Cow<'static, str>,
     path: Path,
-    /// Where the thread was before.
     path_before: Path,
     phase_before: &'static str,
     /// Of an op: what the thread had spent in parts of the one around it.
@@ -34,7 +33,6 @@ impl RangeGuard {
         thread: PhantomData,
     };
 
-    /// Ends an op's range, and says what it has worked on.
     pub(crate) fn leave(mut self, operands: Operands<'_>) {
         self.end(Some(operands), None);
     }

@@ -20,7 +20,6 @@ pub fn op_costs() -> &'static [OpCost] {
     &COSTS
 }
 
-/// The entry of the op called `name`.
 pub(super) fn entry(name: &str) -> Option<&'static OpCost> {
     op_costs().iter().find(|entry| entry.op == name)
 }

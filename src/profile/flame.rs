@@ -18,7 +18,6 @@ const CHARACTER_WIDTH: f64 = 7.0;
 /// What is narrower is left out: it could not be seen.
 const LEAST_WIDTH: f64 = 0.2;
 
-/// A place, and the time of all that is inside.
 #[derive(Default)]
 struct Node {
     name: String,

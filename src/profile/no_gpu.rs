@@ -5,7 +5,6 @@ use crate::Result;
 use candle_core::Device;
 use std::time::Instant;
 
-/// There is none.
 pub(super) enum Watch {}
 
 pub(super) fn watch(_device: &Device) -> Result<Option<Watch>> {

@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Instant;
 
-/// Whether a profiler runs.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
 /// A profiler at work: it records every range of the process, or of one thread, until it is
@@ -206,13 +205,11 @@ fn place_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>
     Ok(())
 }
 
-/// What listens.
 struct Recorder {
     start: Instant,
     only: Option<ThreadId>,
     /// The device that is waited for at every range.
     awaited: Option<Device>,
-    /// The one whose kernels are recorded.
     gpu: Option<gpu::Watch>,
     state: Mutex<State>,
 }
@@ -235,7 +232,6 @@ struct Thread {
 }
 
 impl State {
-    /// The calling thread's number.
     fn thread(&mut self) -> usize {
         let thread = thread::current();
         *self.numbers.entry(thread.id()).or_insert_with(|| {

@@ -185,7 +185,6 @@ impl Kernel {
         work_of(&self.name.to_ascii_lowercase())
     }
 
-    /// Its time, by what it computes.
     pub(super) fn parts(&self) -> Parts {
         let mut parts = Parts::default();
         match self.work() {

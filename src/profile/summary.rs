@@ -301,7 +301,6 @@ fn kernels(recording: &Recording, tree: &Tree, selection: &Selection) -> Result<
     Ok((groups, sum_ns))
 }
 
-/// Rows as they fill.
 #[derive(Default)]
 struct Groups {
     numbers: HashMap<(String, Option<Kind>), usize>,

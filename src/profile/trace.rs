@@ -6,7 +6,6 @@ use crate::{Result, files};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The one process of a trace.
 const PROCESS: u32 = 1;
 
 impl Recording {

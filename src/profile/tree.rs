@@ -7,7 +7,6 @@ use super::cost;
 use super::recording::{Recording, Span};
 use crate::probe::{Kind, Parts};
 
-/// What follows from how a recording's spans lie in each other.
 pub(super) struct Tree {
     /// For each span the one around it on its thread. A number that is no earlier span's is left out.
     parent: Vec<Option<usize>>,

@@ -127,7 +127,6 @@ impl Column {
         }
     }
 
-    /// The title with its unit.
     pub(super) fn own_heading(&self) -> String {
         match self.unit.is_empty() {
             true => self.title.clone(),

@@ -6,7 +6,6 @@ use serde_json::{Value, to_string};
 
 use super::{Fields, Report};
 
-/// A header of keys, then a record for each row.
 pub(super) fn write_csv(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let keys = report.keys();
     if keys.is_empty() {
@@ -58,7 +57,6 @@ pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()>
     writeln!(out, "{{\n{}\n}}", lines.join(",\n"))
 }
 
-/// The rows, a line each, all with the same keys.
 fn rows(report: &Report, indent: &str) -> serde_json::Result<String> {
     let keys = report.keys();
     let rows = report.rows.iter().map(|row| {

@@ -110,7 +110,6 @@ impl Report {
         has_all
     }
 
-    /// The headings, unescaped.
     pub(super) fn headings(&self) -> Vec<String> {
         self.columns.iter().map(Column::heading).collect()
     }
@@ -126,7 +125,6 @@ impl Report {
         self.shown().iter().map(cells_of).collect()
     }
 
-    /// For each column, whether its cells stand at the right.
     pub(super) fn right_aligned(&self) -> Vec<bool> {
         self.columns
             .iter()
@@ -168,7 +166,6 @@ impl Report {
         self.shown().iter().filter_map(move |row| row.get(key))
     }
 
-    /// What the tables show.
     pub(super) fn shown(&self) -> &[Fields] {
         match self.lines.is_empty() {
             true => &self.rows,

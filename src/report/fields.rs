@@ -72,7 +72,6 @@ impl Fields {
     }
 }
 
-/// As one JSON object, in order.
 impl Serialize for Fields {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.len()))?;

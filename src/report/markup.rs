@@ -121,7 +121,6 @@ pub(super) fn write_typeset(
     Ok(())
 }
 
-/// A `tabular` with booktabs rules.
 pub(super) fn latex_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let line = |cells: &[String]| {
         let cells: Vec<_> = cells.iter().map(|cell| escape_latex(cell)).collect();

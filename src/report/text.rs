@@ -284,7 +284,6 @@ fn cut(text: &mut String, room: usize) {
 /// Spaces between columns.
 const GAP: usize = 2;
 
-/// A column with its cells.
 struct Strip<'a> {
     pub column: &'a Column,
     pub cells: Vec<String>,

@@ -94,7 +94,6 @@ fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     }
 }
 
-/// What is there before a run.
 struct Step {
     mode: Mode,
     precision: Precision,
@@ -102,9 +101,7 @@ struct Step {
     optimizer: Option<AdamW>,
     /// Switched off but in f16.
     scaler: GradScaler,
-    /// (B, T).
     tokens: Tensor,
-    /// (B, T).
     targets: Tensor,
 }
 
@@ -144,7 +141,6 @@ impl Step {
         })
     }
 
-    /// Runs it; the bytes that were alive when forward was done.
     fn run(&mut self) -> Result<u64> {
         let Self { model, tokens, .. } = self;
         let forward = || self.precision.run(|| model.forward(tokens));

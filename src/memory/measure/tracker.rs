@@ -43,7 +43,6 @@ struct Counts {
     allocations: AtomicU64,
 }
 
-/// Whether a tracker is installed.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 static COUNTS: Counts = Counts {
     current_bytes: AtomicUsize::new(0),
@@ -81,7 +80,6 @@ pub fn reset_peak() {
     COUNTS.peak_bytes.store(alive_bytes(), Relaxed);
 }
 
-/// Counts a block, and returns the bytes alive with it.
 fn grow(bytes: usize) -> usize {
     COUNTS.allocations.fetch_add(1, Relaxed);
     let current = COUNTS.current_bytes.fetch_add(bytes, Relaxed) + bytes;
@@ -92,7 +90,6 @@ fn grow(bytes: usize) -> usize {
     current
 }
 
-/// Counts a block no longer, and returns the bytes alive without it.
 fn shrink(bytes: usize) -> usize {
     COUNTS.current_bytes.fetch_sub(bytes, Relaxed) - bytes
 }

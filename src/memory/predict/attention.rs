@@ -54,7 +54,6 @@ impl Default for AttentionWorkload {
 }
 
 impl AttentionWorkload {
-    /// (B, H, T, Dh).
     fn shape(&self) -> [usize; 4] {
         [
             self.batch_size,
@@ -71,13 +70,11 @@ impl AttentionWorkload {
         format!("B {b}, H {h}, T {t}, Dh {dh}, {width} bytes an element")
     }
 
-    /// B H T^2.
     fn scores(&self) -> f64 {
         let [b, h, t, _] = self.shape();
         elements(&[b, h, t, t])
     }
 
-    /// Elements of its largest tensor.
     pub(super) fn largest(&self) -> f64 {
         match self.algorithm {
             Algorithm::Naive => self.scores().max(elements(&self.shape())),
@@ -381,20 +378,16 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     })
 }
 
-/// A layer, and what its breakdown is written with.
 struct Layer<'a, W> {
     workload: &'a W,
     forward: fn(&W) -> Result<Tensor>,
     kernels: Kernels,
-    /// What is there before it.
     residents: Vec<Buffer>,
-    /// Elements of the largest tensor.
     largest: f64,
     /// Its sizes,
     letters: Vec<Letter>,
     /// and a workload in which each is multiplied as they say.
     other: W,
-    /// What the letters stand for.
     sizes: String,
 }
 

@@ -12,7 +12,6 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fmt::Write;
 
-/// A size, and what it is called.
 pub(super) struct Letter {
     pub name: &'static str,
     pub size: usize,
@@ -38,12 +37,10 @@ impl Letter {
     }
 }
 
-/// What dimensions are named by.
 #[derive(Default)]
 pub(super) struct Letters {
     /// One that is a product of others before these: D before H and Dh.
     letters: Vec<Letter>,
-    /// The trace with other sizes.
     other: Option<Graph>,
 }
 
@@ -132,7 +129,6 @@ pub(super) struct Naming<'a> {
     pub letters: &'a Letters,
 }
 
-/// What makes two buffers one term.
 type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 
 impl Naming<'_> {

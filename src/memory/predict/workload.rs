@@ -44,7 +44,6 @@ impl Mode {
         }
     }
 
-    /// Whether backward runs.
     pub(super) fn has_backward(self) -> bool {
         matches!(self, Self::ForwardBackward | Self::TrainStep)
     }
@@ -187,7 +186,6 @@ pub(super) fn check_pass(config: &TransformerConfig, workload: &Workload) -> Res
     check_some("sequence_length", workload.sequence_length)
 }
 
-/// Refuses a workload of nothing.
 pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     match size {
         0 => Err(Error::config("Workload", field, "0")
@@ -254,7 +252,6 @@ fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
     residents
 }
 
-/// What the letters stand for.
 pub(super) fn sizes(config: &TransformerConfig, workload: &Workload) -> String {
     let (c, w) = (config, workload);
     let heads = c.num_kv_heads.map(|heads| format!(", Hkv {heads}"));

@@ -17,14 +17,10 @@ use std::time::Instant;
 /// The name of a recording in errors.
 pub(super) const OP: &str = "memory::record";
 
-/// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::memory) enum What {
-    /// The recording began.
     Begins,
-    /// A block was allocated.
     Taken,
-    /// A block was freed.
     GivenBack,
     PhaseBegins,
     PhaseEnds,
@@ -53,7 +49,6 @@ struct Buffer {
     events: NonNull<Event>,
     capacity: usize,
     written: usize,
-    /// How many found no room.
     lost: u64,
 }
 
@@ -63,9 +58,7 @@ unsafe impl Send for Buffer {}
 /// Whose blocks are recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::memory) enum Place {
-    /// The process's, by its allocator.
     Host,
-    /// A GPU's.
     Gpu,
 }
 
@@ -85,7 +78,6 @@ thread_local! {
     static THREAD: Cell<u32> = const { Cell::new(0) };
 }
 
-/// This thread's number, from 1.
 fn thread_number() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     match THREAD.get() {
@@ -113,7 +105,6 @@ pub(in crate::memory) fn change(
     }
 }
 
-/// The bytes alive where blocks are recorded.
 fn current_bytes() -> usize {
     match THRESHOLD_BYTES[Place::Gpu as usize].load(Relaxed) {
         usize::MAX => tracker::alive_bytes(),
@@ -175,7 +166,6 @@ fn write(count: impl FnOnce() -> usize, event: impl FnOnce(u64, usize) -> Event)
     buffer.written += 1;
 }
 
-/// Begins to record.
 pub(super) fn start(place: Place, config: &RecordConfig) -> Result<()> {
     let capacity = config.capacity;
     let layout = Layout::array::<Event>(capacity)
@@ -223,7 +213,6 @@ pub(super) fn stop() -> (Vec<Event>, u64) {
     (events.to_vec(), buffer.lost)
 }
 
-/// How many events there have been.
 pub(super) fn position() -> usize {
     buffer().as_ref().map_or(0, |buffer| buffer.written)
 }

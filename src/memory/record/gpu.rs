@@ -88,7 +88,6 @@ pub(super) fn register_block(address: usize, bytes: usize) {
     sizes().entry(address).or_insert(bytes);
 }
 
-/// Address and size of a storage's elements.
 pub(super) fn block_of(storage: &CudaStorage) -> Option<(usize, usize)> {
     fn extent<T>(storage: &CudaStorage, elements: &CudaSlice<T>) -> (usize, usize) {
         let stream = storage.device.cuda_stream();

@@ -56,13 +56,10 @@ pub struct PhaseSpan {
 struct Circumstances {
     /// The phase as a stretch of events.
     phase: Option<usize>,
-    /// The call of the op that took it.
     call: Option<usize>,
-    /// The call of the op in which it was given back.
     given_back_in: Option<usize>,
 }
 
-/// An op or a phase that has begun and not ended.
 struct Open {
     thread: u32,
     /// The how-manieth of its kind.
@@ -71,7 +68,6 @@ struct Open {
     phase: &'static str,
 }
 
-/// What is open, as the events go by.
 #[derive(Default)]
 struct Around {
     ops: Vec<Open>,
@@ -194,7 +190,6 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<Phase
     (blocks, phases)
 }
 
-/// A block that was there before.
 fn before(address: usize, bytes: usize) -> (Block, Circumstances) {
     let block = Block {
         address,

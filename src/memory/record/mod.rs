@@ -89,7 +89,6 @@ pub struct MemoryRecording {
     pub(super) curve: Vec<Sample>,
 }
 
-/// One moment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sample {
     pub at_ns: u64,
@@ -261,7 +260,6 @@ pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
     }
 }
 
-/// Records when phases and ops begin and end.
 struct Marks;
 
 impl Marks {

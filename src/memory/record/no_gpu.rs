@@ -3,7 +3,6 @@
 use crate::{Error, Result};
 use candle_core::Device;
 
-/// There is none.
 pub(super) enum Watch {}
 
 pub(super) fn watch(device: &Device) -> Result<Watch> {

@@ -68,7 +68,6 @@ struct Frame {
     name: String,
 }
 
-/// Where the segment begins.
 const BASE: u64 = 1 << 32;
 
 impl Snapshot {

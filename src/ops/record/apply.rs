@@ -18,23 +18,18 @@ use std::sync::Arc;
 /// The inputs of a forward, where they lie.
 pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
 
-/// The output of a forward, and its shape.
 pub(crate) type Made<S> = Result<(S, Shape)>;
 
 /// What computes an op of one, two or three inputs, all on one device.
 pub(crate) trait Op: Send + Sync + 'static {
-    /// As ranges, errors and nodes have it.
     fn name(&self) -> &'static str;
 
-    /// The output, on the CPU.
     fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage>;
 
-    /// The output, on an NVIDIA GPU.
     fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
         bail!("{} has no kernel for NVIDIA GPUs", self.name())
     }
 
-    /// The output, on a Metal GPU.
     fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
         bail!("{} has no kernel for Metal GPUs", self.name())
     }
@@ -61,7 +56,6 @@ struct Ranged<C> {
 }
 
 impl<C: Op> Ranged<C> {
-    /// Runs `forward` of the op.
     fn forward<S: BackendStorage>(
         &self,
         inputs: Storages<'_, S>,
@@ -110,7 +104,6 @@ impl<C: Op> Node for Ranged<C> {
     }
 }
 
-/// The same in candle's graph.
 struct InGraph<C>(Arc<Ranged<C>>);
 
 /// candle's trait for a number of inputs.
@@ -245,7 +238,6 @@ pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
     Ok(y)
 }
 
-/// Ends an op's range, and says what it has worked on.
 fn leave(range: probe::RangeGuard, inputs: &[&Tensor], output: &Tensor) {
     let inputs: Vec<Operand<'_>> = inputs.iter().map(|input| (*input).into()).collect();
     range.leave(Operands {

@@ -37,7 +37,6 @@ const COPY: OpInfo = OpInfo::new(LEAF).planned_composed(SAME);
 pub(crate) const TO_DTYPE: OpInfo = OpInfo::new("to_dtype").planned_composed(CONVERTED);
 const SEGMENT: OpInfo = OpInfo::new(CHECKPOINT).planned(SAME);
 
-/// A copy in order.
 pub(crate) const CONTIGUOUS: OpInfo = OpInfo::new("contiguous").moving().planned_composed(SAME);
 
 pub(super) const INFOS: &[OpInfo] = &[COPY, TO_DTYPE, SEGMENT, CONTIGUOUS];

@@ -15,7 +15,6 @@ use {
     candle_core::DType,
 };
 
-/// Where the elements of an operand are.
 #[derive(Clone, Copy)]
 pub(super) enum Lying<'a> {
     Cpu(Slice<'a>),
@@ -65,7 +64,6 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// What is there beforehand.
     pub(super) fn give(
         &mut self,
         slot: Slot,
@@ -169,7 +167,6 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// As a tensor of no graph.
     pub(super) fn tensor(&mut self, slot: Slot, shape: &Shape) -> Result<Tensor> {
         let storage = self.storage(slot)?;
         Ok(Tensor::from_storage(

@@ -9,7 +9,6 @@ pub(crate) trait Spec {
     /// Shape and dtype of its output, from its inputs'.
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType);
 
-    /// Its parameters.
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         Vec::new()
     }
@@ -46,7 +45,6 @@ pub(crate) fn like_first(inputs: &[Operand<'_>]) -> (Shape, DType) {
     (inputs[0].dims.into(), inputs[0].dtype)
 }
 
-/// An operand of this shape.
 pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
     Operand {
         dims: shape.dims(),

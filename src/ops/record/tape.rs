@@ -6,7 +6,6 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// A node of candle's graph that is this crate's.
 pub(crate) trait Node: Send + Sync {
-    /// What its output depends on.
     fn inputs(&self) -> Vec<Tensor>;
 
     /// A gradient for each input, from the output and its gradient: of a storage of its own, or `dy` itself.

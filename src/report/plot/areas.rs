@@ -66,7 +66,6 @@ pub struct AreaChart {
     pub spans: Vec<TimeSpan>,
 }
 
-/// Height of a line that names spans.
 const SPAN_HEIGHT: u32 = 24;
 
 impl AreaChart {
@@ -193,7 +192,6 @@ impl AreaChart {
         (names, lines.unwrap_or(1))
     }
 
-    /// The upper edge of each layer.
     fn tops(&self) -> Vec<Vec<f64>> {
         let mut top = vec![0.0; self.x.len()];
         let layers = self.layers.iter().map(|layer| {
@@ -206,12 +204,9 @@ impl AreaChart {
     }
 }
 
-/// A span's name above the plot.
 struct SpanName {
     name: String,
-    /// Where the name begins.
     left: i32,
-    /// How many lines of names are below it.
     line: u32,
     span_middle: i32,
 }

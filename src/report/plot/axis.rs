@@ -18,7 +18,6 @@ pub(super) struct Axis {
     /// First and last position; never the same.
     low: f64,
     high: f64,
-    /// Value and name of each tick.
     ticks: Vec<(f64, String)>,
 }
 
@@ -63,7 +62,6 @@ fn position(value: f64, log: bool) -> f64 {
     if log { value.log10() } else { value }
 }
 
-/// How plotters sees it.
 impl Ranged for Axis {
     type FormatOption = NoDefaultFormatting;
     type ValueType = f64;
@@ -173,7 +171,6 @@ fn tick_name(tick: f64, step: f64) -> String {
     group(&fixed(tick, decimals))
 }
 
-/// A number of few digits.
 fn short(value: f64) -> String {
     if !(1e-4..1e7).contains(&value) {
         return exponent(value);

@@ -57,7 +57,6 @@ pub(super) fn document(height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -> Re
     Ok(document)
 }
 
-/// What stands around a plot.
 pub(super) struct Frame<'a> {
     pub title: &'a str,
     pub x_label: &'a str,
@@ -167,14 +166,12 @@ impl LineChart {
 
 /// Names from left to right above the plot, where they cover nothing, on as many lines as they take.
 pub(super) struct Legend {
-    /// Left edge, line, name and sample.
     entries: Vec<(i32, u32, String, Sample)>,
     lines: u32,
 }
 
 /// What a legend shows before a name.
 pub(super) enum Sample {
-    /// A line, with a marker or without.
     Line(Look, bool),
     Area(RGBColor),
 }
@@ -238,7 +235,6 @@ fn has_markers(series: &Series) -> bool {
     (1..=MAX_MARKERS).contains(&series.finite_points().count())
 }
 
-/// What sets a line apart.
 #[derive(Clone, Copy)]
 pub(super) struct Look {
     colour: RGBColor,
@@ -247,7 +243,6 @@ pub(super) struct Look {
 }
 
 impl Look {
-    /// Of the chart's line `index`.
     fn of(index: usize, chart: &LineChart) -> Self {
         let colours = chart
             .colours

@@ -109,7 +109,6 @@ impl LineChart {
         draw::svg(&[self])
     }
 
-    /// Both axes.
     fn axes(&self) -> Result<[Axis; 2]> {
         let refuse = |problem: String| Error::Plot(format!("chart {:?}{problem}", self.title));
         for series in &self.series {

@@ -10,7 +10,6 @@ use crate::ops::strided::put_back;
 use candle_core::DType;
 use std::collections::{BTreeMap, HashSet};
 
-/// A gradient that is there.
 #[derive(Clone, Copy)]
 pub(super) struct Gradient {
     buffer: usize,
@@ -34,7 +33,6 @@ impl Gradient {
     }
 }
 
-/// The gradients of values, so far.
 pub(super) type Gradients = BTreeMap<ValueId, Gradient>;
 
 impl<'a> Pass<'a> {
@@ -89,7 +87,6 @@ impl<'a> Pass<'a> {
         (self.graph.value(value).tracked && !is_leaf).then_some(event)
     }
 
-    /// What a node's gradients go to.
     fn depends_on(&self, event: usize) -> &[ValueRef] {
         match (self.segment_ended_by(event), self.node(event)) {
             (Some(segment), _) => &self.segments[segment].inputs,

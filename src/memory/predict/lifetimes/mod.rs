@@ -24,7 +24,6 @@ use crate::graph::{Graph, Node, ValueId};
 use backward::{Gradient, Gradients};
 use pass::Pass;
 
-/// A buffer, and when it is alive.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Buffer {
     pub kind: MemoryKind,
@@ -54,7 +53,6 @@ pub(super) enum What {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Formula {
     Letters(&'static str),
-    /// As many as this value.
     Of(ValueId),
 }
 
@@ -76,7 +74,6 @@ impl From<ValueId> for Formula {
     }
 }
 
-/// The end of all.
 const END: usize = usize::MAX;
 
 impl Buffer {

@@ -10,7 +10,6 @@ use candle_core::DType;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// A pass, moment by moment.
 pub(super) struct Pass<'a> {
     pub graph: &'a Graph,
     /// Which event makes each value.
