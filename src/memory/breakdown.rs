@@ -1,7 +1,8 @@
 //! A sum of bytes with its terms.
 
-use crate::report::{Column, Fields, Report, format_mib};
+use crate::report::{Column, Report, format_mib};
 use serde::Serialize;
+use serde_json::json;
 use std::borrow::Cow;
 use std::fmt;
 
@@ -130,26 +131,29 @@ impl MemoryBreakdown {
 
     /// The terms as a table, the formula beside each line, their sum at the end.
     pub fn report(&self) -> Report {
-        let mut rows: Vec<Fields> = self.parts.iter().map(Part::fields).collect();
-        let mut sum = Fields::new();
-        sum.insert("holds", "sum");
-        for key in ["what", "count", "formula", "element_bytes"] {
-            sum.insert(key, "");
-        }
-        sum.insert("bytes", self.peak_bytes());
-        rows.push(sum);
+        let parts = self.parts.iter().map(|part| {
+            let (kind, what, formula) = (part.kind.name(), &part.what, &part.formula);
+            json!([
+                kind,
+                what,
+                part.count,
+                formula,
+                part.element_bytes,
+                part.bytes
+            ])
+        });
+        let sum = json!(["sum", "", "", "", "", self.peak_bytes()]);
+        let columns = vec![
+            Column::text("holds", "Holds"),
+            Column::text("what", "What"),
+            Column::count("count", "Count").minor(2),
+            Column::text("formula", "Elements of each").minor(1),
+            Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
+            Column::mib("bytes", "All"),
+        ];
         Report {
-            columns: vec![
-                Column::text("holds", "Holds"),
-                Column::text("what", "What"),
-                Column::count("count", "Count").minor(2),
-                Column::text("formula", "Elements of each").minor(1),
-                Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
-                Column::mib("bytes", "All"),
-            ],
-            rows,
             notes: vec![format!("{}.", self.sizes)],
-            ..Default::default()
+            ..Report::table(columns, parts.chain([sum]))
         }
     }
 }
@@ -176,17 +180,6 @@ impl Part {
             element_bytes,
             bytes: (elements * element_bytes as f64) as u64, // saturates
         }
-    }
-
-    fn fields(&self) -> Fields {
-        let mut fields = Fields::new();
-        fields.insert("holds", self.kind.name());
-        fields.insert("what", self.what.as_ref());
-        fields.insert("count", self.count);
-        fields.insert("formula", self.formula.as_ref());
-        fields.insert("element_bytes", self.element_bytes);
-        fields.insert("bytes", self.bytes);
-        fields
     }
 }
 

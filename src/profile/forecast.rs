@@ -4,7 +4,8 @@ use crate::graph::{Graph, Node, ValueRef as Read};
 use crate::op_table;
 use crate::ops::cost::Cost;
 use crate::ops::lowering::{Signature, Workspace};
-use crate::report::{Column, Fields, Report};
+use crate::report::{Column, Report};
+use serde_json::json;
 
 /// A node of a [`Graph`] with its cost by the op's formulas ([`op_costs`](super::op_costs)).
 #[derive(Clone, Copy, Debug)]
@@ -71,45 +72,37 @@ pub fn node_table(graph: &Graph) -> Report {
     let mflop = |key, title| Column::number(key, title, "MFLOP", 2).scaled(1e6).grouped();
     let sums = [flops(|cost| cost.forward), flops(|cost| cost.backward)]
         .map(|sum| mflop("", "").cell(Some(&sum.into())));
+    let rows = costs.iter().map(|cost| {
+        let (node, output) = (cost.node, graph.value(cost.node.output));
+        let shape = |read: &Read| format!("{:?}", graph.shape_of(read));
+        let inputs: Vec<String> = node.inputs.iter().map(shape).collect();
+        let (inputs, shape) = (inputs.join(", "), format!("{:?}", output.shape));
+        let (dtype, kept) = (output.dtype.as_str(), kept_bytes(graph, node));
+        let [forward, backward] = [cost.forward, cost.backward]
+            .map(|cost| (cost.map(|cost| cost.flops()), cost.map(|cost| cost.bytes())));
+        json!([
+            node.path, node.op, inputs, shape, dtype, kept, forward.0, forward.1, backward.0,
+            backward.1
+        ])
+    });
+    let columns = vec![
+        Column::text("path", "Path"),
+        Column::text("op", "Op"),
+        Column::text("inputs", "Inputs"),
+        Column::text("output", "Output"),
+        Column::text("dtype", "Dtype"),
+        Column::mib("kept_bytes", "Keeps"),
+        mflop("forward_flops", "Forward"),
+        Column::mib("forward_bytes", "Forward"),
+        mflop("backward_flops", "Backward"),
+        Column::mib("backward_bytes", "Backward"),
+    ];
     Report {
-        columns: vec![
-            Column::text("path", "Path"),
-            Column::text("op", "Op"),
-            Column::text("inputs", "Inputs"),
-            Column::text("output", "Output"),
-            Column::text("dtype", "Dtype"),
-            Column::mib("kept_bytes", "Keeps"),
-            mflop("forward_flops", "Forward"),
-            Column::mib("forward_bytes", "Forward"),
-            mflop("backward_flops", "Backward"),
-            Column::mib("backward_bytes", "Backward"),
-        ],
-        rows: costs.iter().map(|cost| cost.fields(graph)).collect(),
         notes: vec![format!(
             "{} MFLOP forward, {} backward; n/a: no formula, or no gradient.",
             sums[0], sums[1]
         )],
-        ..Default::default()
-    }
-}
-
-impl NodeCost<'_> {
-    fn fields(&self, graph: &Graph) -> Fields {
-        let (node, output) = (self.node, graph.value(self.node.output));
-        let shape = |read: &Read| format!("{:?}", graph.shape_of(read));
-        let inputs: Vec<String> = node.inputs.iter().map(shape).collect();
-        let mut fields = Fields::new();
-        fields.insert("path", node.path.as_str());
-        fields.insert("op", node.op);
-        fields.insert("inputs", inputs.join(", "));
-        fields.insert("output", format!("{:?}", output.shape));
-        fields.insert("dtype", output.dtype.as_str());
-        fields.insert("kept_bytes", kept_bytes(graph, node));
-        fields.insert("forward_flops", self.forward.map(|cost| cost.flops()));
-        fields.insert("forward_bytes", self.forward.map(|cost| cost.bytes()));
-        fields.insert("backward_flops", self.backward.map(|cost| cost.flops()));
-        fields.insert("backward_bytes", self.backward.map(|cost| cost.bytes()));
-        fields
+        ..Report::table(columns, rows)
     }
 }
 

@@ -20,7 +20,7 @@ pub(super) const NOT_AVAILABLE: &str = "n/a";
 /// assert_eq!(peak.cell(Some(&1_610_612_736u64.into())), "1,536.0");
 /// assert_eq!(peak.cell(None), "n/a");
 /// ```
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Column {
     /// The field's key in each row, and the column's name in CSV.
     pub key: String,
@@ -49,13 +49,8 @@ impl Column {
         Self {
             key: key.into(),
             title: title.into(),
-            unit: String::new(),
             divisor: 1.0,
-            decimals: None,
-            rounded: false,
-            grouped: false,
-            under: String::new(),
-            minor: 0,
+            ..Self::default()
         }
     }
 
@@ -99,19 +94,15 @@ impl Column {
     }
 
     /// Separates thousands by commas.
-    pub fn grouped(self) -> Self {
-        Self {
-            grouped: true,
-            ..self
-        }
+    pub fn grouped(mut self) -> Self {
+        self.grouped = true;
+        self
     }
 
     /// Puts it under a heading that its neighbours may share: `Forward` over `eager` and `planned`.
-    pub fn under(self, heading: impl Into<String>) -> Self {
-        Self {
-            under: heading.into(),
-            ..self
-        }
+    pub fn under(mut self, heading: impl Into<String>) -> Self {
+        self.under = heading.into();
+        self
     }
 
     /// Says how minor it is: the more, the earlier it is left out where text has no room.
@@ -153,19 +144,12 @@ impl Column {
     }
 
     /// Whether cells stand at the right: a column of quantities, or one whose every value is a number.
-    pub(super) fn aligns_right<'a>(&self, mut values: impl Iterator<Item = &'a Value>) -> bool {
+    pub(super) fn aligns_right<'a>(&self, values: impl Iterator<Item = &'a Value>) -> bool {
         if self.decimals.is_some() {
             return true;
         }
-        let mut any = false;
-        let all = values
-            .by_ref()
-            .filter(|value| !value.is_null())
-            .all(|value| {
-                any = true;
-                value.is_number()
-            });
-        any && all
+        let mut values = values.filter(|value| !value.is_null()).peekable();
+        values.peek().is_some() && values.all(Value::is_number)
     }
 
     /// `None` unless this is a number that the column rounds or scales.

@@ -59,6 +59,20 @@ pub struct Report {
 }
 
 impl Report {
+    /// A table of `columns`, each row an array with a value for each of them.
+    pub(crate) fn table(columns: Vec<Column>, rows: impl IntoIterator<Item = Value>) -> Self {
+        let fields = |row: Value| {
+            let values = row.as_array().cloned().unwrap_or_default();
+            let keys = columns.iter().map(|column| column.key.clone());
+            keys.zip(values).collect()
+        };
+        Self {
+            rows: rows.into_iter().map(fields).collect(),
+            columns,
+            ..Default::default()
+        }
+    }
+
     /// Keeps the columns of these names, in this order: keys, titles, or headings over several columns, in any case. It
     /// is the table's own columns if it has all of them, else those of each detail that does. CSV and JSON keep every
     /// field.

@@ -4,7 +4,6 @@ use super::tracker;
 use crate::memory::{Mode, Workload, estimate};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
-use crate::precision::Precision;
 use crate::{Error, Result, backward, hardware, nn, no_grad, ops};
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
@@ -49,18 +48,18 @@ pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measur
     check_room(config, workload)?;
     ops::reserve_scratch(workload.precision.dtype() != DType::F32)?;
     let before = current_bytes()?;
-    let mut step = Step::new(config, workload)?;
+    let mut step = step(config, workload)?;
     let ready_bytes = current_bytes()?.saturating_sub(before);
     for _ in 0..WARM_UPS {
         let start = current_bytes()?;
-        step.run()?;
+        step()?;
         if current_bytes()? <= start {
             break;
         }
     }
     tracker::reset_peak();
     let start = current_bytes()?;
-    let after_forward_bytes = step.run()?;
+    let after_forward_bytes = step()?;
     let peak_bytes = tracker::peak_bytes().unwrap_or(start);
     let beyond = |bytes: u64| ready_bytes + bytes.saturating_sub(start);
     Ok(Measured {
@@ -94,71 +93,50 @@ fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     }
 }
 
-struct Step {
-    mode: Mode,
-    precision: Precision,
-    model: TransformerLM,
-    optimizer: Option<AdamW>,
-    /// Switched off but in f16.
-    scaler: GradScaler,
-    tokens: Tensor,
-    targets: Tensor,
-}
-
-impl Step {
-    fn new(config: &TransformerConfig, workload: &Workload) -> Result<Self> {
-        let config = TransformerConfig {
-            attention: workload.attention,
-            checkpointing: workload.checkpointing,
-            context_length: config.context_length.max(workload.sequence_length),
-            ..config.clone()
-        };
-        let dtype = workload.precision.parameter_dtype();
-        let model = TransformerLM::from_var_builder(&config, nn::seeded(0, dtype, &Device::Cpu))?;
-        let optimizer = match workload.mode {
-            Mode::TrainStep => {
-                let config = AdamWConfig {
-                    moments: workload.moments,
-                    ..Default::default()
-                };
-                Some(AdamW::new(model.parameters(), config)?)
-            }
-            _ => None,
-        };
-        let shape = (workload.batch_size, workload.sequence_length);
-        let scaler = GradScaler::new(GradScalerConfig {
-            enabled: workload.precision.dtype() == DType::F16,
-            ..Default::default()
-        })?;
-        Ok(Self {
-            mode: workload.mode,
-            precision: workload.precision,
-            optimizer,
-            scaler,
-            model,
-            tokens: Tensor::zeros(shape, DType::U32, &Device::Cpu)?,
-            targets: Tensor::zeros(shape, DType::U32, &Device::Cpu)?,
-        })
-    }
-
-    fn run(&mut self) -> Result<u64> {
-        let Self { model, tokens, .. } = self;
-        let forward = || self.precision.run(|| model.forward(tokens));
-        let loss = || self.precision.run(|| model.loss(tokens, &self.targets));
-        let out = match self.mode {
+/// A run on what is there before it; returns the bytes that are alive when forward is done.
+fn step(
+    config: &TransformerConfig,
+    workload: &Workload,
+) -> Result<impl FnMut() -> Result<u64> + use<>> {
+    let config = TransformerConfig {
+        attention: workload.attention,
+        checkpointing: workload.checkpointing,
+        context_length: config.context_length.max(workload.sequence_length),
+        ..config.clone()
+    };
+    let (mode, precision) = (workload.mode, workload.precision);
+    let weights = nn::seeded(0, precision.parameter_dtype(), &Device::Cpu);
+    let model = TransformerLM::from_var_builder(&config, weights)?;
+    let adamw = AdamWConfig {
+        moments: workload.moments,
+        ..Default::default()
+    };
+    let optimizer = (mode == Mode::TrainStep).then(|| AdamW::new(model.parameters(), adamw));
+    let mut optimizer = optimizer.transpose()?;
+    let shape = (workload.batch_size, workload.sequence_length);
+    let mut scaler = GradScaler::new(GradScalerConfig {
+        enabled: precision.dtype() == DType::F16,
+        ..Default::default()
+    })?;
+    let [tokens, targets] = [0; 2].map(|_| Tensor::zeros(shape, DType::U32, &Device::Cpu)); // (B, T)
+    let (tokens, targets) = (tokens?, targets?);
+    Ok(move || {
+        let forward = || precision.run(|| model.forward(&tokens));
+        let loss = || precision.run(|| model.loss(&tokens, &targets));
+        let out = match mode {
             Mode::Forward => no_grad(forward)?,
             Mode::ForwardKeepingGraph => forward()?,
             Mode::ForwardBackward => loss()?,
-            Mode::TrainStep => self.scaler.scale(&loss()?)?,
+            Mode::TrainStep => scaler.scale(&loss()?)?,
         };
         let after_forward_bytes = current_bytes()?;
-        if matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
+        if matches!(mode, Mode::ForwardBackward | Mode::TrainStep) {
             let mut gradients = backward(out)?;
-            if let Some(optimizer) = &mut self.optimizer {
-                self.scaler.step(optimizer, &mut gradients)?;
-                self.scaler.update()?;
+            if let Some(optimizer) = &mut optimizer {
+                scaler.step(optimizer, &mut gradients)?;
+                scaler.update()?;
             }
         }
         Ok(after_forward_bytes)
-    }
+    })
 }

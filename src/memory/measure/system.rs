@@ -27,11 +27,7 @@ pub fn resident_peak_bytes() -> Option<u64> {
 /// The most memory this process has had resident, in bytes, since it began.
 #[cfg(all(unix, not(target_os = "linux")))]
 pub fn resident_peak_bytes() -> Option<u64> {
-    // SAFETY: getrusage fills the zeroed struct that it is given.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        (libc::getrusage(libc::RUSAGE_SELF, &mut usage) == 0).then_some(usage)
-    }?;
+    let usage = usage()?;
     // Bytes on Apple's systems, KiB elsewhere.
     let unit = if cfg!(target_vendor = "apple") {
         1
@@ -65,12 +61,17 @@ pub fn reset_resident_peak() -> bool {
 /// How often this process has met a page that was not there yet, since it began.
 #[cfg(unix)]
 pub fn page_faults() -> Option<u64> {
+    let usage = usage()?;
+    u64::try_from(usage.ru_minflt + usage.ru_majflt).ok()
+}
+
+#[cfg(unix)]
+fn usage() -> Option<libc::rusage> {
     // SAFETY: getrusage fills the zeroed struct that it is given.
-    let usage = unsafe {
+    unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         (libc::getrusage(libc::RUSAGE_SELF, &mut usage) == 0).then_some(usage)
-    }?;
-    u64::try_from(usage.ru_minflt + usage.ru_majflt).ok()
+    }
 }
 
 /// How often this process has met a page that was not there yet: not known here.

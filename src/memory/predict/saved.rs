@@ -2,8 +2,9 @@
 
 use super::lifetimes::after_forward;
 use crate::graph::{Graph, Source, ValueId};
-use crate::report::{Column, Fields, Report};
+use crate::report::{Column, Report};
 use candle_core::DType;
+use serde_json::json;
 
 /// A tensor that is there for backward.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,42 +93,35 @@ impl SavedTensors {
 
     /// The five largest, and the sum of each part of the model, as a table.
     pub fn report(&self) -> Report {
-        let mut rows = Vec::new();
-        for tensor in self.largest(5) {
-            let mut row = Fields::new();
-            row.insert("origin", tensor.path.as_str());
-            row.insert("what", tensor.what);
-            row.insert("shape", format!("{:?}", tensor.shape));
-            row.insert("dtype", tensor.dtype.as_str());
-            row.insert("count", 1);
-            row.insert("bytes", tensor.bytes);
-            rows.push(row);
-        }
-        let all = self.residuals().count();
+        let largest = self.largest(5).into_iter().map(|tensor| {
+            let shape = format!("{:?}", tensor.shape);
+            json!([
+                tensor.path,
+                tensor.what,
+                shape,
+                tensor.dtype.as_str(),
+                1,
+                tensor.bytes
+            ])
+        });
+        let all = (
+            "all".into(),
+            self.residuals().count(),
+            self.residual_bytes(),
+        );
         let sums = self.by_block().into_iter();
         let sums = sums.map(|(block, count, bytes)| (format!("all of {block}"), count, bytes));
-        for (name, count, bytes) in sums.chain([("all".into(), all, self.residual_bytes())]) {
-            let mut row = Fields::new();
-            row.insert("origin", name);
-            for key in ["what", "shape", "dtype"] {
-                row.insert(key, "");
-            }
-            row.insert("count", count);
-            row.insert("bytes", bytes);
-            rows.push(row);
-        }
-        Report {
-            columns: vec![
-                Column::text("origin", "Saved for backward"),
-                Column::text("what", "What"),
-                Column::text("shape", "Shape"),
-                Column::text("dtype", "Dtype"),
-                Column::count("count", "Tensors"),
-                Column::mib("bytes", "Size"),
-            ],
-            rows,
-            ..Default::default()
-        }
+        let sums = sums.chain([all]);
+        let sums = sums.map(|(name, count, bytes)| json!([name, "", "", "", count, bytes]));
+        let columns = vec![
+            Column::text("origin", "Saved for backward"),
+            Column::text("what", "What"),
+            Column::text("shape", "Shape"),
+            Column::text("dtype", "Dtype"),
+            Column::count("count", "Tensors"),
+            Column::mib("bytes", "Size"),
+        ];
+        Report::table(columns, largest.chain(sums))
     }
 }
 

@@ -4,6 +4,7 @@ use super::{Block, MemoryKind, MemoryRecording};
 use crate::probe::Path;
 use crate::report::plot::{AreaChart, AreaLayer, TimeSpan};
 use crate::report::{Column, Fields, Report, bytes_to_mib};
+use serde_json::json;
 
 impl Block {
     /// Where it came from, as tables name it: what it is labelled, its path, or `candle` for what candle does between
@@ -72,25 +73,24 @@ impl MemoryRecording {
             }
         }
         let rows = alike.into_iter().take(count).map(|(block, blocks)| {
-            let mut row = Fields::new();
-            row.insert("bytes", block.bytes);
-            row.insert("blocks", blocks);
-            row.insert("holds", block.kind.name());
-            row.insert("phase", block.phase);
-            row.insert("origin", block.origin());
-            row
+            json!([
+                block.bytes,
+                blocks,
+                block.kind.name(),
+                block.phase,
+                block.origin()
+            ])
         });
+        let columns = vec![
+            Column::mib("bytes", "Each"),
+            Column::count("blocks", "Blocks"),
+            Column::text("holds", "Holds"),
+            Column::text("phase", "Phase"),
+            Column::text("origin", "Origin"),
+        ];
         Report {
-            columns: vec![
-                Column::mib("bytes", "Each"),
-                Column::count("blocks", "Blocks"),
-                Column::text("holds", "Holds"),
-                Column::text("phase", "Phase"),
-                Column::text("origin", "Origin"),
-            ],
-            rows: rows.collect(),
             notes: self.notes(),
-            ..Default::default()
+            ..Report::table(columns, rows)
         }
     }
 
