@@ -1,8 +1,6 @@
 //! CUPTI, the interface of CUDA's toolkit for tools: what a program asks of a GPU, and what ran there.
 //!
 //! It is a library of its own, loaded at the first use and not before: nothing else needs it.
-//! What lives here: loading it ([`Library`]), allocations as they are made ([`allocations`]), and kernels after they
-//! have run ([`activity`]). What does not: what is made of them, which is memory recordings' and profiles'.
 
 pub(crate) mod activity;
 pub(crate) mod allocations;

@@ -1,11 +1,6 @@
 //! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free without
 //! listeners.
 //!
-//! What lives here: ranges ([`range`], [`module`], [`phase`], and those that this crate's ops open around themselves),
-//! where a thread is ([`Path`], [`current`]), parts of an op's time ([`Parts`]), listeners ([`Listener`], [`listen`]),
-//! and the one of NVIDIA's profilers ([`emit_nvtx`]). What does not: clocks, sums and reports; those are
-//! [`memory`](crate::memory)'s and [`profile`](crate::profile)'s. Nothing here knows of a device.
-//!
 //! A range costs one load of an atomic without listeners. Ranges belong to a thread and nest on it:
 //!
 //! ```
@@ -30,15 +25,13 @@
 //! assert_eq!(*names.0.lock().unwrap(), ["encoder", "encoder/layers.3"]);
 //! ```
 
-mod cost;
 mod nvtx;
 pub(crate) mod parts;
 mod path;
 mod range;
 
-pub use cost::Cost;
 pub use nvtx::emit_nvtx;
-pub use parts::Parts;
+pub use parts::{Cost, Parts};
 pub use path::Path;
 pub use range::{RangeGuard, in_module, module, phase, range, step};
 pub(crate) use range::{op, op_path};

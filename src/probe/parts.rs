@@ -1,4 +1,4 @@
-//! What of an op's time its matrix products take, and what its softmax.
+//! What work costs, and what of an op's time its matrix products take, and what its softmax.
 //!
 //! CPU kernels run their products and softmaxes through [`timed`]. The calling thread adds up what it spends there, and
 //! an op's range takes the sums as it ends. What tasks of a parallel loop spend is scaled to the loop's wall time
@@ -7,7 +7,7 @@
 
 use super::is_listening;
 use std::cell::Cell;
-use std::ops::AddAssign;
+use std::ops::{Add, AddAssign};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
@@ -28,14 +28,6 @@ pub struct Parts {
 }
 
 impl Parts {
-    const NONE: Self = Self {
-        products_ns: 0,
-        scores_ns: 0,
-        values_ns: 0,
-        softmax_ns: 0,
-        fused_ns: 0,
-    };
-
     /// All parts together.
     pub fn sum_ns(&self) -> u64 {
         self.products_ns + self.softmax_ns + self.fused_ns
@@ -46,23 +38,23 @@ impl Parts {
             let scaled = u128::from(ns) * u128::from(numerator) / u128::from(denominator.max(1));
             u64::try_from(scaled).unwrap_or(u64::MAX)
         };
+        self.with(self, |ns, _| scale(ns))
+    }
+
+    fn with(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
         Self {
-            products_ns: scale(self.products_ns),
-            scores_ns: scale(self.scores_ns),
-            values_ns: scale(self.values_ns),
-            softmax_ns: scale(self.softmax_ns),
-            fused_ns: scale(self.fused_ns),
+            products_ns: f(self.products_ns, other.products_ns),
+            scores_ns: f(self.scores_ns, other.scores_ns),
+            values_ns: f(self.values_ns, other.values_ns),
+            softmax_ns: f(self.softmax_ns, other.softmax_ns),
+            fused_ns: f(self.fused_ns, other.fused_ns),
         }
     }
 }
 
 impl AddAssign for Parts {
     fn add_assign(&mut self, other: Self) {
-        self.products_ns += other.products_ns;
-        self.scores_ns += other.scores_ns;
-        self.values_ns += other.values_ns;
-        self.softmax_ns += other.softmax_ns;
-        self.fused_ns += other.fused_ns;
+        *self = self.with(other, |a, b| a + b);
     }
 }
 
@@ -80,7 +72,7 @@ pub(crate) enum Part {
 
 impl Part {
     fn of(self, ns: u64) -> Parts {
-        let mut parts = Parts::NONE;
+        let mut parts = Parts::default();
         match self {
             Self::Scores => parts.scores_ns = ns,
             Self::Values => parts.values_ns = ns,
@@ -96,7 +88,7 @@ impl Part {
 
 thread_local! {
     /// What this thread has spent in parts since the innermost op began, or the task of a region.
-    static SPENT: Cell<Parts> = const { Cell::new(Parts::NONE) };
+    static SPENT: Cell<Parts> = Cell::default();
     /// Whether this thread is in a part: what is inside of one is counted as that.
     static IN_PART: Cell<bool> = const { Cell::new(false) };
 }
@@ -154,7 +146,7 @@ impl Region {
     pub(crate) fn begin() -> Option<Self> {
         (is_listening() && !IN_PART.get()).then(|| Self {
             start: Instant::now(),
-            taken: Mutex::new((0, Parts::NONE)),
+            taken: Mutex::new((0, Parts::default())),
         })
     }
 
@@ -176,5 +168,54 @@ impl Region {
         let taken = self.taken.into_inner();
         let (busy_ns, parts) = taken.unwrap_or_else(PoisonError::into_inner);
         add(parts.scaled(since(self.start), busy_ns));
+    }
+}
+
+/// FLOPs and bytes of one call of an op, or of several together.
+///
+/// The model's work, whatever computes it, as [`flops`](crate::model::flops) counts it: a causal mask saves nothing,
+/// and what flash attention computes twice counts once. Bytes are the least that must move: every tensor read once and
+/// written once, what forward keeps for backward included, caches and second passes not. So a rate over the memory's
+/// own says that the tensors were still in cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// 2 for each multiply-add of the matrix products.
+    pub product_flops: f64,
+    /// Everything else, an exponential, a root and a division counting 1.
+    pub other_flops: f64,
+    /// Bytes read.
+    pub read_bytes: f64,
+    /// Bytes written.
+    pub written_bytes: f64,
+}
+
+impl Cost {
+    /// All FLOPs.
+    pub fn flops(&self) -> f64 {
+        self.product_flops + self.other_flops
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> f64 {
+        self.read_bytes + self.written_bytes
+    }
+}
+
+impl Add for Cost {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            product_flops: self.product_flops + other.product_flops,
+            other_flops: self.other_flops + other.other_flops,
+            read_bytes: self.read_bytes + other.read_bytes,
+            written_bytes: self.written_bytes + other.written_bytes,
+        }
+    }
+}
+
+impl AddAssign for Cost {
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
     }
 }

@@ -90,7 +90,17 @@ impl Drop for RangeGuard {
     }
 }
 
-fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -> RangeGuard {
+/// A range with its name, path and phase, which are made only if there is a listener.
+#[inline]
+fn enter(kind: Kind, at: impl FnOnce() -> (Cow<'static, str>, Path, &'static str)) -> RangeGuard {
+    if !is_listening() {
+        return RangeGuard::IDLE;
+    }
+    let (name, path, phase) = at();
+    begin(kind, name, path, phase)
+}
+
+fn begin(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -> RangeGuard {
     let entered = Entered {
         kind,
         path,
@@ -120,22 +130,17 @@ fn enter(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
 
 /// A range of the caller's own, inside of those that this thread is in.
 pub fn range(name: impl Into<Cow<'static, str>>) -> RangeGuard {
-    if !is_listening() {
-        return RangeGuard::IDLE;
-    }
-    let name = name.into();
-    let path = current().child(&name);
-    enter(Kind::Range, name, path, PHASE.get())
+    enter(Kind::Range, || named(name.into()))
 }
 
 /// A layer's range; its name is made only if there is a listener.
 pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> RangeGuard {
-    if !is_listening() {
-        return RangeGuard::IDLE;
-    }
-    let name = name().into();
+    enter(Kind::Module, || named(name().into()))
+}
+
+fn named(name: Cow<'static, str>) -> (Cow<'static, str>, Path, &'static str) {
     let path = current().child(&name);
-    enter(Kind::Module, name, path, PHASE.get())
+    (name, path, PHASE.get())
 }
 
 /// Runs `f` in the range of the layer called `name`.
@@ -146,19 +151,13 @@ pub fn in_module<T>(name: &'static str, f: impl FnOnce() -> T) -> T {
 
 /// A part of a step: `forward`, `backward`, `optimizer`. The path stays what it is.
 pub fn phase(name: &'static str) -> RangeGuard {
-    match is_listening() {
-        false => RangeGuard::IDLE,
-        true => enter(Kind::Phase, Cow::Borrowed(name), current(), name),
-    }
+    enter(Kind::Phase, || (name.into(), current(), name))
 }
 
 /// One of the steps that are repeated; [`Laps`](crate::bench::Laps) and the trainer open it around theirs. Path and
 /// phase stay what they are.
 pub fn step() -> RangeGuard {
-    match is_listening() {
-        false => RangeGuard::IDLE,
-        true => enter(Kind::Step, Cow::Borrowed("step"), current(), PHASE.get()),
-    }
+    enter(Kind::Step, || ("step".into(), current(), PHASE.get()))
 }
 
 /// Where an op called `name` is, if it is run here; the root without listeners.
@@ -171,12 +170,8 @@ pub(crate) fn op_path(name: &'static str) -> Path {
 
 /// An op's range, at the path that it had when it was put into the graph.
 pub(crate) fn op(kind: Kind, name: &'static str, path: Path) -> RangeGuard {
-    if !is_listening() {
-        return RangeGuard::IDLE;
-    }
-    let path = match path {
-        Path::ROOT => current().child(name), // put into the graph without listeners
-        path => path,
-    };
-    enter(kind, Cow::Borrowed(name), path, PHASE.get())
+    enter(kind, || match path {
+        Path::ROOT => named(name.into()), // put into the graph without listeners
+        path => (name.into(), path, PHASE.get()),
+    })
 }

@@ -1,12 +1,10 @@
 //! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
 //!
-//! What lives here: [`Profiler`], which listens to [`probe`](crate::probe) and makes a [`Recording`]; what is made
-//! of one, [`ProfileReport`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of,
+//! [`Profiler`] listens to [`probe`](crate::probe) and makes a [`Recording`], of which are
+//! made [`ProfileReport`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of,
 //! without a rest), a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph
 //! ([`Recording::save_flame_graph`]); and [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`]
-//! and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers. What does not:
-//! the ranges themselves (the probe's), timing of whole steps without what is in them ([`bench`](mod@crate::bench)),
-//! memory ([`memory`](crate::memory)).
+//! and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers.
 //!
 //! On a GPU of NVIDIA's, [`Profiler::start_on`] records its kernels too, as CUPTI tells of them, each with the range
 //! that launched it, and nothing waits for the GPU at an op. Times are then the kernels': an op's are those that it
