@@ -81,17 +81,6 @@ impl Path {
         names.reverse();
         names
     }
-
-    /// Whether it is `other` or lies inside it.
-    pub fn is_within(self, other: Self) -> bool {
-        let paths = paths();
-        let mut path = self;
-        // A parent's number is the smaller: above `other` there is nothing to find.
-        while path.0 > other.0 {
-            path = paths.nodes[path.0 as usize].0;
-        }
-        path == other
-    }
 }
 
 /// The names with slashes between them; `-` for the root.

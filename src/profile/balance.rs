@@ -72,11 +72,6 @@ impl LineKind {
             Self::Unexplained => "unexplained",
         }
     }
-
-    /// Whether it is known who spends it.
-    pub fn is_explained(self) -> bool {
-        self != Self::Unexplained
-    }
 }
 
 impl Balance {
@@ -91,10 +86,10 @@ impl Balance {
         let on_gpu = !recording.kernels.is_empty();
         let mut within_roots_ns = 0; // of a recording without steps
         for (i, span) in spans.iter().enumerate() {
-            if !tree.counts(i) || !tree.is_owner(i, spans) {
+            if !tree.counts(i) || !tree.is_owner(i) {
                 continue;
             }
-            if tree.owner[i].is_none() {
+            if tree.nodes[i].owner.is_none() {
                 within_roots_ns += span.duration_ns();
             }
             if !span.is_op() && on_gpu {
@@ -103,25 +98,25 @@ impl Balance {
                     "backward" => LineKind::GradientSums,
                     _ => LineKind::CandleForward,
                 };
-                if tree.own_ns[i] > 0 {
-                    balance.add(phase_of(span), kind, tree.own_ns[i]);
+                if tree.nodes[i].own_ns > 0 {
+                    balance.add(phase_of(span), kind, tree.nodes[i].own_ns);
                 }
-                balance.add(phase_of(span), LineKind::Idle, tree.idle_ns[i]);
+                balance.add(phase_of(span), LineKind::Idle, tree.nodes[i].idle_ns);
                 continue;
             }
             match span.kind {
                 Kind::Phase if tree.is_planned(i) => {
-                    balance.add(span.phase, LineKind::Plan, tree.own_ns[i]);
+                    balance.add(span.phase, LineKind::Plan, tree.nodes[i].own_ns);
                 }
                 Kind::Phase if span.phase == "backward" => {
                     balance.add_backward(recording, &tree, i)
                 }
                 Kind::Phase if span.phase == "forward" => {
-                    balance.add(span.phase, LineKind::CandleForward, tree.own_ns[i]);
+                    balance.add(span.phase, LineKind::CandleForward, tree.nodes[i].own_ns);
                 }
-                Kind::Phase => balance.add(span.phase, LineKind::Unexplained, tree.own_ns[i]),
-                Kind::Step => balance.add("", LineKind::Unexplained, tree.own_ns[i]),
-                _ => balance.add(span.phase, LineKind::Ops, tree.own_ns[i]),
+                Kind::Phase => balance.add(span.phase, LineKind::Unexplained, tree.nodes[i].own_ns),
+                Kind::Step => balance.add("", LineKind::Unexplained, tree.nodes[i].own_ns),
+                _ => balance.add(span.phase, LineKind::Ops, tree.nodes[i].own_ns),
             }
         }
         if balance.steps.is_some() {
@@ -145,24 +140,28 @@ impl Balance {
     }
 
     /// A backward's own time, parted by its first and last op.
-    fn add_backward(&mut self, recording: &Recording, tree: &Tree, backward: usize) {
+    fn add_backward(&mut self, recording: &Recording, tree: &Tree<'_>, backward: usize) {
         let span = &recording.spans[backward];
         let later = recording.spans.iter().enumerate().skip(backward + 1);
         let mut ops = later
             .take_while(|(_, other)| other.thread != span.thread || other.start_ns < span.end_ns)
-            .filter(|(i, _)| {
-                tree.owner[*i] == Some(backward) && tree.is_owner(*i, &recording.spans)
-            })
+            .filter(|(i, _)| tree.nodes[*i].owner == Some(backward) && tree.is_owner(*i))
             .map(|(_, op)| (op.start_ns, op.end_ns));
         let Some((first_start_ns, mut last_end_ns)) = ops.next() else {
-            return self.add(span.phase, LineKind::GradientSums, tree.own_ns[backward]);
+            return self.add(
+                span.phase,
+                LineKind::GradientSums,
+                tree.nodes[backward].own_ns,
+            );
         };
         if let Some((_, end_ns)) = ops.last() {
             last_end_ns = end_ns;
         }
         let before_ns = first_start_ns.saturating_sub(span.start_ns);
         let after_ns = span.end_ns.saturating_sub(last_end_ns);
-        let between_ns = tree.own_ns[backward].saturating_sub(before_ns + after_ns);
+        let between_ns = tree.nodes[backward]
+            .own_ns
+            .saturating_sub(before_ns + after_ns);
         self.add(span.phase, LineKind::GraphSort, before_ns);
         self.add(span.phase, LineKind::GradientSums, between_ns);
         self.add(span.phase, LineKind::GraphFree, after_ns);
@@ -202,7 +201,7 @@ impl Balance {
 
     /// The part of the wall time that ops and candle's lines make up, in 0..=1; `None` if no time went by.
     pub fn explained(&self) -> Option<f64> {
-        let explained_ns = self.sum_ns(|line| line.kind.is_explained());
+        let explained_ns = self.sum_ns(|line| line.kind != LineKind::Unexplained);
         (self.wall_ns > 0).then(|| explained_ns as f64 / self.wall_ns as f64)
     }
 

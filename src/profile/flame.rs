@@ -85,7 +85,7 @@ impl Recording {
         for (i, span) in self.spans.iter().enumerate() {
             if tree.counts(i) && span.is_op() {
                 let names = [vec![phase_name(span.phase)], span.path.names()].concat();
-                root.add(&names, tree.own_ns[i]);
+                root.add(&names, tree.nodes[i].own_ns);
             }
         }
         for line in balance

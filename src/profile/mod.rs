@@ -48,7 +48,6 @@
 //! ```
 
 mod balance;
-mod cost;
 mod flame;
 mod forecast;
 #[cfg(feature = "cuda")]
@@ -60,16 +59,14 @@ mod profiler;
 mod recording;
 mod selection;
 mod summary;
-mod table;
 mod trace;
 mod tree;
 
 pub use crate::ops::cost::{Cost, OpCost};
 pub use crate::probe::{Parts, emit_nvtx, phase, range, step};
 pub use balance::{Balance, Line, LineKind};
-pub use cost::op_costs;
 pub use forecast::{NodeCost, node_costs, node_table};
 pub use profiler::Profiler;
-pub use recording::{Kernel, KernelWork, OperandShape, Recording, Span};
+pub use recording::{Kernel, KernelWork, OperandShape, Recording, Span, op_costs};
 pub use selection::{Grouping, Selection};
 pub use summary::{Launches, ProfileReport, Row};

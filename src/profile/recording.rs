@@ -1,10 +1,11 @@
 //! What a profiler has recorded: ranges, and a GPU's kernels.
 
-use crate::ops::cost::Cost;
-use crate::probe::{Kind, Operand, Parts, Path};
+use crate::op_table;
+use crate::ops::cost::{Cost, OpCost};
+use crate::probe::{Kind, Operand, Operands, Parts, Path};
 use candle_core::DType;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 /// The ranges of a stretch of time, on every thread that had any.
 ///
@@ -118,6 +119,11 @@ impl Span {
         matches!(self.kind, Kind::Op | Kind::OpBackward)
     }
 
+    /// Its FLOPs and bytes, as it has told them or by the op's formula; `None` for what is no op, or has no formula.
+    pub fn cost(&self) -> Option<Cost> {
+        self.cost.or_else(|| by_formula(self))
+    }
+
     /// As errors name it: with its path, in quotes.
     pub(super) fn title(&self) -> String {
         match self.kind {
@@ -216,6 +222,52 @@ pub(super) fn short(name: &str) -> &str {
     let plain = name.split('<').next().unwrap_or(name);
     let plain = plain.rsplit("::").next().unwrap_or(plain).trim();
     if plain.is_empty() { name } else { plain }
+}
+
+/// The formulas of all ops that have one: x, y and the like are the tensors' bytes, N rows, the other letters as in the
+/// crate's legend.
+///
+/// ```
+/// for op in tallow::profile::op_costs() {
+///     println!("{}: {}; {}", op.op, op.flops, op.bytes);
+/// }
+/// ```
+pub fn op_costs() -> &'static [OpCost] {
+    static COSTS: LazyLock<Vec<OpCost>> =
+        LazyLock::new(|| op_table::all().filter_map(|info| info.cost).collect());
+    &COSTS
+}
+
+pub(super) fn entry(name: &str) -> Option<&'static OpCost> {
+    op_costs().iter().find(|entry| entry.op == name)
+}
+
+/// The part that an op is as a whole, which took `ns` and whose kernels have told of none: a product and nothing else,
+/// a softmax. Of a composite op nothing is known then.
+pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
+    let mut parts = Parts::default();
+    let has_inside = entry(&span.name()).is_some_and(|entry| entry.inside.is_some());
+    let is_composite = holds_ops || has_inside;
+    if span.name() == "softmax" {
+        parts.softmax_ns = ns;
+    } else if !is_composite && span.cost().is_some_and(|cost| cost.product_flops > 0.0) {
+        parts.products_ns = ns;
+    }
+    parts
+}
+
+fn by_formula(span: &Span) -> Option<Cost> {
+    let inputs: Vec<Operand<'_>> = span.inputs.iter().map(OperandShape::operand).collect();
+    let operands = Operands {
+        inputs: &inputs,
+        output: span.output.as_ref()?.operand(),
+    };
+    let entry = entry(&span.name())?;
+    match span.kind {
+        Kind::Op => (entry.forward)(&operands),
+        Kind::OpBackward => entry.backward?(&operands),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

@@ -166,8 +166,6 @@ fn paths_are_chains_of_names() {
         (weight.name(), weight.parent()),
         ("q_proj".into(), Some(layer.child("attn")))
     );
-    assert!(weight.is_within(layer) && weight.is_within(weight) && weight.is_within(Path::ROOT));
-    assert!(!layer.is_within(weight) && !weight.is_within(Path::ROOT.child("layers.8")));
     assert_eq!(
         (Path::ROOT.to_string(), Path::ROOT.parent()),
         ("-".into(), None)

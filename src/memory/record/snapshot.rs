@@ -5,7 +5,7 @@ use crate::files;
 use crate::probe::Path as Place;
 use crate::{Error, Result};
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
@@ -218,51 +218,36 @@ fn frames(block: &Block) -> Vec<Frame> {
 /// Addresses from 0 up, given out from the smallest gap that is large enough.
 #[derive(Default)]
 struct Arena {
-    /// Size and address.
-    by_size: BTreeSet<(u64, u64)>,
-    /// Address and size.
-    by_address: BTreeSet<(u64, u64)>,
+    /// By address, their sizes; no two meet.
+    gaps: BTreeMap<u64, u64>,
     end: u64,
 }
 
 impl Arena {
     fn take(&mut self, bytes: u64) -> u64 {
-        let gap = self.by_size.range((bytes, 0)..).next().copied();
-        let Some((size, address)) = gap else {
-            let address = self.end;
+        let fitting = self.gaps.iter().filter(|(_, size)| **size >= bytes);
+        let smallest = fitting.min_by_key(|(address, size)| (**size, **address));
+        let Some((address, size)) = smallest.map(|(address, size)| (*address, *size)) else {
             self.end += bytes;
-            return address;
+            return self.end - bytes;
         };
-        self.forget(address, size);
+        self.gaps.remove(&address);
         if size > bytes {
-            self.remember(address + bytes, size - bytes);
+            self.gaps.insert(address + bytes, size - bytes);
         }
         address
     }
 
     fn give_back(&mut self, address: u64, bytes: u64) {
         let (mut from, mut to) = (address, address + bytes);
-        let below = self.by_address.range(..(address, 0)).next_back().copied();
-        if let Some((gap, size)) = below.filter(|(gap, size)| gap + size == address) {
-            self.forget(gap, size);
+        let below = self.gaps.range(..address).next_back();
+        if let Some((&gap, &size)) = below
+            && gap + size == address
+        {
             from = gap;
         }
-        let above = self.by_address.range((to, 0)..).next().copied();
-        if let Some((gap, size)) = above.filter(|(gap, _)| *gap == to) {
-            self.forget(gap, size);
-            to += size;
-        }
-        self.remember(from, to - from);
-    }
-
-    fn remember(&mut self, address: u64, size: u64) {
-        self.by_size.insert((size, address));
-        self.by_address.insert((address, size));
-    }
-
-    fn forget(&mut self, address: u64, size: u64) {
-        self.by_size.remove(&(size, address));
-        self.by_address.remove(&(address, size));
+        to += self.gaps.remove(&to).unwrap_or(0);
+        self.gaps.insert(from, to - from);
     }
 }
 
