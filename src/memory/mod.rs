@@ -22,21 +22,36 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
+mod attention;
 mod breakdown;
+mod estimate;
+mod fit;
+mod letters;
+mod lifetimes;
 mod measure;
-mod predict;
+mod planned;
 mod record;
+mod saved;
+pub mod system;
+pub mod tracker;
+mod workload;
 
+pub use attention::{
+    AttentionWorkload, SelfAttentionWorkload, attention_breakdown, self_attention_breakdown,
+};
 pub use breakdown::{MemoryBreakdown, MemoryKind, Part, smallest_beyond};
-pub use measure::{Measured, Meter, measure, system, tracker};
-pub use predict::{
-    AttentionWorkload, Estimate, Kernels, Mode, SavedTensor, SavedTensors, SelfAttentionWorkload,
-    Workload, attention_breakdown, estimate, estimate_graph, largest_batch_size, largest_that_fits,
-    most_frugal, planned_attention_breakdown, planned_breakdown, planned_self_attention_breakdown,
-    recommend, saved_tensors, self_attention_breakdown, smallest_sequence_beyond,
+pub use estimate::{Estimate, estimate, estimate_graph};
+pub use fit::{
+    largest_batch_size, largest_that_fits, most_frugal, recommend, smallest_sequence_beyond,
+};
+pub use measure::{Measured, Meter, measure};
+pub use planned::{
+    planned_attention_breakdown, planned_breakdown, planned_self_attention_breakdown,
 };
 pub(crate) use record::blocks_taken;
 pub use record::{
     Block, Holdings, MemoryRecording, PhaseSpan, RecordConfig, Recorder, Snapshot, record,
     record_on, timeline,
 };
+pub use saved::{SavedTensor, SavedTensors, saved_tensors};
+pub use workload::{Kernels, Mode, Workload};

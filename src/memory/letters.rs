@@ -4,9 +4,8 @@
 //! which sizes it is made of. So names follow from what depends on what, and never from numbers that are equal.
 
 use super::lifetimes::{Buffer, Formula, Lifetimes, What};
-use super::{MemoryBreakdown, MemoryKind};
+use super::{MemoryBreakdown, MemoryKind, Part};
 use crate::graph::{Graph, Source, TraceEvent, ValueId};
-use crate::memory::breakdown::Part;
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::HashMap;

@@ -1,10 +1,9 @@
 //! The memory of plans: of any, of attention alone and of its layer.
 
 use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
-use super::{AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload};
+use super::{AttentionWorkload, Kernels, MemoryBreakdown, Part, SelfAttentionWorkload};
 use crate::attention::Algorithm;
 use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
-use crate::memory::breakdown::Part;
 use crate::ops::lowering::Workspace;
 use crate::{Error, Result, hardware};
 use candle_core::Device;

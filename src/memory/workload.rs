@@ -3,7 +3,7 @@
 
 pub use crate::graph::Target as Kernels;
 
-use super::MemoryKind;
+use super::MemoryKind::{Inputs, Optimizer, Weights};
 use super::attention::traced;
 use super::letters::{Letter, Letters, other_head_dim};
 use super::lifetimes::{Buffer, Lifetimes, elements};
@@ -220,34 +220,20 @@ fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
     let width = workload.precision.parameter_dtype().size_in_bytes();
     let all = config.parameters_formula();
     let parameters = config.num_parameters() as f64;
-    let mut residents = vec![Buffer::new(
-        MemoryKind::Weights,
-        "weights",
-        all,
-        parameters,
-        width,
-    )];
+    let mut residents = vec![Buffer::new(Weights, "weights", all, parameters, width)];
     if workload.mode == Mode::TrainStep {
         let state = optimizer_state(width, workload.moments);
         residents.extend(
-            state.map(|(what, width)| {
-                Buffer::new(MemoryKind::Optimizer, what, all, parameters, width)
-            }),
+            state.map(|(what, width)| Buffer::new(Optimizer, what, all, parameters, width)),
         );
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
-    let ids = Buffer::new(MemoryKind::Inputs, "tokens, targets", "BT", ids, 4);
+    let ids = Buffer::new(Inputs, "tokens, targets", "BT", ids, 4);
     residents.extend([ids, ids]);
     if config.architecture != Architecture::Gpt2 {
         let angles = elements(&[config.context_length, config.head_dim()]);
         let (what, formula) = ("cos, sin", "context_length Dh");
-        residents.push(Buffer::new(
-            MemoryKind::Inputs,
-            what,
-            formula,
-            angles,
-            width,
-        ));
+        residents.push(Buffer::new(Inputs, what, formula, angles, width));
     }
     residents
 }

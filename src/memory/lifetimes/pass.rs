@@ -2,7 +2,7 @@
 
 use super::{Buffer, Formula, What, elements};
 use crate::graph::{Graph, Node, Target, TraceEvent, ValueId, ValueRef};
-use crate::memory::MemoryKind;
+use crate::memory::MemoryKind::{self, Activations, Inputs, Logits, Scratch, WeightCasts};
 use crate::op_table::lowering_of;
 use crate::ops::WEIGHT_CAST;
 use crate::ops::lowering::{Calls, Signature, Slot, Workspace};
@@ -89,15 +89,15 @@ impl<'a> Pass<'a> {
 
     fn named(&self, event: usize, id: ValueId) -> (MemoryKind, What) {
         let Some(node) = self.node(event) else {
-            return (MemoryKind::Activations, What::Output(event));
+            return (Activations, What::Output(event));
         };
         if node.op == WEIGHT_CAST {
-            return (MemoryKind::WeightCasts, What::Weight(node.inputs[0].value));
+            return (WeightCasts, What::Weight(node.inputs[0].value));
         }
         let mut results = self.graph.outputs.iter();
         let kind = match results.any(|output| output.value == node.output) {
-            true => MemoryKind::Logits,
-            false => MemoryKind::Activations,
+            true => Logits,
+            false => Activations,
         };
         match node.kept.iter().find(|kept| kept.value == id) {
             Some(kept) => (kind, What::Named(kept.name)),
@@ -118,13 +118,7 @@ impl<'a> Pass<'a> {
         };
         let elements = elements(self.graph.shape_of(like));
         let width = dtype.size_in_bytes();
-        self.add(Buffer::new(
-            MemoryKind::Scratch,
-            what,
-            formula,
-            elements,
-            width,
-        ))
+        self.add(Buffer::new(Scratch, what, formula, elements, width))
     }
 
     pub fn make_workspace(&mut self, kind: MemoryKind, workspace: Workspace) -> usize {
@@ -203,7 +197,7 @@ impl<'a> Pass<'a> {
         let mut made: Vec<(Slot, usize)> = Vec::new();
         if let Some(calls) = &calls {
             if let Some(copy) = calls.checked_ids(&signature) {
-                let copy = self.make_workspace(MemoryKind::Inputs, copy);
+                let copy = self.make_workspace(Inputs, copy);
                 self.ids.insert(event, copy);
             }
             self.call(
@@ -277,8 +271,7 @@ impl<'a> Pass<'a> {
                         let room = &calls.scratch[i];
                         let elements = elements(&room.shape);
                         let width = room.dtype.size_in_bytes();
-                        let scratch = MemoryKind::Scratch;
-                        Some(self.add(Buffer::new(scratch, "scratch", "", elements, width)))
+                        Some(self.add(Buffer::new(Scratch, "scratch", "", elements, width)))
                     }
                     (None, slot) => find(self, slot),
                 };
@@ -292,7 +285,7 @@ impl<'a> Pass<'a> {
             }
             if signature.target == Target::Cpu {
                 let workspace = calls.workspace(kernel, signature);
-                workspace.map(|workspace| self.make_workspace(MemoryKind::Scratch, workspace));
+                workspace.map(|workspace| self.make_workspace(Scratch, workspace));
             }
         }
     }
