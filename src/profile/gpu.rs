@@ -1,7 +1,7 @@
 //! The kernels of a GPU while a profiler runs, with the ranges that launched them.
 
 use super::recording::Kernel;
-use crate::hardware::cupti::activity::{Activity, Collecting, What};
+use crate::hardware::cupti::activity::{Activity, Collecting};
 use crate::{Error, Result};
 use candle_core::Device;
 use candle_core::cuda_backend::WrapErr;
@@ -84,34 +84,17 @@ impl Watch {
             });
         }
         let activities = activities.into_iter();
-        let kernel = |activity: Activity| {
-            let (name, grid, block) = match activity.what {
-                What::Kernel(name, grid, block) => (name, Some(grid), Some(block)),
-                What::Copy(kind) => (copy_name(kind).into(), None, None),
-                What::Set => ("set memory".into(), None, None),
-            };
-            Kernel {
-                name,
-                stream: activity.stream,
-                start_ns: ns(activity.start),
-                end_ns: ns(activity.end),
-                grid,
-                block,
-                span: activity.launcher.and_then(range),
-            }
+        let kernel = |activity: Activity| Kernel {
+            name: activity.name,
+            stream: activity.stream,
+            start_ns: ns(activity.start),
+            end_ns: ns(activity.end),
+            grid: activity.extents.map(|[grid, _]| grid),
+            block: activity.extents.map(|[_, block]| block),
+            span: activity.launcher.and_then(range),
         };
         let mut kernels: Vec<Kernel> = activities.map(kernel).collect();
         kernels.sort_by_key(|kernel| (kernel.start_ns, kernel.end_ns));
         Ok(kernels)
-    }
-}
-
-/// By `CUpti_ActivityMemcpyKind`.
-fn copy_name(kind: u8) -> &'static str {
-    match kind {
-        1 => "copy from host to GPU",
-        2 => "copy from GPU to host",
-        8 => "copy on the GPU",
-        _ => "copy",
     }
 }

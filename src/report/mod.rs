@@ -39,7 +39,6 @@ mod document;
 mod fields;
 mod markup;
 pub(crate) mod picture;
-mod pivot;
 pub mod plot;
 mod statistics;
 mod text;
@@ -48,8 +47,7 @@ mod write;
 
 pub use column::Column;
 pub use document::Report;
-pub use fields::Fields;
-pub use pivot::{mean_and_std, pivot};
+pub use fields::{Fields, mean_and_std, pivot};
 pub use statistics::{PowerLaw, Statistics};
 pub use text::Layout;
 pub use words::{NOTE_CHARS, bytes_to_mib, counted, format_mib, group_digits, list_in_note};

@@ -49,13 +49,12 @@ fn add_detail(all: &mut Vec<String>, report: &Report, layout: &Layout) {
 /// The header with what agrees in all rows, the table, the notes.
 fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
     let given = &report.configuration;
-    let Arranged { same, lines, note } = arrange(&report.columns, report.shown(), layout);
+    let (lines, same, note) = arrange(report, layout);
     let mut known = given.clone();
     for (title, value) in same.iter() {
         let said = [title.to_string(), format!("{title} {}", plain(value))];
-        let is_said =
-            (given.iter()).any(|(key, _)| said.iter().any(|s| s.eq_ignore_ascii_case(key)));
-        if !is_said {
+        let says = |(key, _): (&str, _)| said.iter().any(|s| s.eq_ignore_ascii_case(key));
+        if !given.iter().any(says) {
             known.insert(in_a_sentence(title), value.clone());
         }
     }
@@ -102,18 +101,9 @@ fn in_a_sentence(title: &str) -> String {
     }
 }
 
-/// A table in a layout.
-struct Arranged {
-    /// Titles and values of the columns whose cells all agree.
-    pub same: Fields,
-    /// The lines of the table.
-    pub lines: Vec<String>,
-    /// The note on what was left out.
-    pub note: Option<String>,
-}
-
-/// Lays out `columns` of `rows`.
-fn arrange(columns: &[Column], rows: &[Fields], layout: &Layout) -> Arranged {
+/// What the table shows as lines, with the columns that have moved into the header, and a note on what was left out.
+fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<String>) {
+    let (columns, rows) = (&report.columns, report.shown());
     let mut strips: Vec<Strip<'_>> = columns.iter().map(|c| Strip::new(c, rows)).collect();
     let mut same = Fields::new();
     let mut left_out = Vec::new();
@@ -131,7 +121,7 @@ fn arrange(columns: &[Column], rows: &[Fields], layout: &Layout) -> Arranged {
     if let Some(width) = layout.width.filter(|_| !layout.every_column) {
         lines.iter_mut().for_each(|line| cut(line, width)); // one column may be too wide
     }
-    Arranged { same, lines, note }
+    (lines, same, note)
 }
 
 /// Moves names that agree, and drops what has no value; what is left tells the rows apart, or is the first column.

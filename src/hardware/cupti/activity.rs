@@ -104,20 +104,15 @@ const USE: Use = Use {
 
 /// A stretch of work of a GPU. Times are in ns by CUPTI's clock.
 pub(crate) struct Activity {
-    pub what: What,
+    /// A kernel's name, demangled; in words for memory.
+    pub name: Arc<str>,
+    /// A kernel's grid and block.
+    pub extents: Option<[[u32; 3]; 2]>,
     pub start: u64,
     pub end: u64,
     pub stream: u32,
     /// The id that the thread which launched it had pushed last.
     pub launcher: Option<u64>,
-}
-
-pub(crate) enum What {
-    /// By its name, demangled, with its grid and block.
-    Kernel(Arc<str>, [u32; 3], [u32; 3]),
-    /// Of the kind that `CUpti_ActivityMemcpyKind` numbers.
-    Copy(u8),
-    Set,
 }
 
 /// What has come in so far. CUPTI's callbacks know of nothing else.
@@ -183,12 +178,12 @@ impl Collected {
                 let kernel = unsafe { &*record.cast::<KernelRecord>() };
                 // SAFETY: a string that lives as long as the kernel's module.
                 let name = unsafe { self.name(kernel.name) };
-                let [grid, block] =
-                    [kernel.grid, kernel.block].map(|of| of.map(i32::cast_unsigned));
+                let extents = [kernel.grid, kernel.block].map(|of| of.map(i32::cast_unsigned));
                 self.activities.push((
                     kernel.correlation,
                     Activity {
-                        what: What::Kernel(name, grid, block),
+                        name,
+                        extents: Some(extents),
                         start: kernel.start,
                         end: kernel.end,
                         stream: kernel.stream,
@@ -199,14 +194,19 @@ impl Collected {
             kind @ (MEMCPY | MEMSET) => {
                 // SAFETY: as above.
                 let memory = unsafe { &*record.cast::<MemoryRecord>() };
-                let what = match kind {
-                    MEMCPY => What::Copy(memory.copy_kind),
-                    _ => What::Set,
+                // By `CUpti_ActivityMemcpyKind`.
+                let name = match (kind, memory.copy_kind) {
+                    (MEMSET, _) => "set memory",
+                    (_, 1) => "copy from host to GPU",
+                    (_, 2) => "copy from GPU to host",
+                    (_, 8) => "copy on the GPU",
+                    _ => "copy",
                 };
                 self.activities.push((
                     memory.correlation,
                     Activity {
-                        what,
+                        name: name.into(),
+                        extents: None,
                         start: memory.start,
                         end: memory.end,
                         stream: memory.stream,

@@ -2,7 +2,6 @@
 //! their passes.
 
 use super::spec::{Plain, Spec};
-use super::tape::{self, Node};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Call};
 use crate::ops::info::OpInfo;
@@ -11,9 +10,10 @@ use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
-    Shape, Tensor, bail,
+    Shape, Tensor, TensorId, bail,
 };
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// The inputs of a forward, where they lie.
 pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
@@ -46,13 +46,55 @@ pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T
     }
 }
 
+/// A node of candle's graph that is this crate's.
+pub(crate) trait Node: Send + Sync {
+    fn inputs(&self) -> Vec<Tensor>;
+
+    /// A gradient for each input, from the output and its gradient: of a storage of its own, or `dy` itself.
+    fn backward(&self, y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>>;
+}
+
+/// The nodes of outputs that are alive, by the outputs' ids.
+static NODES: LazyLock<Mutex<HashMap<TensorId, Weak<dyn Node>>>> = LazyLock::new(Mutex::default);
+
+fn nodes() -> MutexGuard<'static, HashMap<TensorId, Weak<dyn Node>>> {
+    NODES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A node's place on the tape. The node has it, so that both go together.
+#[derive(Default)]
+pub(crate) struct Entry(OnceLock<TensorId>);
+
+impl Entry {
+    /// Says that `node`, whose entry this is, made `y`.
+    pub fn write(&self, y: &Tensor, node: &Arc<impl Node + 'static>) {
+        if y.track_op() && self.0.set(y.id()).is_ok() {
+            let node: Weak<dyn Node> = Arc::downgrade(node) as Weak<dyn Node>;
+            nodes().insert(y.id(), node);
+        }
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        if let Some(id) = self.0.get() {
+            nodes().remove(id);
+        }
+    }
+}
+
+/// The node behind `y`, if it is one of this crate's.
+pub(crate) fn node_of(y: &Tensor) -> Option<Arc<dyn Node>> {
+    nodes().get(&y.id())?.upgrade()
+}
+
 /// An op that says when it runs, forward and backward, and where it was put into the graph.
 struct Ranged<C> {
     op: C,
     path: Path,
     /// Of the node, for as long as candle has them too; none where there is no graph.
     inputs: Box<[Tensor]>,
-    entry: tape::Entry,
+    entry: Entry,
 }
 
 impl<C: Op> Ranged<C> {
@@ -158,7 +200,7 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
             true => inputs.iter().map(|x| (*x).clone()).collect(),
             false => Box::default(),
         },
-        entry: tape::Entry::default(),
+        entry: Entry::default(),
     });
     let op = InGraph(Arc::clone(&node));
     let y = match (keeps_graph, inputs) {

@@ -11,16 +11,16 @@ mod lowered;
 mod run;
 mod spec;
 mod sum;
-mod tape;
 
 pub(super) use apply::composed_as;
-pub(crate) use apply::{Made, Op, Storages, apply, composed, exactly, traced};
+pub(crate) use apply::{
+    Entry, Made, Node, Op, Storages, apply, composed, exactly, node_of, traced,
+};
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{as_they_lie, by_kernels, run};
 pub(super) use spec::Plain;
 pub(crate) use spec::{Spec, like_first};
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
-pub(crate) use tape::{Entry, Node, node_of};
 
 use super::info::OpInfo;
 use super::lowering::{CONVERTED, Calls, Lowering};
