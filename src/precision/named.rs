@@ -2,7 +2,8 @@
 
 use super::{Autocast, autocast};
 use crate::{Error, Result};
-use candle_core::DType;
+use Regime::{CpuAutocast, CudaAutocast, Full};
+use candle_core::DType::{self, BF16, F16, F32};
 use std::fmt;
 use std::str::FromStr;
 
@@ -49,32 +50,17 @@ pub enum Regime {
 
 /// Every precision, as flags and files name it.
 const NAMES: [(&str, DType, Regime, bool); 11] = [
-    ("f32", DType::F32, Regime::CudaAutocast, false),
-    ("bf16", DType::BF16, Regime::CudaAutocast, false),
-    (
-        "bf16-dropping-casts",
-        DType::BF16,
-        Regime::CudaAutocast,
-        true,
-    ),
-    ("bf16-cpu", DType::BF16, Regime::CpuAutocast, false),
-    (
-        "bf16-cpu-dropping-casts",
-        DType::BF16,
-        Regime::CpuAutocast,
-        true,
-    ),
-    ("bf16-full", DType::BF16, Regime::Full, false),
-    ("f16", DType::F16, Regime::CudaAutocast, false),
-    ("f16-dropping-casts", DType::F16, Regime::CudaAutocast, true),
-    ("f16-cpu", DType::F16, Regime::CpuAutocast, false),
-    (
-        "f16-cpu-dropping-casts",
-        DType::F16,
-        Regime::CpuAutocast,
-        true,
-    ),
-    ("f16-full", DType::F16, Regime::Full, false),
+    ("f32", F32, CudaAutocast, false),
+    ("bf16", BF16, CudaAutocast, false),
+    ("bf16-dropping-casts", BF16, CudaAutocast, true),
+    ("bf16-cpu", BF16, CpuAutocast, false),
+    ("bf16-cpu-dropping-casts", BF16, CpuAutocast, true),
+    ("bf16-full", BF16, Full, false),
+    ("f16", F16, CudaAutocast, false),
+    ("f16-dropping-casts", F16, CudaAutocast, true),
+    ("f16-cpu", F16, CpuAutocast, false),
+    ("f16-cpu-dropping-casts", F16, CpuAutocast, true),
+    ("f16-full", F16, Full, false),
 ];
 
 fn named() -> impl Iterator<Item = (&'static str, Precision)> {
@@ -91,11 +77,11 @@ fn named() -> impl Iterator<Item = (&'static str, Precision)> {
 
 impl Precision {
     /// f32 throughout: no region.
-    pub const F32: Self = Self::new(DType::F32);
+    pub const F32: Self = Self::new(F32);
     /// [`Autocast::cuda`] in bf16.
-    pub const BF16: Self = Self::new(DType::BF16);
+    pub const BF16: Self = Self::new(BF16);
     /// [`Autocast::cuda`] in f16. Gradients under 6e-8 become 0 in it, which is what scaling the loss is for.
-    pub const F16: Self = Self::new(DType::F16);
+    pub const F16: Self = Self::new(F16);
 
     /// The three that have the default regime.
     pub const ALL: [Self; 3] = [Self::F32, Self::BF16, Self::F16];
@@ -103,7 +89,7 @@ impl Precision {
     const fn new(dtype: DType) -> Self {
         Self {
             dtype,
-            regime: Regime::CudaAutocast,
+            regime: CudaAutocast,
             drops_casts: false,
         }
     }
@@ -120,8 +106,8 @@ impl Precision {
     #[must_use]
     pub const fn with_dropped_casts(self, drops_casts: bool) -> Self {
         match (self.dtype, self.regime) {
-            (DType::F32, _) => Self::F32,
-            (_, Regime::Full) => Self {
+            (F32, _) => Self::F32,
+            (_, Full) => Self {
                 drops_casts: false,
                 ..self
             },
@@ -140,8 +126,8 @@ impl Precision {
     /// What the parameters are kept in: f32, but in [`Regime::Full`].
     pub fn parameter_dtype(self) -> DType {
         match self.regime {
-            Regime::Full => self.dtype(),
-            Regime::CudaAutocast | Regime::CpuAutocast => DType::F32,
+            Full => self.dtype(),
+            CudaAutocast | CpuAutocast => F32,
         }
     }
 
@@ -158,9 +144,9 @@ impl Precision {
     /// The policy of its region; `None` where there is none.
     pub fn policy(self) -> Option<Autocast> {
         let policy = match (self.dtype, self.regime) {
-            (DType::F32, _) | (_, Regime::Full) => return None,
-            (dtype, Regime::CudaAutocast) => Autocast::cuda(dtype),
-            (dtype, Regime::CpuAutocast) => Autocast::cpu(dtype),
+            (F32, _) | (_, Full) => return None,
+            (dtype, CudaAutocast) => Autocast::cuda(dtype),
+            (dtype, CpuAutocast) => Autocast::cpu(dtype),
         };
         Some(policy.with_weight_cache(!self.drops_casts))
     }
@@ -267,7 +253,6 @@ mod tests {
                 Ok((y.dtype(), p.dtype()))
             })
         };
-        use DType::{BF16, F32};
         assert_eq!(softmax(Precision::F32)?, (F32, F32));
         assert_eq!(softmax(Precision::BF16)?, (BF16, F32));
         let cpu = Precision::BF16.with_regime(Regime::CpuAutocast);

@@ -375,12 +375,8 @@ mod tests {
     fn replayed_kernels_go_to_their_ops_in_order() {
         let kernel = |name: &str, span| Kernel {
             name: name.into(),
-            stream: 7,
-            start_ns: 0,
-            end_ns: 1,
-            grid: None,
-            block: None,
             span,
+            ..Default::default()
         };
         let recorded = [
             kernel("before", None),

@@ -134,7 +134,7 @@ impl Span {
 }
 
 /// A stretch of work on a GPU: a kernel, or memory that is copied or set.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Kernel {
     /// The kernel's name, one of C++ as it was written, without parameters; in words for memory.
     pub name: Arc<str>,

@@ -3,8 +3,7 @@
 use crate::{Error, Result, files};
 use std::path::Path;
 
-/// Writes the picture `svg` to a file, which appears complete or not at all: as a PNG where the path ends in `.png`,
-/// else as the SVG document that it is.
+/// Writes the picture `svg` to a file: as a PNG where the path ends in `.png`, else as it is.
 ///
 /// # Errors
 /// [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a build without the feature `png`.

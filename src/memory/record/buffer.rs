@@ -114,38 +114,26 @@ fn current_bytes() -> usize {
 
 /// A phase or an op begins or ends at `path`, or the recording does.
 pub(super) fn mark(what: What, path: Path, phase: &'static str) {
-    let thread = thread_number();
-    write(current_bytes, |at_ns, current_bytes| Event {
-        at_ns,
-        what,
-        address: 0,
-        bytes: 0,
-        current_bytes,
-        path,
-        phase,
-        thread,
-    });
+    write(what, [0, 0], path, phase, current_bytes);
 }
 
 /// A block comes or goes where this thread is.
 #[cold]
 #[inline(never)]
 fn push(what: What, address: usize, bytes: usize, count: impl FnOnce() -> usize) {
-    let (path, phase, thread) = (probe::current(), probe::current_phase(), thread_number());
-    write(count, |at_ns, current_bytes| Event {
-        at_ns,
-        what,
-        address,
-        bytes,
-        current_bytes,
-        path,
-        phase,
-        thread,
-    });
+    let (path, phase) = (probe::current(), probe::current_phase());
+    write(what, [address, bytes], path, phase, count);
 }
 
 /// Counts, and writes the event of this time and this count if a recording runs and has room.
-fn write(count: impl FnOnce() -> usize, event: impl FnOnce(u64, usize) -> Event) {
+fn write(
+    what: What,
+    [address, bytes]: [usize; 2],
+    path: Path,
+    phase: &'static str,
+    count: impl FnOnce() -> usize,
+) {
+    let thread = thread_number();
     let mut buffer = buffer();
     let current_bytes = count();
     let Some(buffer) = buffer.as_mut() else {
@@ -155,14 +143,18 @@ fn write(count: impl FnOnce() -> usize, event: impl FnOnce(u64, usize) -> Event)
         buffer.lost += 1;
         return;
     }
-    let at_ns = buffer.start.elapsed().as_nanos() as u64;
-    // SAFETY: inside of the buffer.
-    unsafe {
-        buffer
-            .events
-            .add(buffer.written)
-            .write(event(at_ns, current_bytes))
+    let event = Event {
+        at_ns: buffer.start.elapsed().as_nanos() as u64,
+        what,
+        address,
+        bytes,
+        current_bytes,
+        path,
+        phase,
+        thread,
     };
+    // SAFETY: inside of the buffer.
+    unsafe { buffer.events.add(buffer.written).write(event) };
     buffer.written += 1;
 }
 
