@@ -65,11 +65,11 @@ impl Recording {
     pub fn flame_graph(&self) -> String {
         let balance = Balance::new(self);
         let root = self.by_place(&balance);
-        let drawing = Drawing {
-            balance: &balance,
+        Drawing {
             depth: root.depth(),
-        };
-        drawing.draw(&root)
+            balance,
+        }
+        .draw(&root)
     }
 
     fn by_place(&self, balance: &Balance) -> Node {
@@ -100,12 +100,12 @@ impl Recording {
     }
 }
 
-struct Drawing<'a> {
-    balance: &'a Balance,
+struct Drawing {
+    balance: Balance,
     depth: usize,
 }
 
-impl Drawing<'_> {
+impl Drawing {
     fn draw(&self, root: &Node) -> String {
         let height = TITLE_HEIGHT + self.depth as f64 * ROW_HEIGHT + MARGIN;
         let title = match self.balance.steps {

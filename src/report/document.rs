@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::text::Strip;
 use super::{Column, Fields};
 use crate::{Error, Result};
 
@@ -128,22 +129,17 @@ impl Report {
         self.columns.iter().map(Column::heading).collect()
     }
 
-    /// The cells of every row as people read them, unescaped.
-    pub(super) fn cells(&self) -> Vec<Vec<String>> {
-        let cells_of = |row: &Fields| {
-            self.columns
-                .iter()
-                .map(|column| column.cell(row.get(&column.key)))
-                .collect()
-        };
-        self.shown().iter().map(cells_of).collect()
-    }
-
-    pub(super) fn right_aligned(&self) -> Vec<bool> {
-        self.columns
-            .iter()
-            .map(|column| column.aligns_right(self.values(&column.key)))
-            .collect()
+    /// The columns with their cells as people read them, unescaped.
+    pub(super) fn strips(&self) -> Vec<Strip<'_>> {
+        let strips = self.columns.iter().map(|column| {
+            let values = || self.shown().iter().map(|row| row.get(&column.key));
+            Strip {
+                column,
+                cells: values().map(|value| column.cell(value)).collect(),
+                right: column.aligns_right(values().flatten()),
+            }
+        });
+        strips.collect()
     }
 
     /// Every key of the rows: the columns' first, then the others as they come. None twice. Where the tables show
@@ -174,10 +170,6 @@ impl Report {
         ]
         .into_iter()
         .filter(|(_, fields)| !fields.is_empty())
-    }
-
-    fn values<'a>(&'a self, key: &'a str) -> impl Iterator<Item = &'a Value> {
-        self.shown().iter().filter_map(move |row| row.get(key))
     }
 
     pub(super) fn shown(&self) -> &[Fields] {

@@ -1,9 +1,11 @@
 //! Reports as Markdown, LaTeX and Typst.
 
 use std::io::{self, Write};
+use std::iter::once;
 
 use super::Report;
 use super::column::plain;
+use super::text::Strip;
 use super::words::one_line;
 
 /// Headers as lists, the table, notes as a numbered list, the detail tables.
@@ -38,34 +40,29 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
 
 /// The source is aligned as well: people read it before it is rendered.
 fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let escape_all = |cells: Vec<String>| cells.iter().map(|c| escape_markdown(c)).collect();
-    let headings: Vec<String> = escape_all(report.headings());
-    let rows: Vec<Vec<String>> = report.cells().into_iter().map(escape_all).collect();
-    let right = report.right_aligned();
-
-    let mut widths: Vec<usize> = headings.iter().map(|h| h.chars().count().max(3)).collect();
-    for row in &rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
-        }
-    }
-    let rule: Vec<String> = widths
-        .iter()
-        .zip(&right)
-        .map(|(&width, &right)| match right {
-            true => format!("{}:", "-".repeat(width - 1)),
-            false => "-".repeat(width),
-        })
-        .collect();
-
-    for row in [&headings, &rule].into_iter().chain(&rows) {
-        for ((cell, &width), &right) in row.iter().zip(&widths).zip(&right) {
-            match right {
-                true => write!(out, "| {cell:>width$} ")?,
-                false => write!(out, "| {cell:width$} ")?,
-            }
-        }
-        writeln!(out, "|")?;
+    let columns = report.strips().into_iter().map(|strip| {
+        let texts = once(strip.column.heading()).chain(strip.cells);
+        let texts: Vec<String> = texts.map(|text| escape_markdown(&text)).collect();
+        let width = texts.iter().map(|text| text.chars().count()).max();
+        let width = width.unwrap_or(0).max(3);
+        let lines = texts.into_iter().map(|text| match strip.right {
+            true => format!("{text:>width$}"),
+            false => format!("{text:width$}"),
+        });
+        let mut lines: Vec<String> = lines.collect();
+        lines.insert(
+            1,
+            match strip.right {
+                true => format!("{}:", "-".repeat(width - 1)),
+                false => "-".repeat(width),
+            },
+        );
+        lines
+    });
+    let columns: Vec<Vec<String>> = columns.collect();
+    for line in 0..report.shown().len() + 2 {
+        let cells: Vec<&str> = columns.iter().map(|lines| lines[line].as_str()).collect();
+        writeln!(out, "| {} |", cells.join(" | "))?;
     }
     Ok(())
 }
@@ -121,45 +118,61 @@ pub(super) fn write_typeset(
     Ok(())
 }
 
-pub(super) fn latex_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let line = |cells: &[String]| {
-        let cells: Vec<_> = cells.iter().map(|cell| escape_latex(cell)).collect();
-        format!("{} \\\\", cells.join(" & "))
+/// The headings, then each row.
+fn rows(report: &Report, strips: &[Strip<'_>]) -> Vec<Vec<String>> {
+    let row = |row: usize| {
+        strips
+            .iter()
+            .map(|strip| strip.cells[row].clone())
+            .collect()
     };
-    let alignment: String = report
-        .right_aligned()
+    let rows = (0..report.shown().len()).map(row);
+    once(report.headings()).chain(rows).collect()
+}
+
+pub(super) fn latex_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let strips = report.strips();
+    let lines = rows(report, &strips).into_iter().map(|cells| {
+        let cells: Vec<_> = cells.iter().map(|cell| escape_latex(cell)).collect();
+        format!("{} \\\\\n", cells.join(" & "))
+    });
+    let lines: Vec<String> = lines.collect();
+    let alignment = strips
         .iter()
-        .map(|&right| if right { 'r' } else { 'l' })
-        .collect();
+        .map(|strip| if strip.right { 'r' } else { 'l' });
+    let alignment: String = alignment.collect();
 
     writeln!(out, "% needs \\usepackage{{booktabs}}")?;
     writeln!(out, "\\begin{{tabular}}{{{alignment}}}")?;
-    writeln!(out, "\\toprule\n{}\n\\midrule", line(&report.headings()))?;
-    for row in report.cells() {
-        writeln!(out, "{}", line(&row))?;
-    }
+    write!(
+        out,
+        "\\toprule\n{}\\midrule\n{}",
+        lines[0],
+        lines[1..].concat()
+    )?;
     writeln!(out, "\\bottomrule\n\\end{{tabular}}")
 }
 
 /// A `#table`, its cells string literals: in them Typst gives no character a meaning.
 pub(super) fn typst_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let line = |cells: &[String]| {
+    let strips = report.strips();
+    let lines = rows(report, &strips).into_iter().map(|cells| {
         let cells: Vec<_> = cells.iter().map(|cell| quote_typst(cell)).collect();
         cells.join(", ")
-    };
+    });
+    let lines: Vec<String> = lines.collect();
     // A tuple of one needs its comma.
-    let alignment: String = report
-        .right_aligned()
+    let alignment = strips
         .iter()
-        .map(|&right| if right { "right, " } else { "left, " })
-        .collect();
+        .map(|strip| if strip.right { "right, " } else { "left, " });
+    let alignment: String = alignment.collect();
 
     writeln!(out, "#table(")?;
     writeln!(out, "  columns: {},", report.columns.len())?;
     writeln!(out, "  align: ({}),", alignment.trim_end_matches(' '))?;
-    writeln!(out, "  table.header({}),", line(&report.headings()))?;
-    for row in report.cells() {
-        writeln!(out, "  {},", line(&row))?;
+    writeln!(out, "  table.header({}),", lines[0])?;
+    for line in &lines[1..] {
+        writeln!(out, "  {line},")?;
     }
     writeln!(out, ")")
 }

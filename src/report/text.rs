@@ -103,8 +103,9 @@ fn in_a_sentence(title: &str) -> String {
 
 /// What the table shows as lines, with the columns that have moved into the header, and a note on what was left out.
 fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<String>) {
-    let (columns, rows) = (&report.columns, report.shown());
-    let mut strips: Vec<Strip<'_>> = columns.iter().map(|c| Strip::new(c, rows)).collect();
+    let mut strips = report.strips();
+    let cells = strips.iter_mut().flat_map(|strip| &mut strip.cells);
+    cells.for_each(|cell| *cell = one_line(cell));
     let mut same = Fields::new();
     let mut left_out = Vec::new();
     if !layout.every_column {
@@ -274,34 +275,25 @@ fn cut(text: &mut String, room: usize) {
 /// Spaces between columns.
 const GAP: usize = 2;
 
-struct Strip<'a> {
+/// A column with its cells.
+pub(super) struct Strip<'a> {
     pub column: &'a Column,
     pub cells: Vec<String>,
+    /// Whether they stand at the right.
     pub right: bool,
 }
 
-impl<'a> Strip<'a> {
-    pub fn new(column: &'a Column, rows: &[Fields]) -> Self {
-        let values = || rows.iter().map(|row| row.get(&column.key));
-        Self {
-            column,
-            cells: values()
-                .map(|value| one_line(&column.cell(value)))
-                .collect(),
-            right: column.aligns_right(values().flatten()),
-        }
-    }
-
+impl Strip<'_> {
     /// Whether it holds names and not quantities.
-    pub fn is_of_names(&self) -> bool {
+    fn is_of_names(&self) -> bool {
         self.column.decimals.is_none()
     }
 
-    pub fn agrees(&self) -> bool {
+    fn agrees(&self) -> bool {
         self.cells.windows(2).all(|pair| pair[0] == pair[1])
     }
 
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.cells.iter().all(|cell| cell == NOT_AVAILABLE)
     }
 }

@@ -1,9 +1,9 @@
 //! A recording as tables, and as a picture.
 
-use super::{Block, MemoryKind, MemoryRecording};
+use super::{Block, Holdings, MemoryKind, MemoryRecording};
 use crate::probe::Path;
 use crate::report::plot::{AreaChart, AreaLayer, TimeSpan};
-use crate::report::{Column, Fields, Report, bytes_to_mib};
+use crate::report::{Column, Report, bytes_to_mib};
 use serde_json::json;
 
 impl Block {
@@ -22,39 +22,29 @@ impl Block {
 impl MemoryRecording {
     /// The peak of each phase, and what was alive then, by what it was there for.
     pub fn phase_report(&self) -> Report {
+        let holdings = self
+            .phases
+            .iter()
+            .map(|phase| self.holdings_at(self.worst_in(phase)));
+        let holdings: Vec<Holdings> = holdings.collect();
+        let is_held = |kind: &MemoryKind| holdings.iter().any(|held| held.bytes_of(*kind) > 0);
+        let kinds: Vec<MemoryKind> = MemoryKind::ALL.into_iter().filter(is_held).collect();
         let mut columns = vec![
             Column::text("phase", "Phase"),
             Column::mib("peak_bytes", "Peak"),
         ];
-        let mut rows = Vec::new();
-        let mut held = Vec::new();
-        for phase in &self.phases {
-            let mut row = Fields::new();
-            row.insert("phase", phase.name);
-            row.insert("peak_bytes", self.peak_bytes_in(phase));
-            for (kind, bytes) in self.holdings_at(self.worst_in(phase)).iter() {
-                row.insert(key(kind.name()), bytes);
-                if !held.contains(&kind) {
-                    held.push(kind);
-                }
-            }
-            rows.push(row);
-        }
-        held.sort();
-        for (minor, kind) in (1..).zip(held) {
-            let column = Column::mib(key(kind.name()), kind.name());
-            columns.push(column.under("Of which").minor(minor));
-            for row in &mut rows {
-                if row.get(&key(kind.name())).is_none() {
-                    row.insert(key(kind.name()), 0);
-                }
-            }
-        }
+        columns.extend((1..).zip(&kinds).map(|(minor, kind)| {
+            let key = format!("{}_bytes", kind.name().replace(' ', "_"));
+            Column::mib(key, kind.name()).under("Of which").minor(minor)
+        }));
+        let rows = self.phases.iter().zip(&holdings).map(|(phase, held)| {
+            let mut row = vec![json!(phase.name), json!(self.peak_bytes_in(phase))];
+            row.extend(kinds.iter().map(|kind| json!(held.bytes_of(*kind))));
+            row.into()
+        });
         Report {
-            columns,
-            rows,
             notes: self.notes(),
-            ..Default::default()
+            ..Report::table(columns, rows)
         }
     }
 
@@ -113,10 +103,6 @@ impl MemoryRecording {
         }
         notes
     }
-}
-
-fn key(name: &str) -> String {
-    format!("{}_bytes", name.replace(' ', "_"))
 }
 
 /// At most so many moments are drawn: of those between, the one with the most alive.

@@ -26,7 +26,7 @@ pub struct Snapshot {
     device_traces: Vec<Vec<TraceEntry>>,
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 struct Segment {
     device: i32,
     address: u64,
@@ -167,18 +167,14 @@ fn segment(mut alive: Vec<(&Block, &u64)>, end: u64) -> Option<Segment> {
     }
     let active_size = blocks.iter().map(|block| block.requested_size).sum();
     (end > 0).then_some(Segment {
-        device: 0,
         address: BASE,
         total_size: end,
         allocated_size: active_size,
         active_size,
         requested_size: active_size,
-        stream: 0,
         segment_type: "large",
-        segment_pool_id: (0, 0),
-        is_expandable: false,
-        frames: Vec::new(),
         blocks,
+        ..Default::default()
     })
 }
 
