@@ -7,7 +7,6 @@ use std::sync::OnceLock;
 /// thousands of them come to nothing for hours. Far above the cores of any machine.
 const MOST_THREADS: usize = 4096;
 
-/// The variables that set the size of this crate's pool and of candle's two pools.
 const VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
 /// Checks, before a pool of threads is started, that the environment asks for a number of threads that can work. The

@@ -125,7 +125,6 @@ impl AttentionWorkload {
         })
     }
 
-    /// The first keys of its documents: (B, T).
     fn first_keys(&self) -> Result<FirstKeys> {
         let [batch, _, length, _] = self.shape();
         if u32::try_from(length).is_err() {
@@ -384,9 +383,7 @@ struct Layer<'a, W> {
     kernels: Kernels,
     residents: Vec<Buffer>,
     largest: f64,
-    /// Its sizes,
     letters: Vec<Letter>,
-    /// and a workload in which each is multiplied as they say.
     other: W,
     sizes: String,
 }

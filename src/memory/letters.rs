@@ -122,7 +122,6 @@ fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> 
     Some((here, grown))
 }
 
-/// What the terms of a breakdown are named by.
 pub(super) struct Naming<'a> {
     pub graph: &'a Graph,
     pub letters: &'a Letters,

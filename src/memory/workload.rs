@@ -153,7 +153,6 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
     }
 }
 
-/// As many blocks as are traced.
 const MOST_BLOCKS: usize = 4096;
 
 /// The addresses that a process has, on 64 bits.
@@ -179,7 +178,6 @@ fn is_beyond(config: &TransformerConfig, workload: &Workload) -> bool {
     most * size_of::<f32>() as f64 >= isize::MAX as f64 || has_too_many_parameters(&config)
 }
 
-/// Refuses what has no breakdown, and a workload of nothing.
 pub(super) fn check_pass(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;

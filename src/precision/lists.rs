@@ -21,16 +21,13 @@ pub(super) const CUDA_F32: &str = "\
     upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d \
     cross_entropy_loss";
 
-/// CUDA, the widest of the inputs' dtypes.
 pub(super) const CUDA_WIDEST: &str = "\
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot";
 
-/// CPU, lower precision.
 pub(super) const CPU_LOWER: &str = "\
     addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d \
     conv_transpose3d linalg_vecdot linear matmul mm prelu scaled_dot_product_attention";
 
-/// CPU, f32.
 pub(super) const CPU_F32: &str = "\
     adaptive_avg_pool3d avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist \
     cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss fft_fft fft_fft2 \
@@ -44,7 +41,6 @@ pub(super) const CPU_F32: &str = "\
     replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft svd trace triangular_solve \
     triplet_margin_loss view_as_complex";
 
-/// CPU, the widest of the inputs' dtypes.
 pub(super) const CPU_WIDEST: &str = "\
     cat index_copy stack";
 

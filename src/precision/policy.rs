@@ -161,7 +161,6 @@ impl Autocast {
         self.caches_weights
     }
 
-    /// Refuses a lower dtype that is not lower.
     pub(super) fn check(&self) -> Result<()> {
         match self.lower {
             None | Some(DType::F16 | DType::BF16) => Ok(()),

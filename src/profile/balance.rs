@@ -1,6 +1,6 @@
 //! What a step's wall time is made of, to the nanosecond.
 
-use super::recording::{Recording, Span};
+use super::recording::Recording;
 use super::tree::Tree;
 use crate::probe::Kind;
 use std::fmt;
@@ -92,33 +92,36 @@ impl Balance {
             if tree.nodes[i].owner.is_none() {
                 within_roots_ns += span.duration_ns();
             }
-            if !span.is_op() && on_gpu {
-                let kind = match span.phase {
-                    _ if tree.is_planned(i) => LineKind::Plan,
-                    "backward" => LineKind::GradientSums,
-                    _ => LineKind::CandleForward,
-                };
-                if tree.nodes[i].own_ns > 0 {
-                    balance.add(phase_of(span), kind, tree.nodes[i].own_ns);
+            let kind = match (span.kind, span.phase) {
+                _ if span.is_op() => LineKind::Ops,
+                (kind, _) if tree.is_planned(i) && (on_gpu || kind == Kind::Phase) => {
+                    LineKind::Plan
                 }
-                balance.add(phase_of(span), LineKind::Idle, tree.nodes[i].idle_ns);
-                continue;
+                (Kind::Phase, "backward") if !on_gpu => {
+                    balance.add_backward(recording, &tree, i);
+                    continue;
+                }
+                (_, "backward") if on_gpu => LineKind::GradientSums,
+                (Kind::Phase, "forward") => LineKind::CandleForward,
+                _ if on_gpu => LineKind::CandleForward,
+                _ => LineKind::Unexplained,
+            };
+            let phase = match span.kind {
+                Kind::Step => "",
+                _ => span.phase,
+            };
+            let (node, waits) = (&tree.nodes[i], on_gpu && !span.is_op());
+            if node.own_ns > 0 || !waits {
+                balance.add(phase, kind, node.own_ns);
             }
-            match span.kind {
-                Kind::Phase if tree.is_planned(i) => {
-                    balance.add(span.phase, LineKind::Plan, tree.nodes[i].own_ns);
-                }
-                Kind::Phase if span.phase == "backward" => {
-                    balance.add_backward(recording, &tree, i)
-                }
-                Kind::Phase if span.phase == "forward" => {
-                    balance.add(span.phase, LineKind::CandleForward, tree.nodes[i].own_ns);
-                }
-                Kind::Phase => balance.add(span.phase, LineKind::Unexplained, tree.nodes[i].own_ns),
-                Kind::Step => balance.add("", LineKind::Unexplained, tree.nodes[i].own_ns),
-                _ => balance.add(span.phase, LineKind::Ops, tree.nodes[i].own_ns),
+            if waits {
+                balance.add(phase, LineKind::Idle, node.idle_ns);
             }
         }
+        let rest = match on_gpu {
+            true => LineKind::Idle,
+            false => LineKind::Unexplained,
+        };
         if balance.steps.is_some() {
             balance.wall_ns = within_roots_ns; // the steps themselves are the roots
         } else {
@@ -126,11 +129,6 @@ impl Balance {
                 .duration_ns
                 .saturating_mul(recording.threads.len() as u64);
             let rest_ns = balance.wall_ns.saturating_sub(within_roots_ns);
-            let rest = if on_gpu {
-                LineKind::Idle
-            } else {
-                LineKind::Unexplained
-            };
             balance.add("", rest, rest_ns);
         }
         if on_gpu {
@@ -230,13 +228,5 @@ impl fmt::Display for Balance {
             }
         }
         write("wall time", self.wall_ns)
-    }
-}
-
-/// The phase that a line on a phase's or a step's own time is of.
-fn phase_of(span: &Span) -> &'static str {
-    match span.kind {
-        Kind::Step => "",
-        _ => span.phase,
     }
 }

@@ -28,7 +28,6 @@ pub struct Profiler {
     _alone: Alone,
 }
 
-/// The right to be the only one.
 struct Alone;
 
 impl Alone {

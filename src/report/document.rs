@@ -109,7 +109,6 @@ impl Report {
         })
     }
 
-    /// Whether the table has columns of all these names, which it then keeps.
     fn keep(&mut self, names: &[String]) -> bool {
         let called = |name: &String| -> Vec<Column> {
             let all = self.columns.iter();

@@ -19,7 +19,6 @@ pub struct Layout {
     pub hint: String,
 }
 
-/// Configuration, table and notes, the detail tables, and last where it ran.
 pub(super) fn text(report: &Report, layout: &Layout) -> String {
     let mut blocks = blocks(report, "Configuration", layout);
     for detail in &report.details {
@@ -32,7 +31,6 @@ pub(super) fn text(report: &Report, layout: &Layout) -> String {
     }
 }
 
-/// A table under its title, and its own details after it.
 fn add_detail(all: &mut Vec<String>, report: &Report, layout: &Layout) {
     let title = wrap(&report.title, layout.width, 2).join("\n");
     let name = match report.configuration.is_empty() {
@@ -46,7 +44,6 @@ fn add_detail(all: &mut Vec<String>, report: &Report, layout: &Layout) {
     }
 }
 
-/// The header with what agrees in all rows, the table, the notes.
 fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
     let given = &report.configuration;
     let (lines, same, note) = arrange(report, layout);
@@ -199,7 +196,6 @@ fn fill(over: String, width: usize) -> String {
     }
 }
 
-/// Words in a cell are not cut to fewer characters.
 const LEAST_WORDS: usize = 20;
 
 /// Leaves columns out until the others fit: the most minor first, of equals the last. Where only those are left that a
@@ -272,7 +268,6 @@ fn cut(text: &mut String, room: usize) {
     };
 }
 
-/// Spaces between columns.
 const GAP: usize = 2;
 
 /// A column with its cells.

@@ -36,7 +36,6 @@ impl Gradient {
 pub(super) type Gradients = BTreeMap<ValueId, Gradient>;
 
 impl<'a> Pass<'a> {
-    /// Backward from `root`, whose gradient is among `gradients`.
     pub(super) fn backward(&mut self, root: ValueId, gradients: &mut Gradients) {
         for event in self.order(root) {
             self.now += 1;
@@ -171,7 +170,6 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Adds `gradient` to that of the value that `input` shows.
     fn add_gradient(&mut self, input: &ValueRef, gradient: Gradient, gradients: &mut Gradients) {
         self.now += 1;
         let new = match &input.view {
@@ -318,7 +316,6 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// What a gradient is called on its way.
 const BETWEEN: &str = "gradients between ops";
 
 fn whole(operand: &ValueRef) -> ValueRef {

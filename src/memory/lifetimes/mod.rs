@@ -31,7 +31,6 @@ pub(super) struct Buffer {
     pub formula: Formula,
     /// In f64: exact to 2^53, and no overflow beyond.
     pub elements: f64,
-    /// Bytes an element.
     pub width: usize,
     /// The moment in which it is made,
     from: usize,
@@ -39,7 +38,6 @@ pub(super) struct Buffer {
     until: usize,
 }
 
-/// What a buffer is, from which it is named.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum What {
     Named(&'static str),

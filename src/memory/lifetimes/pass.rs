@@ -12,7 +12,6 @@ use std::ops::Range;
 
 pub(super) struct Pass<'a> {
     pub graph: &'a Graph,
-    /// Which event makes each value.
     pub makers: Vec<Option<usize>>,
     /// What somebody reads beside the op that keeps it.
     pub is_read: Vec<bool>,
@@ -55,7 +54,6 @@ impl<'a> Pass<'a> {
         self.segments.binary_search_by_key(&event, |s| s.end).ok()
     }
 
-    /// Makes a buffer.
     pub fn add(&mut self, buffer: Buffer) -> usize {
         self.buffers.push(Buffer {
             from: self.now,
@@ -65,7 +63,6 @@ impl<'a> Pass<'a> {
         self.buffers.len() - 1
     }
 
-    /// Something needs this buffer now.
     pub fn need(&mut self, buffer: usize) {
         let until = &mut self.buffers[buffer].until;
         *until = self.now.max(*until);
@@ -77,7 +74,6 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Makes a value.
     pub fn make(&mut self, event: usize, id: ValueId) -> usize {
         let (kind, what) = self.named(event, id);
         let value = self.graph.value(id);
@@ -110,7 +106,6 @@ impl<'a> Pass<'a> {
         self.make_like_in(like, what, self.graph.value(like.value).dtype)
     }
 
-    /// As [`make_like`](Self::make_like), in another dtype.
     pub fn make_like_in(&mut self, like: &ValueRef, what: &'static str, dtype: DType) -> usize {
         let formula = match like.view {
             None => Formula::Of(like.value),
@@ -190,7 +185,6 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Forward of a node, of events that end at `end`.
     fn forward_of(&mut self, event: usize, node: &'a Node, end: usize) {
         let signature = Signature::of(self.graph, node);
         let calls = lowering_of(node).map(|lowering| (lowering.forward)(&signature));
@@ -312,7 +306,6 @@ fn node(graph: &Graph, event: usize) -> Option<&Node> {
     }
 }
 
-/// The segments of a graph, in the order of their ends.
 fn segments(graph: &Graph) -> Vec<Segment> {
     let is_drop = |event: &TraceEvent| matches!(event, TraceEvent::Drop(_));
     let mut open = Vec::new();

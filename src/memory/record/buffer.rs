@@ -14,7 +14,6 @@ use std::sync::atomic::{
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// The name of a recording in errors.
 pub(super) const OP: &str = "memory::record";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +29,6 @@ pub(in crate::memory) enum What {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Event {
-    /// Since the recording began.
     pub at_ns: u64,
     pub what: What,
     /// Of the block, as `bytes`; 0 without one.
@@ -55,7 +53,6 @@ struct Buffer {
 // SAFETY: the only pointer to the events.
 unsafe impl Send for Buffer {}
 
-/// Whose blocks are recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::memory) enum Place {
     Host,
@@ -64,7 +61,6 @@ pub(in crate::memory) enum Place {
 
 /// Blocks from this size on are recorded, by [`Place`]; the largest number while none are.
 static THRESHOLD_BYTES: [AtomicUsize; 2] = [const { AtomicUsize::new(usize::MAX) }; 2];
-/// The bytes alive on the GPU that is watched.
 pub(super) static GPU_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// The recording that runs. An event's count and its place are taken under one lock: counts are then those of the
 /// events before, whatever threads do. Nothing under it takes a block or gives one back.
@@ -117,7 +113,6 @@ pub(super) fn mark(what: What, path: Path, phase: &'static str) {
     write(what, [0, 0], path, phase, current_bytes);
 }
 
-/// A block comes or goes where this thread is.
 #[cold]
 #[inline(never)]
 fn push(what: What, address: usize, bytes: usize, count: impl FnOnce() -> usize) {

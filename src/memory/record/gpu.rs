@@ -72,7 +72,6 @@ fn heard(context: usize, call: Call) {
     }
 }
 
-/// How many blocks have been asked for while one was watched.
 pub(super) fn allocations() -> u64 {
     ALLOCATIONS.load(Relaxed)
 }

@@ -54,7 +54,6 @@ pub struct PhaseSpan {
 /// What a block's [`MemoryKind`] follows from, in addition to the block.
 #[derive(Clone, Copy, Default)]
 struct Circumstances {
-    /// The phase as a stretch of events.
     phase: Option<usize>,
     call: Option<usize>,
     given_back_in: Option<usize>,

@@ -46,7 +46,6 @@ pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T
     }
 }
 
-/// A node of candle's graph that is this crate's.
 pub(crate) trait Node: Send + Sync {
     fn inputs(&self) -> Vec<Tensor>;
 
@@ -148,7 +147,6 @@ impl<C: Op> Node for Ranged<C> {
 
 struct InGraph<C>(Arc<Ranged<C>>);
 
-/// candle's trait for a number of inputs.
 macro_rules! custom_op {
     ($Op:ident, $given:ident => $gradients:expr, $Gradients:ty, $($x:ident $storage:ident $layout:ident)+) => {
         impl<C: Op> $Op for InGraph<C> {
@@ -188,7 +186,6 @@ pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     }
 }
 
-/// Applies `op` to `inputs`: outside of traces.
 pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     let name = op.name();
     let path = probe::op_path(name);
@@ -258,7 +255,6 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     composed_as(op, inputs, Plain::new(output.0, output.1), f)
 }
 
-/// As [`composed`], of this call.
 pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
     op: &OpInfo,
     inputs: &[&Tensor],

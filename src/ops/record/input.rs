@@ -29,7 +29,6 @@ pub(crate) fn float_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor>
     Ok(input(x))
 }
 
-/// As [`float_input`], widened to compute in.
 pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
     check_supported(op, x)?;
     Ok(widen(&input(x))?)

@@ -93,7 +93,6 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Room for what is written, unless it is there.
     fn make(&mut self, slot: Slot) -> Result<()> {
         if self.operands.iter().any(|(other, _)| *other == slot) {
             return Ok(());

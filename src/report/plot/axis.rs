@@ -6,10 +6,8 @@ use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, Value
 
 use crate::report::words::{fixed, group};
 
-/// A logarithmic axis has no more ticks than this.
 const MAX_LOG_TICKS: usize = 9;
 
-/// How many ticks a linear axis has, about.
 const LINEAR_TICKS: f64 = 6.0;
 
 /// A fitted axis. Positions on it are the values themselves, or their decimal logarithms if it is logarithmic.

@@ -23,7 +23,6 @@ pub(super) const LEFT: i32 = 90;
 const MARGIN: i32 = 10;
 pub(super) const MARGIN_RIGHT: i32 = 34;
 pub(super) const MARGIN_TOP: i32 = 10;
-/// Lines of more points than this are drawn without markers.
 const MAX_MARKERS: usize = 40;
 
 /// Okabe and Ito's colours without the yellow, which is too faint on white.
@@ -62,7 +61,6 @@ pub(super) struct Frame<'a> {
     pub x_label: &'a str,
     pub y_label: &'a str,
     pub legend: Legend,
-    /// Room between legend and plot, in pixels.
     pub gap: u32,
 }
 
@@ -104,7 +102,6 @@ impl Frame<'_> {
     }
 }
 
-/// The charts below each other, as an SVG document.
 pub(super) fn svg(charts: &[&LineChart]) -> Result<String> {
     let axes: Vec<_> = charts
         .iter()
@@ -170,7 +167,6 @@ pub(super) struct Legend {
     lines: u32,
 }
 
-/// What a legend shows before a name.
 pub(super) enum Sample {
     Line(Look, bool),
     Area(RGBColor),
