@@ -37,11 +37,9 @@ pub fn largest_batch_size(
 ) -> Result<Option<usize>> {
     check(config, workload)?;
     check_some("sequence_length", workload.sequence_length)?;
+    let mut workload = workload.clone();
     largest(|batch_size| {
-        let workload = Workload {
-            batch_size,
-            ..workload.clone()
-        };
+        workload.batch_size = batch_size;
         Ok(peak_bytes(config, &workload)? <= available_bytes as f64)
     })
 }
@@ -72,11 +70,9 @@ pub fn smallest_sequence_beyond(
 ) -> Result<usize> {
     check(config, workload)?;
     check_some("batch_size", workload.batch_size)?;
+    let mut workload = workload.clone();
     let largest = largest(|sequence_length| {
-        let workload = Workload {
-            sequence_length,
-            ..workload.clone()
-        };
+        workload.sequence_length = sequence_length;
         Ok(peak_bytes(config, &workload)? <= available_bytes as f64)
     })?;
     Ok(largest.unwrap_or(0) + 1)
@@ -111,7 +107,7 @@ pub fn largest_that_fits(
 }
 
 /// The largest size from 1 on that fits, as all before it do.
-fn largest(fits: impl Fn(usize) -> Result<bool>) -> Result<Option<usize>> {
+fn largest(mut fits: impl FnMut(usize) -> Result<bool>) -> Result<Option<usize>> {
     let mut largest = 0; // known to fit
     let mut beyond = 1;
     while fits(beyond)? {
@@ -175,13 +171,15 @@ pub fn recommend(
     if least_bytes(config, workload) > available_bytes as f64 {
         return Ok(None);
     }
+    let mut workload = workload.clone();
     let mut best: Option<(usize, f64, Checkpointing)> = None;
     for strategy in strategies(layers) {
         let again = strategy.recomputed_blocks(layers);
         if best.is_some_and(|(fewest, ..)| again > fewest) {
             continue;
         }
-        let peak_bytes = peak(config, workload, strategy)?;
+        workload.checkpointing = strategy;
+        let peak_bytes = peak_bytes(config, &workload)?;
         if peak_bytes <= available_bytes as f64
             && best.is_none_or(|(fewest, least, _)| (again, peak_bytes) < (fewest, least))
         {
@@ -213,26 +211,16 @@ pub fn most_frugal(
     workload: &Workload,
 ) -> Result<(Checkpointing, u64)> {
     check_pass(config, workload)?;
+    let mut workload = workload.clone();
     let mut best = (Checkpointing::None, f64::INFINITY);
     for strategy in strategies(config.num_layers) {
-        let peak_bytes = peak(config, workload, strategy)?;
+        workload.checkpointing = strategy;
+        let peak_bytes = peak_bytes(config, &workload)?;
         if peak_bytes < best.1 {
             best = (strategy, peak_bytes);
         }
     }
     Ok((best.0, best.1 as u64)) // saturates
-}
-
-fn peak(
-    config: &TransformerConfig,
-    workload: &Workload,
-    checkpointing: Checkpointing,
-) -> Result<f64> {
-    let workload = Workload {
-        checkpointing,
-        ..workload.clone()
-    };
-    peak_bytes(config, &workload)
 }
 
 /// What no checkpointing changes: weights, and as far as the mode has them gradients and the optimizer's state.

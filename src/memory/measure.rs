@@ -46,27 +46,24 @@ impl Meter {
 
     /// What is taken now.
     pub fn current_bytes(&self) -> Option<u64> {
-        match &self.device {
-            Device::Cpu => tracker::current_bytes(),
-            Device::Cuda(_) => pool_bytes(&self.device, Counter::Used),
-            Device::Metal(_) => None,
-        }
+        self.counter(tracker::current_bytes, Counter::Used)
     }
 
     /// The most that was taken at once since [`reset_peak`](Self::reset_peak).
     pub fn peak_bytes(&self) -> Option<u64> {
-        match &self.device {
-            Device::Cpu => tracker::peak_bytes(),
-            Device::Cuda(_) => pool_bytes(&self.device, Counter::UsedPeak),
-            Device::Metal(_) => None,
-        }
+        self.counter(tracker::peak_bytes, Counter::UsedPeak)
     }
 
     /// The most that the pool held, used or not, since [`reset_peak`](Self::reset_peak): CUDA only.
     pub fn reserved_peak_bytes(&self) -> Option<u64> {
+        self.counter(|| None, Counter::ReservedPeak)
+    }
+
+    fn counter(&self, of_host: fn() -> Option<u64>, of_pool: Counter) -> Option<u64> {
         match &self.device {
-            Device::Cuda(_) => pool_bytes(&self.device, Counter::ReservedPeak),
-            _ => None,
+            Device::Cpu => of_host(),
+            Device::Cuda(_) => pool_bytes(&self.device, of_pool),
+            Device::Metal(_) => None,
         }
     }
 

@@ -112,11 +112,9 @@ impl Drop for AutocastGuard {
         });
         if none_left == Ok(true) {
             graph::autocast_ended();
-        }
-        if none_left == Ok(true)
-            && let Ok(Some(tell)) = ON_OUTERMOST_END.try_with(Cell::get)
-        {
-            tell();
+            if let Ok(Some(tell)) = ON_OUTERMOST_END.try_with(Cell::get) {
+                tell();
+            }
         }
     }
 }

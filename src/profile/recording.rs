@@ -70,17 +70,7 @@ impl OperandShape {
         }
     }
 
-    /// How many elements.
-    pub fn elements(&self) -> f64 {
-        self.operand().elements()
-    }
-
-    /// What its elements take.
-    pub fn bytes(&self) -> f64 {
-        self.operand().bytes()
-    }
-
-    pub(super) fn operand(&self) -> Operand<'_> {
+    fn operand(&self) -> Operand<'_> {
         Operand {
             dims: &self.dims,
             dtype: self.dtype,

@@ -57,9 +57,7 @@ impl Recording {
         }));
         json!({ "displayTimeUnit": "ms", "traceEvents": events })
     }
-}
 
-impl Recording {
     fn kernel_event(&self, kernel: &Kernel, thread: usize) -> Value {
         let launcher = kernel.span.and_then(|span| self.spans.get(span));
         let arguments = json!({
