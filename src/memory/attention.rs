@@ -1,6 +1,6 @@
 //! The memory of attention alone, and of its layer: forward is traced, and followed through backward.
 
-use super::letters::{Letter, Letters, Naming, other_head_dim};
+use super::letters::{Letter, Letters, other_head_dim};
 use super::lifetimes::{Buffer, Lifetimes, elements};
 use super::{Kernels, MemoryBreakdown, MemoryKind, Mode};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
@@ -406,11 +406,7 @@ fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
         let lifetimes = Lifetimes::beyond(layer.residents);
         (Graph::default(), Letters::default(), lifetimes)
     };
-    let naming = Naming {
-        graph: &graph,
-        letters: &letters,
-    };
-    let mut breakdown = naming.breakdown(layer.sizes, &lifetimes);
+    let mut breakdown = letters.breakdown(&graph, layer.sizes, &lifetimes);
     for part in &mut breakdown.parts {
         if part.kind == MemoryKind::Logits {
             part.kind = MemoryKind::Activations; // a layer returns none

@@ -1,6 +1,6 @@
 //! The memory of a pass or a step, from its sizes alone.
 
-use super::letters::{Letters, Naming};
+use super::letters::Letters;
 use super::lifetimes::{Buffer, Lifetimes, What, elements};
 use super::workload::{self, Mode, Workload, check_pass, optimizer_state, place, reaching};
 use super::{MemoryBreakdown, MemoryKind};
@@ -116,19 +116,15 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
         true => workload::letters(config, workload, &graph),
         false => Letters::default(),
     };
-    let naming = Naming {
-        graph: &graph,
-        letters: &letters,
-    };
     let parameters = reaching(config, workload.sequence_length).num_parameters() as f64;
     let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
     let sizes = workload::sizes(config, workload);
+    let breakdown = letters.breakdown(&graph, sizes, &lifetimes);
     Ok(Estimate::of(
         &lifetimes,
         parameter_bytes,
         workload.mode,
-        naming,
-        sizes,
+        breakdown,
     ))
 }
 
@@ -188,17 +184,8 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
         graph.nodes().count(),
         graph.weights().count()
     );
-    let naming = Naming {
-        graph,
-        letters: &Letters::default(),
-    };
-    Ok(Estimate::of(
-        &lifetimes,
-        parameter_bytes,
-        mode,
-        naming,
-        sizes,
-    ))
+    let breakdown = Letters::default().breakdown(graph, sizes, &lifetimes);
+    Ok(Estimate::of(&lifetimes, parameter_bytes, mode, breakdown))
 }
 
 /// What is there before the function is called: what it reads from outside and, for a step, the optimizer's state.
@@ -232,10 +219,8 @@ impl Estimate {
         lifetimes: &Lifetimes,
         parameter_bytes: f64,
         mode: Mode,
-        naming: Naming<'_>,
-        sizes: String,
+        breakdown: MemoryBreakdown,
     ) -> Self {
-        let breakdown = naming.breakdown(sizes, lifetimes);
         // Without a graph nothing is left when forward is done.
         let forwards = match mode {
             Mode::Forward => &lifetimes.at_peak,

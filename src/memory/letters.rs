@@ -122,21 +122,25 @@ fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> 
     Some((here, grown))
 }
 
-pub(super) struct Naming<'a> {
-    pub graph: &'a Graph,
-    pub letters: &'a Letters,
-}
-
 type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 
-impl Naming<'_> {
+impl Letters {
     /// The peak of a pass as terms: buffers that are alike as one.
-    pub fn breakdown(&self, sizes: String, lifetimes: &Lifetimes) -> MemoryBreakdown {
+    pub fn breakdown(
+        &self,
+        graph: &Graph,
+        sizes: String,
+        lifetimes: &Lifetimes,
+    ) -> MemoryBreakdown {
         let after_forward_bytes: f64 = lifetimes.after_forward.iter().map(Buffer::bytes).sum();
         let mut places: HashMap<Term, usize> = HashMap::new();
         let mut terms: Vec<(Part, f64)> = Vec::new();
         for buffer in &lifetimes.at_peak {
-            let (what, formula) = (self.what(buffer.what), self.formula(buffer.formula));
+            let what = named(graph, buffer.what);
+            let formula: Cow<'static, str> = match buffer.formula {
+                Formula::Letters(letters) => letters.into(),
+                Formula::Of(id) => self.formula(graph, id).into(),
+            };
             let (kind, elements, width) = (buffer.kind, buffer.elements, buffer.width);
             let term = (
                 kind,
@@ -164,30 +168,23 @@ impl Naming<'_> {
             ..MemoryBreakdown::new(sizes, parts.collect())
         }
     }
+}
 
-    fn what(&self, what: What) -> Cow<'static, str> {
-        match what {
-            What::Named(name) => name.into(),
-            What::Weight(id) => match &self.graph.value(id).source {
-                Source::Weight(name) if !name.is_empty() => without_numbers(name).into(),
-                _ => "a weight".into(),
-            },
-            What::Output(event) => match self.graph.events.get(event) {
-                Some(TraceEvent::Node(node)) => {
-                    let parts = node.path.split('/').map(without_numbers);
-                    let parts: Vec<String> = parts.collect();
-                    parts.join("/").into()
-                }
-                _ => "a value".into(),
-            },
-        }
-    }
-
-    fn formula(&self, formula: Formula) -> Cow<'static, str> {
-        match formula {
-            Formula::Letters(letters) => letters.into(),
-            Formula::Of(id) => self.letters.formula(self.graph, id).into(),
-        }
+fn named(graph: &Graph, what: What) -> Cow<'static, str> {
+    match what {
+        What::Named(name) => name.into(),
+        What::Weight(id) => match &graph.value(id).source {
+            Source::Weight(name) if !name.is_empty() => without_numbers(name).into(),
+            _ => "a weight".into(),
+        },
+        What::Output(event) => match graph.events.get(event) {
+            Some(TraceEvent::Node(node)) => {
+                let parts = node.path.split('/').map(without_numbers);
+                let parts: Vec<String> = parts.collect();
+                parts.join("/").into()
+            }
+            _ => "a value".into(),
+        },
     }
 }
 
