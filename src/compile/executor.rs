@@ -7,10 +7,9 @@ use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
 use super::run::{Controls, Tensors};
 use crate::Result;
-use crate::inplace::{Element, storage_address, with_mut_slice, with_mut_slices};
+use crate::inplace::{for_elements, storage_address, with_all_mut_bytes};
 use crate::kernels::Update;
-use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
-use half::{bf16, f16};
+use candle_core::{Device, Shape, Storage, Tensor, WithDType};
 
 /// A plan's memory, and what runs its calls.
 #[derive(Debug)]
@@ -119,12 +118,7 @@ impl Executor {
     /// The same copied to a tensor of that shape, where the plan is run.
     pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         match self {
-            Self::Cpu(executor) => match plan.buffer_of(operand).dtype {
-                DType::BF16 => copied(executor.values::<bf16>(plan, operand), shape),
-                DType::F16 => copied(executor.values::<f16>(plan, operand), shape),
-                DType::F64 => copied(executor.values::<f64>(plan, operand), shape),
-                _ => copied(executor.values::<f32>(plan, operand), shape),
-            },
+            Self::Cpu(executor) => Ok(executor.copy(plan, operand, shape)?),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.copy(plan, operand, shape),
         }
@@ -157,114 +151,36 @@ fn on_cpu<R>(
     }
     let arguments = tensors.arguments.iter().zip(&firsts).map(|(x, first)| {
         let (start, end) = x.layout().contiguous_offsets().unwrap_or((0, 0)); // checked
-        let Some(storage) = &guards[*first] else {
-            unreachable!("the first of a storage is locked");
-        };
-        match &**storage {
-            Storage::Cpu(CpuStorage::F32(x)) => Ok(bytes_read(&x[start..end])),
-            Storage::Cpu(CpuStorage::BF16(x)) => Ok(bytes_read(&x[start..end])),
-            Storage::Cpu(CpuStorage::F16(x)) => Ok(bytes_read(&x[start..end])),
-            Storage::Cpu(CpuStorage::F64(x)) => Ok(bytes_read(&x[start..end])),
-            Storage::Cpu(CpuStorage::U32(x)) => Ok(bytes_read(&x[start..end])),
-            Storage::Cpu(CpuStorage::I64(x)) => Ok(bytes_read(&x[start..end])),
-            Storage::Cpu(CpuStorage::U8(x)) => Ok(bytes_read(&x[start..end])),
-            _ => candle_core::bail!(
-                "expected an argument on the CPU, of a float dtype, u32, i64 or u8"
-            ),
+        match guards[*first].as_deref() {
+            Some(Storage::Cpu(storage)) => {
+                Ok(for_elements!(storage, x => bytes_of(&x[start..end])))
+            }
+            _ => candle_core::bail!("expected an argument on the CPU"),
         }
     });
     let arguments = arguments.collect::<candle_core::Result<Vec<_>>>()?;
-    let count = tensors.parameters.len();
     let parameters = tensors.parameters.iter().map(|(_, var)| var.as_tensor());
     let updates = tensors.updates.iter();
     let moments = updates.flat_map(|planned| &planned.moments).flatten();
-    let all: Vec<&Tensor> = parameters.chain(moments).collect();
-    let mut result = None;
-    let run_with = |output: Option<*mut [u8]>| {
-        with_mut_bytes(&all, |slices| {
-            let (parameters, mut moments) = slices.split_at(count);
-            let of_each = tensors.updates.iter().map(|planned| {
-                let (own, rest) = moments.split_at(planned.moments.iter().flatten().count());
-                moments = rest;
-                own.try_into().ok()
-            });
-            let moments: Vec<Option<[*mut [u8]; 2]>> = of_each.collect();
-            let lent = cpu::ExternalBuffers {
-                parameters,
-                moments: &moments,
-                output,
-                arguments: &arguments,
-            };
-            result = Some(run(&lent));
+    let all: Vec<&Tensor> = parameters.chain(moments).chain(tensors.output).collect();
+    with_all_mut_bytes(&all, |lent| {
+        let (parameters, mut rest) = lent.split_at(tensors.parameters.len());
+        let moments = tensors.updates.iter().map(|planned| {
+            let (own, others) = rest.split_at(planned.moments.iter().flatten().count());
+            rest = others;
+            own.try_into().ok()
+        });
+        let moments: Vec<Option<[*mut [u8]; 2]>> = moments.collect();
+        run(&cpu::ExternalBuffers {
+            parameters,
+            moments: &moments,
+            output: rest.first().copied(),
+            arguments: &arguments,
         })
-    };
-    match tensors.output {
-        None => run_with(None)?,
-        Some(output) => match output.dtype() {
-            DType::BF16 => with_mut_slice::<bf16>(output, |x| run_with(Some(bytes(x))))?,
-            DType::F16 => with_mut_slice::<f16>(output, |x| run_with(Some(bytes(x))))?,
-            DType::F64 => with_mut_slice::<f64>(output, |x| run_with(Some(bytes(x))))?,
-            _ => with_mut_slice::<f32>(output, |x| run_with(Some(bytes(x))))?,
-        },
-    }
-    match result {
-        Some(result) => result,
-        None => unreachable!("what was lent was not used"),
-    }
+    })?
 }
 
-/// Lends the elements of variables and their state as bytes.
-fn with_mut_bytes(tensors: &[&Tensor], f: impl FnOnce(&[*mut [u8]])) -> candle_core::Result<()> {
-    // Behind a pointer, or every dtype that follows another would be a type of its own.
-    type Borrower<'f> = Box<dyn FnOnce(&[*mut [u8]]) + 'f>;
-
-    fn lend(tensors: &[&Tensor], lent: Vec<*mut [u8]>, f: Borrower<'_>) -> candle_core::Result<()> {
-        let dtype = tensors.first().map(|tensor| tensor.dtype());
-        let other = tensors
-            .iter()
-            .position(|tensor| Some(tensor.dtype()) != dtype);
-        let alike = other.unwrap_or(tensors.len());
-        match dtype {
-            None => {
-                f(&lent);
-                Ok(())
-            }
-            Some(DType::F64) => lend_as::<f64>(tensors.split_at(alike), lent, f),
-            Some(DType::BF16) => lend_as::<bf16>(tensors.split_at(alike), lent, f),
-            Some(DType::F16) => lend_as::<f16>(tensors.split_at(alike), lent, f),
-            Some(_) => lend_as::<f32>(tensors.split_at(alike), lent, f),
-        }
-    }
-
-    fn lend_as<T: Element>(
-        (first, rest): (&[&Tensor], &[&Tensor]),
-        mut lent: Vec<*mut [u8]>,
-        f: Borrower<'_>,
-    ) -> candle_core::Result<()> {
-        let mut result = Ok(());
-        with_mut_slices::<T>(first, |slices| {
-            let of = |slice: &*mut [T]| {
-                std::ptr::slice_from_raw_parts_mut(slice.cast(), slice.len() * size_of::<T>())
-            };
-            lent.extend(slices.iter().map(of));
-            result = lend(rest, lent, f);
-        })?;
-        result
-    }
-
-    lend(tensors, Vec::with_capacity(tensors.len()), Box::new(f))
-}
-
-fn bytes<T>(elements: &mut [T]) -> *mut [u8] {
-    let len = size_of_val(elements);
-    std::ptr::slice_from_raw_parts_mut(elements.as_mut_ptr().cast(), len)
-}
-
-fn bytes_read<T>(elements: &[T]) -> *const [u8] {
+fn bytes_of<T>(elements: &[T]) -> *const [u8] {
     let start = elements.as_ptr().cast();
     std::ptr::slice_from_raw_parts(start, size_of_val(elements))
-}
-
-fn copied<T: WithDType>(values: &[T], shape: &Shape) -> Result<Tensor> {
-    Ok(Tensor::from_slice(values, shape, &Device::Cpu)?)
 }

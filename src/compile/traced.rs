@@ -1,13 +1,12 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId, ValueRef, View};
-use crate::inplace::storage_address;
-use crate::ops::cpu::{cpu_storage, for_stored};
+use crate::inplace::{for_elements, storage_address};
+use crate::ops::cpu::cpu_storage;
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::strided;
 use crate::optim::MissingGradients;
 use crate::{Error, Result};
-use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
 
@@ -260,15 +259,9 @@ pub(super) fn check_device(
 }
 
 fn gathered(storage: &CpuStorage, view: &View) -> candle_core::Result<Tensor> {
-    match storage {
-        CpuStorage::U32(x) => gathered_from(x, view),
-        CpuStorage::I64(x) => gathered_from(x, view),
-        CpuStorage::U8(x) => gathered_from(x, view),
-        other => for_stored!(other.dtype(), T => gathered_from(other.as_slice::<T>()?, view)),
+    fn from<T: WithDType>(x: &[T], view: &View) -> candle_core::Result<Tensor> {
+        let elements: Vec<T> = strided::places(view).map(|place| x[place]).collect();
+        Tensor::from_vec(elements, &view.shape[..], &Device::Cpu)
     }
-}
-
-fn gathered_from<T: WithDType>(x: &[T], view: &View) -> candle_core::Result<Tensor> {
-    let elements: Vec<T> = strided::places(view).map(|place| x[place]).collect();
-    Tensor::from_vec(elements, &view.shape[..], &Device::Cpu)
+    for_elements!(storage, x => from(x, view))
 }

@@ -3,7 +3,7 @@
 use super::Collective;
 use super::host::{HostBackend, HostBuffer};
 use super::membership::Membership;
-use crate::inplace::with_mut_memory;
+use crate::inplace::with_mut_bytes;
 use crate::{Error, Result, probe};
 use candle_core::{Tensor, WithDType};
 use std::sync::Arc;
@@ -135,19 +135,14 @@ impl Job {
         let check = || self.membership.check();
         match &self.exchanged {
             Exchanged::Memory(LentMemory(buffer)) => backend.run(self.collective, *buffer, &check),
-            Exchanged::Tensor(tensor) => {
-                let mut result = Ok(());
-                with_mut_memory(tensor, |start, elements| {
-                    let dtype = tensor.dtype();
-                    let buffer = HostBuffer {
-                        start,
-                        elements,
-                        dtype,
-                    };
-                    result = backend.run(self.collective, buffer, &check);
-                })?;
-                result
-            }
+            Exchanged::Tensor(tensor) => with_mut_bytes(tensor, |dtype, bytes| {
+                let buffer = HostBuffer {
+                    start: bytes.cast(),
+                    elements: bytes.len() / dtype.size_in_bytes(),
+                    dtype,
+                };
+                backend.run(self.collective, buffer, &check)
+            })?,
         }
     }
 }

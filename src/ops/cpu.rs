@@ -10,41 +10,7 @@ use candle_core::{
 };
 use std::ops::Range;
 
-/// Runs `$body` with the type `$T` that the dtype names; only the kernels' dtypes get here.
-macro_rules! for_real {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            candle_core::DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            candle_core::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            other => candle_core::bail!("no CPU kernel for {other:?}"),
-        }
-    };
-}
-pub(crate) use for_real;
-
-/// As [`for_real`], with half precision too, for kernels that widen as they read.
-macro_rules! for_stored {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            candle_core::DType::F16 => {
-                type $T = half::f16;
-                $body
-            }
-            candle_core::DType::BF16 => {
-                type $T = half::bf16;
-                $body
-            }
-            other => $crate::ops::cpu::for_real!(other, $T => $body),
-        }
-    };
-}
-pub(crate) use for_stored;
+pub(crate) use crate::inplace::{for_real, for_stored};
 
 fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
     if layout.dims().contains(&0) {

@@ -167,7 +167,7 @@ fn change_all(
     op: &'static str,
     gradients: &mut GradStore,
     parameters: &[(String, Var)],
-    in_place: impl Fn(&Tensor) -> Result<()>,
+    in_place: impl Fn(&Tensor) -> candle_core::Result<()>,
     changed: impl Fn(&Tensor) -> Result<Tensor>,
 ) -> Result<()> {
     let owners = Owners::new(gradients, parameters);

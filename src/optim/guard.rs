@@ -2,8 +2,9 @@
 
 use super::squares::are_finite;
 use crate::gradients::{distinct, gradients_of};
+use crate::inplace::to_f64;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var, backprop::GradStore};
+use candle_core::{Tensor, Var, backprop::GradStore};
 
 /// What helps where training in `f32` or `bf16` has diverged.
 pub(crate) const DIVERGED: &str =
@@ -45,7 +46,7 @@ pub fn check_finite(
             hint: "take its mean or its sum".into(),
         });
     }
-    let value = value_of(loss)?;
+    let value = to_f64(loss)?;
     finite_loss(value, || "the loss".into())?;
     let parameters = distinct(parameters.iter().cloned());
     match first_non_finite(CHECK, gradients, &parameters)? {
@@ -61,12 +62,6 @@ pub fn check_finite(
 
 /// The operation's name in errors.
 const CHECK: &str = "check_finite";
-
-/// A scalar's value. Converted on the host, for `f64` is not on every device.
-pub(crate) fn value_of(loss: &Tensor) -> Result<f64> {
-    let loss = loss.detach().to_device(&candle_core::Device::Cpu)?;
-    Ok(loss.to_dtype(DType::F64)?.to_scalar::<f64>()?)
-}
 
 /// An error that says `what` unless the loss is a number.
 pub(crate) fn finite_loss(loss: f64, what: impl FnOnce() -> String) -> Result<()> {

@@ -1,10 +1,10 @@
 //! One parameter's state, and its update by the CPU's kernel.
 
 use super::config::Moments;
-use crate::inplace::{Element, is_supported, no_kernel, read, wide, with_mut_slice};
+use crate::inplace::{is_supported, read, wide, with_mut_slice};
 use crate::kernels::Update;
-use crate::kernels::cpu::Real;
 use crate::kernels::cpu::adamw::{self, Moment};
+use crate::kernels::cpu::{Real, Stored};
 use crate::ops::{check_granted_on, variable_of};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor, Var};
@@ -108,39 +108,15 @@ pub(super) fn step_cpu(
 ) -> Result<()> {
     match (parameter.dtype(), slot.exp_avg.dtype()) {
         (DType::F64, _) => step_full::<f64, f64>(parameter, gradient, slot, update)?,
-        (_, DType::BF16) => step_with::<bf16>(parameter, gradient, slot, update)?,
-        _ => step_with::<f32>(parameter, gradient, slot, update)?,
+        (DType::F32, DType::BF16) => step_full::<f32, bf16>(parameter, gradient, slot, update)?,
+        (DType::F32, _) => step_full::<f32, f32>(parameter, gradient, slot, update)?,
+        (_, DType::BF16) => step_master::<bf16>(parameter, gradient, slot, update)?,
+        _ => step_master::<f32>(parameter, gradient, slot, update)?,
     }
     Ok(())
 }
 
-/// Of moments in `M`, computed in f32.
-fn step_with<M: Element + Moment<Wide = f32>>(
-    parameter: &Tensor,
-    gradient: &Tensor,
-    slot: &Slot,
-    update: &Update,
-) -> candle_core::Result<()> {
-    let Some(master) = &slot.master else {
-        return match parameter.dtype() {
-            DType::F32 => step_full::<f32, M>(parameter, gradient, slot, update),
-            other => no_kernel(STEP, other),
-        };
-    };
-    match (parameter.dtype(), gradient.dtype()) {
-        (DType::F16, DType::F16) => {
-            step_half::<f16, f16, M>(parameter, gradient, master, slot, update)
-        }
-        (DType::F16, _) => step_half::<f16, f32, M>(parameter, gradient, master, slot, update),
-        (DType::BF16, DType::BF16) => {
-            step_half::<bf16, bf16, M>(parameter, gradient, master, slot, update)
-        }
-        (DType::BF16, _) => step_half::<bf16, f32, M>(parameter, gradient, master, slot, update),
-        (other, _) => no_kernel(STEP, other),
-    }
-}
-
-fn step_full<T: Element + Real, M: Element + Moment<Wide = T>>(
+fn step_full<T: Real + Stored, M: Moment<Wide = T>>(
     parameter: &Tensor,
     gradient: &Tensor,
     slot: &Slot,
@@ -148,33 +124,54 @@ fn step_full<T: Element + Real, M: Element + Moment<Wide = T>>(
 ) -> candle_core::Result<()> {
     read(gradient, |g: &[T]| {
         with_mut_slice(parameter, |p: &mut [T]| {
-            with_mut_slice(&slot.exp_avg, |m: &mut [M]| {
-                with_mut_slice(&slot.exp_avg_sq, |v: &mut [M]| {
-                    adamw::step(p, g, m, v, update);
-                    Ok(())
+            with_moments(slot, |m: &mut [M], v| adamw::step(p, g, m, v, update))
+        })
+    })
+}
+
+/// Of a parameter in half precision, with moments in `M`, computed in f32.
+fn step_master<M: Moment<Wide = f32>>(
+    parameter: &Tensor,
+    gradient: &Tensor,
+    slot: &Slot,
+    update: &Update,
+) -> candle_core::Result<()> {
+    match (parameter.dtype(), gradient.dtype()) {
+        (DType::F16, DType::F16) => step_half::<f16, f16, M>(parameter, gradient, slot, update),
+        (DType::F16, _) => step_half::<f16, f32, M>(parameter, gradient, slot, update),
+        (_, DType::BF16) => step_half::<bf16, bf16, M>(parameter, gradient, slot, update),
+        _ => step_half::<bf16, f32, M>(parameter, gradient, slot, update),
+    }
+}
+
+fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>, M: Moment<Wide = f32>>(
+    parameter: &Tensor,
+    gradient: &Tensor,
+    slot: &Slot,
+    update: &Update,
+) -> candle_core::Result<()> {
+    let Some(master) = &slot.master else {
+        candle_core::bail!("{STEP}: a parameter in half precision has no master");
+    };
+    read(gradient, |g: &[G]| {
+        with_mut_slice(parameter, |p: &mut [P]| {
+            with_mut_slice(master, |master: &mut [f32]| {
+                with_moments(slot, |m: &mut [M], v| {
+                    adamw::step_half(p, g, master, m, v, update);
                 })
             })
         })
     })
 }
 
-fn step_half<P: Element<Wide = f32>, G: Element<Wide = f32>, M: Element + Moment<Wide = f32>>(
-    parameter: &Tensor,
-    gradient: &Tensor,
-    master: &Tensor,
+fn with_moments<M: Moment>(
     slot: &Slot,
-    update: &Update,
+    step: impl FnOnce(&mut [M], &mut [M]),
 ) -> candle_core::Result<()> {
-    read(gradient, |g: &[G]| {
-        with_mut_slice(parameter, |p: &mut [P]| {
-            with_mut_slice(master, |master: &mut [f32]| {
-                with_mut_slice(&slot.exp_avg, |m: &mut [M]| {
-                    with_mut_slice(&slot.exp_avg_sq, |v: &mut [M]| {
-                        adamw::step_half(p, g, master, m, v, update);
-                        Ok(())
-                    })
-                })
-            })
+    with_mut_slice(&slot.exp_avg, |m: &mut [M]| {
+        with_mut_slice(&slot.exp_avg_sq, |v: &mut [M]| {
+            step(m, v);
+            Ok(())
         })
     })
 }

@@ -13,10 +13,8 @@ pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>> {
     if let Some(sums) = cuda::sums_of_squares(tensors)? {
         return Ok(sums);
     }
-    tensors
-        .iter()
-        .map(|tensor| sum_of_squares(tensor))
-        .collect()
+    let sums = tensors.iter().map(|tensor| Ok(sum_of_squares(tensor)?));
+    sums.collect()
 }
 
 /// Whether no element is infinite or NaN, of each tensor.
@@ -26,5 +24,6 @@ pub(super) fn are_finite(tensors: &[&Tensor]) -> Result<Vec<bool>> {
     if let Some(sums) = cuda::sums_of_squares(tensors)? {
         return Ok(sums.into_iter().map(f64::is_finite).collect());
     }
-    tensors.iter().map(|tensor| all_finite(tensor)).collect()
+    let finite = tensors.iter().map(|tensor| Ok(all_finite(tensor)?));
+    finite.collect()
 }

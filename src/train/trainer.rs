@@ -7,9 +7,10 @@ use super::{Data, DataFingerprint, History, TrainConfig};
 use crate::compile::Step;
 use crate::data::{Batch, Batches};
 use crate::files::PathLock;
+use crate::inplace::to_f64;
 use crate::model::TransformerLM;
 use crate::ops::cross_entropy::nothing_counts;
-use crate::optim::guard::{finite_loss, value_of};
+use crate::optim::guard::finite_loss;
 use crate::optim::{AdamW, GradScaler, decay_matrices_only};
 use crate::{Result, probe};
 use candle_core::Var;
@@ -224,7 +225,7 @@ impl Trainer {
             if counted == 0 && !gathers {
                 continue;
             }
-            let loss = value_of(&self.planned()?.0.forward(given)?)?;
+            let loss = to_f64(&self.planned()?.0.forward(given)?)?;
             if index < count {
                 sum += if is_mean { loss * counted as f64 } else { loss };
                 predicted += counted;

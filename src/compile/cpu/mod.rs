@@ -12,8 +12,9 @@ use super::calls;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::{BufferRange, Call, Plan};
 pub(super) use super::run::Controls;
+use crate::ops::cpu::for_stored;
 use crate::{Result, ops};
-use candle_core::{DType, WithDType};
+use candle_core::{DType, Device, Shape, Tensor, WithDType};
 use memory::{Arena, View};
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -102,14 +103,21 @@ impl Executor {
         Ok(run_calls(plan, rest, &view, controls, &mut self.clock)?.is_continue())
     }
 
-    /// What a run has left in an operand that the plan keeps, where it lies.
-    pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
-        self.arena.values(plan, operand)
+    /// What a run has left in an operand that the plan keeps.
+    pub fn read<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> Vec<T> {
+        self.arena.values(plan, operand).to_vec()
     }
 
-    /// What a run has left in an operand that the plan keeps.
-    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Vec<T> {
-        self.values::<T>(plan, operand).to_vec()
+    /// The same as a tensor of that shape.
+    pub fn copy(
+        &self,
+        plan: &Plan,
+        operand: &BufferRange,
+        shape: &Shape,
+    ) -> candle_core::Result<Tensor> {
+        for_stored!(plan.buffer_of(operand).dtype, T => {
+            Tensor::from_slice(self.arena.values::<T>(plan, operand), shape, &Device::Cpu)
+        })
     }
 }
 

@@ -3,12 +3,12 @@
 use super::super::squares::are_finite;
 use super::{GradScaler, Progress, UNSCALE};
 use crate::gradients::{Owners, gradient_of, gradients_of};
-use crate::inplace::{Element, no_kernel, read, wide, with_mut_slice};
+use crate::inplace::{for_stored, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};
 use crate::{Result, ops};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
-use half::{bf16, f16};
+use half::f16;
 
 impl GradScaler {
     /// Unscales the gradients of parameters of which none is unscaled. All are looked at before one is changed.
@@ -65,47 +65,35 @@ fn unscale_on_cpu(
     let owners = Owners::new(gradients, parameters);
     let each = parameters.iter().map(|(name, var)| {
         let gradient = gradient_of(op, gradients, name, var)?;
-        let unscaled = unscale(gradient, factor, &owners)?;
-        if let Some(replacement) = unscaled.replacement {
+        let (replacement, finite) = unscale(gradient, factor, &owners)?;
+        if let Some(replacement) = replacement {
             gradients.insert(var, replacement);
         }
-        Ok(unscaled.finite)
+        Ok(finite)
     });
     each.collect()
 }
 
-/// What became of a gradient.
-struct Unscaled {
-    /// The gradient to put in its place, where it was not overwritten.
-    replacement: Option<Tensor>,
-    /// Whether no element is infinite or NaN.
-    finite: bool,
-}
-
-/// `gradient * factor` on the CPU, in place if it is not shared; in `f32` if it is `f16`.
-fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<Unscaled> {
+/// `gradient * factor` on the CPU, in place if it is not shared, in `f32` if it is `f16`: what takes its place, where it
+/// was not overwritten, and whether no element is infinite or NaN.
+fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<(Option<Tensor>, bool)> {
     let gradient = gradient.detach();
     if gradient.dtype() == DType::F16 {
         let (scaled, finite) = widened(&ops::laid_out(&gradient)?, factor)?;
-        return Ok(Unscaled {
-            replacement: Some(scaled),
-            finite,
-        });
+        return Ok((Some(scaled), finite));
     }
+    let in_place = |x: &Tensor| {
+        for_stored!(x.dtype(), T => {
+            with_mut_slice(x, |x: &mut [T]| Ok(kernel::in_place(x, factor)))
+        })
+    };
     if owners.is_alone(&gradient) {
-        let finite = in_place(&gradient, factor)?;
-        return Ok(Unscaled {
-            replacement: None,
-            finite,
-        });
+        return Ok((None, in_place(&gradient)?));
     }
     ops::check_granted_on(&Device::Cpu, gradient.dims(), gradient.dtype())?;
     let copy = gradient.force_contiguous()?;
-    let finite = in_place(&copy, factor)?;
-    Ok(Unscaled {
-        replacement: Some(copy),
-        finite,
-    })
+    let finite = in_place(&copy)?;
+    Ok((Some(copy), finite))
 }
 
 /// The type of an unscaled gradient. `f16` loses what is under 6e-8, which is what the scale was for; `bf16` reaches as
@@ -115,25 +103,6 @@ fn kept_in(dtype: DType) -> DType {
         DType::F16 => wide(dtype),
         other => other,
     }
-}
-
-fn in_place(gradient: &Tensor, factor: f64) -> Result<bool> {
-    let finite = match gradient.dtype() {
-        DType::F32 => in_place_as::<f32>(gradient, factor),
-        DType::F64 => in_place_as::<f64>(gradient, factor),
-        DType::BF16 => in_place_as::<bf16>(gradient, factor),
-        other => no_kernel("unscale", other),
-    }?;
-    Ok(finite)
-}
-
-fn in_place_as<T: Element>(gradient: &Tensor, factor: f64) -> candle_core::Result<bool> {
-    let mut finite = false;
-    with_mut_slice(gradient, |x: &mut [T]| {
-        finite = kernel::in_place(x, factor);
-        Ok(())
-    })?;
-    Ok(finite)
 }
 
 fn widened(gradient: &Tensor, factor: f64) -> Result<(Tensor, bool)> {
