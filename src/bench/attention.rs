@@ -1,6 +1,6 @@
 //! Attention alone, timed by phase, with its memory.
 
-use super::passes::{Eager, Passes, Planned, Sampling, at_least_one};
+use super::passes::{Pass, Passes, Sampling, at_least_one};
 use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::{self, Batch, StepConfig};
@@ -12,7 +12,7 @@ use crate::nn::seeded;
 use crate::ops::Dropout;
 use crate::report::Fields;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 
 /// One measurement of an attention algorithm on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v` and its
@@ -89,16 +89,7 @@ impl AttentionRun {
             },
             in_half: matches!(w.dtype, DType::F16 | DType::BF16),
         };
-        if self.execution == Execution::Planned {
-            let prepare = || self.planned(device, &self.attention_config(device)?);
-            return passes.run(device, prepare, on_step, |_| Fields::new());
-        }
-        let prepare = || {
-            let config = self.attention_config(device)?;
-            let [q, k, v] = self.inputs(device)?;
-            Ok(Eager(move || w.algorithm.attend(&q, &k, &v, &config)))
-        };
-        passes.run(device, prepare, on_step, |_| Fields::new())
+        passes.run(device, || self.prepared(device), on_step, |_| Fields::new())
     }
 
     /// The workload's configuration, with its tensors on `device`.
@@ -195,19 +186,22 @@ impl AttentionRun {
         })
     }
 
-    fn planned(&self, device: &Device, config: &AttentionConfig) -> Result<Planned> {
+    fn prepared(&self, device: &Device) -> Result<Pass> {
+        let config = self.attention_config(device)?;
         let [q, k, v] = self.inputs(device)?;
-        let d_out = q.ones_like()?;
+        let shape = q.shape().clone();
         let parameters = [("q", &q), ("k", &k), ("v", &v)];
         let parameters = parameters.map(|(name, x)| (name.to_string(), x.clone()));
-        let (algorithm, config) = (self.workload.algorithm, config.clone());
-        let step = compile::Step::without_optimizer(
-            device,
-            parameters.into(),
-            &StepConfig::default(),
-            move |_| algorithm.attend(&q, &k, &v, &config),
-        )?;
-        Planned::new(step, Batch::new([]), d_out)
+        let algorithm = self.workload.algorithm;
+        let attend = move || algorithm.attend(&q, &k, &v, &config);
+        if self.execution == Execution::Eager {
+            return Ok(Pass::Eager(Box::new(attend)));
+        }
+        let d_out = Tensor::ones(shape, self.workload.dtype, device)?;
+        let (parameters, step_config) = (parameters.into(), StepConfig::default());
+        let step =
+            compile::Step::without_optimizer(device, parameters, &step_config, move |_| attend())?;
+        Pass::planned(step, Batch::new([]), d_out)
     }
 
     /// q, k and v, normal with standard deviation 1.

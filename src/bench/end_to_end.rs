@@ -2,12 +2,13 @@
 
 use super::first_step::FirstStep;
 use super::update::{LossScaling, Update};
-use super::{Execution, LapTimings, Laps, OptimizerChoice, Step, Timing};
+use super::{Execution, Lap, LapTimings, OptimizerChoice, Step, Stopwatch, Timing};
 use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
 use crate::report::Fields;
 use crate::{Error, Result, backward, nn, no_grad, ops};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -48,6 +49,13 @@ pub struct EndToEnd {
     pub peak_flops: Option<f64>,
     /// Bytes that may be used; a step that wants more is a row `OOM`. `None` asks nothing.
     pub available_bytes: Option<u64>,
+}
+
+/// What is alive after an eager step.
+pub(super) enum Left {
+    Nothing,
+    Output(#[expect(dead_code, reason = "held")] Tensor),
+    Gradients(#[expect(dead_code, reason = "held")] GradStore),
 }
 
 /// What a run has shown.
@@ -280,35 +288,53 @@ impl EndToEnd {
         let device = model.device();
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
-        let laps = Laps::new(device).warmup(self.warmup_steps).on_step(on_step);
+        let mut stopwatch = Stopwatch::new(device)
+            .warmup(self.warmup_steps)
+            .on_step(on_step);
         if self.execution == Execution::Planned {
-            return self.time_planned(&model, &tokens, &targets, laps);
+            return self.time_planned(&model, &tokens, &targets, stopwatch);
         }
+        let mut update = self.update(&model)?;
+        let timings = stopwatch.measure_phases(self.steps, |lap| {
+            self.step(lap, &model, [&tokens, &targets], update.as_mut())
+        })?;
+        Ok((timings, update.and_then(|update| update.loss_scaling())))
+    }
+
+    /// What a training step ends with; `None` for less than a step.
+    pub(super) fn update(&self, model: &TransformerLM) -> Result<Option<Update>> {
+        let is_step = self.mode == Mode::TrainStep;
+        let update =
+            is_step.then(|| Update::new(self.optimizer, model.parameters(), self.precision));
+        update.transpose()
+    }
+
+    /// One eager step in its phases, with what it leaves alive.
+    pub(super) fn step(
+        &self,
+        lap: &mut Lap<'_>,
+        model: &TransformerLM,
+        [tokens, targets]: [&Tensor; 2],
+        update: Option<&mut Update>,
+    ) -> Result<Left> {
         let precision = self.precision;
-        let forward = || precision.run(|| model.forward(&tokens));
-        let loss = || precision.run(|| model.loss(&tokens, &targets));
-        let timings = match self.mode {
-            Mode::Forward => {
-                laps.measure(self.steps, |lap| lap.time("forward", || no_grad(forward)))
-            }
-            Mode::ForwardKeepingGraph => {
-                laps.measure(self.steps, |lap| lap.time("forward", forward))
-            }
-            Mode::ForwardBackward => laps.measure(self.steps, |lap| {
+        let forward = || precision.run(|| model.forward(tokens));
+        let loss = || precision.run(|| model.loss(tokens, targets));
+        match (self.mode, update) {
+            (Mode::Forward, _) => Ok(Left::Output(lap.time("forward", || no_grad(forward))?)),
+            (Mode::ForwardKeepingGraph, _) => Ok(Left::Output(lap.time("forward", forward)?)),
+            (_, None) => {
                 let loss = lap.time("forward", loss)?;
-                lap.time("backward", move || backward(loss))
-            }),
-            Mode::TrainStep => {
-                let mut update = Update::new(self.optimizer, model.parameters(), precision)?;
-                let timings = laps.measure(self.steps, |lap| {
-                    let loss = lap.time("forward", || update.scaled(loss()?))?;
-                    let mut gradients = lap.time("backward", move || backward(loss))?;
-                    lap.time("optimizer", || update.step(&mut gradients))
-                })?;
-                return Ok((timings, update.loss_scaling()));
+                let gradients = lap.time("backward", move || backward(loss))?;
+                Ok(Left::Gradients(gradients))
             }
-        };
-        Ok((timings?, None))
+            (_, Some(update)) => {
+                let loss = lap.time("forward", || update.scaled(loss()?))?;
+                let mut gradients = lap.time("backward", move || backward(loss))?;
+                lap.time("optimizer", || update.step(&mut gradients))?;
+                Ok(Left::Nothing)
+            }
+        }
     }
 
     /// The model, its parameters in the precision's dtype.

@@ -1,36 +1,11 @@
 //! Several phases of one step, each timed itself.
 
-use super::{Step, Stopwatch, Timing};
+use super::{Stopwatch, Timing};
 use crate::probe;
 use crate::{Error, Result};
 use candle_core::Device;
 
-/// Times the named phases of a step and the step as a whole, over many steps.
-///
-/// A phase is timed on its own, never as a difference, so that no figure can be negative and noise in one does not
-/// leak into another. The device is synchronised before and after each.
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use tallow::bench::Laps;
-///
-/// let device = Device::Cpu;
-/// let x = Tensor::ones((64, 64), DType::F32, &device)?;
-/// let laps = Laps::new(&device).warmup(1).measure(3, |lap| {
-///     let y = lap.time("product", || x.matmul(&x))?;
-///     lap.time("sum", || y.sum_all())?;
-///     Ok(())
-/// })?;
-/// assert_eq!(laps.phases[0].0, "product");
-/// assert_eq!(laps.whole.samples_ms.len(), 3);
-/// # Ok::<(), tallow::Error>(())
-/// ```
-pub struct Laps<'a> {
-    device: &'a Device,
-    stopwatch: Stopwatch<'a>,
-}
-
-/// What [`Laps::measure`] found.
+/// What [`Stopwatch::measure_phases`] found.
 #[derive(Clone, Debug, Default)]
 pub struct LapTimings {
     /// Each phase with its timing, in the order in which they first ran.
@@ -89,47 +64,52 @@ impl Lap<'_> {
     }
 }
 
-impl<'a> Laps<'a> {
-    /// On `device`, without warm-up.
-    pub fn new(device: &'a Device) -> Self {
+impl<'a> Lap<'a> {
+    /// One that allocates nothing in a step that is recorded.
+    pub(super) fn with_room(device: &'a Device) -> Self {
         Self {
             device,
-            stopwatch: Stopwatch::new(device),
+            phases: Vec::with_capacity(3),
         }
     }
+}
 
-    /// Runs `steps` steps first, whose times are kept apart.
-    pub fn warmup(mut self, steps: usize) -> Self {
-        self.stopwatch = self.stopwatch.warmup(steps);
-        self
-    }
-
-    /// Takes fewer steps where they take long, as [`Stopwatch::time_budget_ms`] does.
-    pub fn time_budget_ms(mut self, budget_ms: Option<f64>) -> Self {
-        self.stopwatch = self.stopwatch.time_budget_ms(budget_ms);
-        self
-    }
-
-    /// Calls `f` after every step, warm-up included, with the whole step's time in ms.
-    pub fn on_step(mut self, f: impl FnMut(Step, f64) + 'a) -> Self {
-        self.stopwatch = self.stopwatch.on_step(f);
-        self
-    }
-
-    /// Runs `step` `steps` times after the warm-up. What it returns is dropped outside its time.
+impl Stopwatch<'_> {
+    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then `steps`
+    /// times. What it returns is dropped outside its time.
+    ///
+    /// A phase is timed on its own, never as a difference, so that no figure can be negative and noise in one does not
+    /// leak into another. The device is synchronised before and after each.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use tallow::bench::Stopwatch;
+    ///
+    /// let device = Device::Cpu;
+    /// let x = Tensor::ones((64, 64), DType::F32, &device)?;
+    /// let laps = Stopwatch::new(&device).warmup(1).measure_phases(3, |lap| {
+    ///     let y = lap.time("product", || x.matmul(&x))?;
+    ///     lap.time("sum", || y.sum_all())?;
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(laps.phases[0].0, "product");
+    /// assert_eq!(laps.whole.samples_ms.len(), 3);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// No steps to measure; those of `step`; the device's.
-    pub fn measure<T>(
-        mut self,
+    /// As [`measure`](Self::measure).
+    pub fn measure_phases<T>(
+        &mut self,
         steps: usize,
         mut step: impl FnMut(&mut Lap<'_>) -> Result<T>,
     ) -> Result<LapTimings> {
+        let device = self.device.clone();
         let mut laps = Vec::new();
-        let whole = self.stopwatch.measure(steps, || {
+        let whole = self.measure(steps, || {
             let _step = probe::step();
             let mut lap = Lap {
-                device: self.device,
+                device: &device,
                 phases: Vec::new(),
             };
             let value = step(&mut lap)?;

@@ -1,16 +1,13 @@
 //! One step of a model with every block of memory recorded.
 
-use super::update::Update;
-use super::{EndToEnd, Execution};
+use super::{EndToEnd, Execution, Lap};
 use crate::memory::{
-    self, Estimate, MemoryKind, MemoryRecording, Meter, Mode, RecordConfig, SavedTensors,
-    blocks_taken,
+    self, Estimate, MemoryKind, MemoryRecording, Meter, RecordConfig, SavedTensors, blocks_taken,
 };
 use crate::model::TransformerLM;
-use crate::probe;
 use crate::report::Fields;
-use crate::{Error, Result, backward, no_grad, ops};
-use candle_core::{DType, Device, Tensor};
+use crate::{Error, Result, ops};
+use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 
 /// Where the bytes of one step went, and where they were expected.
@@ -92,15 +89,10 @@ impl EndToEnd {
         let model = TransformerLM::from_var_builder(&self.config, weights)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
-        let mut update = match self.mode {
-            Mode::TrainStep => {
-                let parameters = model.parameters();
-                Some(Update::new(self.optimizer, parameters, self.precision)?)
-            }
-            _ => None,
-        };
+        let mut update = self.update(&model)?;
+        let mut lap = Lap::with_room(device);
         for _ in 0..self.warmup_steps {
-            self.step(&model, &tokens, &targets, update.as_mut())?;
+            self.step(&mut lap, &model, [&tokens, &targets], update.as_mut())?;
         }
         let record = RecordConfig {
             baseline_bytes,
@@ -117,7 +109,7 @@ impl EndToEnd {
         recorder.label(MemoryKind::Inputs, "targets", &targets);
         meter.reset_peak();
         let allocations = blocks_taken(device);
-        self.step(&model, &tokens, &targets, update.as_mut())?;
+        self.step(&mut lap, &model, [&tokens, &targets], update.as_mut())?;
         device.synchronize()?; // a GPU's peak is not reached before
         let allocations = blocks_taken(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
@@ -130,42 +122,5 @@ impl EndToEnd {
             allocations,
             saved,
         })
-    }
-
-    /// One step in its phases.
-    fn step(
-        &self,
-        model: &TransformerLM,
-        tokens: &Tensor,
-        targets: &Tensor,
-        update: Option<&mut Update>,
-    ) -> Result<()> {
-        let forward = || self.precision.run(|| model.forward(tokens));
-        let out = {
-            let _phase = probe::phase("forward");
-            match self.mode {
-                Mode::Forward => no_grad(forward),
-                Mode::ForwardKeepingGraph => forward(),
-                Mode::ForwardBackward | Mode::TrainStep => {
-                    let loss = self.precision.run(|| model.loss(tokens, targets))?;
-                    match &update {
-                        Some(update) => update.scaled(loss),
-                        None => Ok(loss),
-                    }
-                }
-            }?
-        };
-        if !matches!(self.mode, Mode::ForwardBackward | Mode::TrainStep) {
-            return Ok(());
-        }
-        let mut gradients = {
-            let _phase = probe::phase("backward");
-            backward(out)?
-        };
-        if let Some(update) = update {
-            let _phase = probe::phase("optimizer");
-            update.step(&mut gradients)?;
-        }
-        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Running work repeatedly and measuring it.
 //!
-//! [`Stopwatch`] times steps on a device, [`Laps`] the phases inside them, [`EndToEnd`] a whole model's,
+//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's,
 //! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
 //! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. [`plan_report`] forecasts steps
 //! of many GPUs. What the samples mean, and how they are printed, is in [`report`](crate::report).
@@ -40,7 +40,7 @@ pub use attention::AttentionRun;
 pub use end_to_end::EndToEnd;
 pub use environment::environment;
 pub use execution::Execution;
-pub use laps::{Lap, LapTimings, Laps};
+pub use laps::{Lap, LapTimings};
 pub use limit::Limit;
 pub use memory_profile::MemoryProfile;
 pub use paper::{plan_columns, plan_report};

@@ -1,7 +1,7 @@
 //! A forward and its backward, measured: the part that all benchmarks of single layers share.
 
 use super::planned_run::add_phases;
-use super::{Lap, LapTimings, Laps, Step, Timing};
+use super::{Lap, LapTimings, Step, Stopwatch, Timing};
 use crate::compile::{self, Batch, Plan};
 use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::Fields;
@@ -58,82 +58,40 @@ pub(super) struct Passes<'a> {
 }
 
 /// A forward and its backward, ready to run again and again.
-pub(super) trait Pass {
-    /// What is alive after backward.
-    type Gradients;
-
-    /// Runs both, each as a phase of `lap`. `between` is called after forward, if that is a moment of its own.
-    fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<Self::Gradients>;
-
-    /// What a plan has: `None` where memory comes and goes.
-    fn planned(&self) -> Option<PlannedMemory> {
-        None
-    }
+pub(super) enum Pass {
+    /// A forward with candle's graph, and backward through it.
+    Eager(Box<dyn Fn() -> Result<Tensor>>),
+    /// A planned forward, and its backward from this gradient of the output.
+    Planned(Box<compile::Step<'static>>, Batch, Tensor),
 }
 
-/// What is there from the beginning to the end of planned passes, and what of it is needed when.
-pub(super) struct PlannedMemory {
-    arena: u64,
-    before_backward: u64,
-    after_backward: u64,
-}
-
-impl PlannedMemory {
-    /// The memory of a plan.
-    pub fn new(plan: &Plan) -> Self {
-        Self {
-            arena: plan.peak_bytes(),
-            before_backward: plan.alive_bytes(plan.backward_begins()),
-            after_backward: plan.alive_bytes(plan.backward_ends()),
-        }
-    }
-}
-
-/// A forward with candle's graph, which goes through backward.
-pub(super) struct Eager<F>(pub F);
-
-impl<F: Fn() -> Result<Tensor>> Pass for Eager<F> {
-    type Gradients = GradStore;
-
-    fn step(&mut self, lap: &mut Lap<'_>, between: &mut dyn FnMut()) -> Result<GradStore> {
-        let output = lap.time(FORWARD, || self.0())?;
-        between();
-        lap.time(BACKWARD, move || backward(output))
-    }
-}
-
-/// A planned forward, and its backward from a gradient of the output.
-pub(super) struct Planned {
-    step: compile::Step<'static>,
-    batch: Batch,
-    d_output: Tensor,
-}
-
-impl Planned {
+impl Pass {
     /// Plans it and runs it once.
-    pub fn new(mut step: compile::Step<'static>, batch: Batch, d_output: Tensor) -> Result<Self> {
+    pub fn planned(
+        mut step: compile::Step<'static>,
+        batch: Batch,
+        d_output: Tensor,
+    ) -> Result<Self> {
         step.time_phases(true);
         step.forward_backward_from(&batch, &d_output)?;
-        Ok(Self {
-            step,
-            batch,
-            d_output,
-        })
-    }
-}
-
-impl Pass for Planned {
-    type Gradients = ();
-
-    fn step(&mut self, lap: &mut Lap<'_>, _between: &mut dyn FnMut()) -> Result<()> {
-        self.step
-            .forward_backward_from(&self.batch, &self.d_output)?;
-        add_phases(lap, self.step.phase_times()?);
-        Ok(())
+        Ok(Self::Planned(Box::new(step), batch, d_output))
     }
 
-    fn planned(&self) -> Option<PlannedMemory> {
-        self.step.plan().map(PlannedMemory::new)
+    /// Runs both, each as a phase of `lap`, and returns what is alive after backward. `between` is called after an eager
+    /// forward.
+    fn step(&mut self, lap: &mut Lap<'_>, between: impl FnOnce()) -> Result<Option<GradStore>> {
+        match self {
+            Self::Eager(forward) => {
+                let output = lap.time(FORWARD, forward)?;
+                between();
+                lap.time(BACKWARD, move || backward(output)).map(Some)
+            }
+            Self::Planned(step, batch, d_output) => {
+                step.forward_backward_from(&*batch, d_output)?;
+                add_phases(lap, step.phase_times()?);
+                Ok(None)
+            }
+        }
     }
 }
 
@@ -155,13 +113,13 @@ pub(super) struct Alive {
 }
 
 impl Alive {
-    /// What a plan's passes need of memory that is there all the time.
-    fn of_planned(self, planned: &PlannedMemory) -> Self {
-        let resident = self.resident.saturating_sub(planned.arena);
+    /// What is needed of memory that is there all the time, as that of a plan.
+    fn of_planned(self, plan: &Plan) -> Self {
+        let resident = self.resident.saturating_sub(plan.peak_bytes());
         Self {
             resident,
-            before_backward: resident + planned.before_backward,
-            after_backward: resident + planned.after_backward,
+            before_backward: resident + plan.alive_bytes(plan.backward_begins()),
+            after_backward: resident + plan.alive_bytes(plan.backward_ends()),
             ..self
         }
     }
@@ -173,10 +131,10 @@ type Moment = fn(&Alive) -> u64;
 impl Passes<'_> {
     /// One row a phase; or one row in all, for what cannot run, does not fit in memory or in time. `prepare` makes the
     /// inputs, and is not called in those cases. `memory` adds bytes to every row.
-    pub fn run<P: Pass>(
+    pub fn run(
         &self,
         device: &Device,
-        prepare: impl FnOnce() -> Result<P>,
+        prepare: impl FnOnce() -> Result<Pass>,
         on_step: impl FnMut(Step, f64),
         memory: impl Fn(&Alive) -> Fields,
     ) -> Result<Vec<Fields>> {
@@ -261,10 +219,10 @@ impl Passes<'_> {
         })
     }
 
-    fn measure<P: Pass>(
+    fn measure(
         &self,
         device: &Device,
-        prepare: impl FnOnce() -> Result<P>,
+        prepare: impl FnOnce() -> Result<Pass>,
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<Alive>)> {
         // What threads keep for packing is the process's, and no step's.
@@ -278,11 +236,11 @@ impl Passes<'_> {
             .zip(before)
             .map(|(now, before)| now.saturating_sub(before));
         let mut alive = None;
-        let timings = Laps::new(device)
+        let timings = Stopwatch::new(device)
             .warmup(self.sampling.warmup_steps)
             .time_budget_ms(self.sampling.time_budget_ms)
             .on_step(on_step)
-            .measure(self.sampling.iterations, |lap| {
+            .measure_phases(self.sampling.iterations, |lap| {
                 // Beyond the start of the step, so that what kernels keep for later steps is of no kind.
                 let start = now();
                 let grown = |bytes: Option<u64>| {
@@ -291,7 +249,7 @@ impl Passes<'_> {
                 };
                 meter.reset_peak();
                 let mut after_forward = None;
-                let gradients = pass.step(lap, &mut || {
+                let gradients = pass.step(lap, || {
                     after_forward = Some((meter.peak_bytes(), now()));
                     meter.reset_peak();
                 })?;
@@ -308,9 +266,9 @@ impl Passes<'_> {
                 })();
                 Ok(gradients)
             })?;
-        let alive = match pass.planned() {
-            Some(planned) => alive.map(|alive| alive.of_planned(&planned)),
-            None => alive,
+        let alive = match &pass {
+            Pass::Planned(step, ..) => alive.zip(step.plan()).map(|(a, plan)| a.of_planned(plan)),
+            Pass::Eager(_) => alive,
         };
         Ok((timings, alive))
     }

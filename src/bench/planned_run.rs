@@ -1,7 +1,7 @@
 //! What of a run is planned.
 
 use super::update::LossScaling;
-use super::{EndToEnd, Execution, Lap, LapTimings, Laps, OptimizerChoice};
+use super::{EndToEnd, Execution, Lap, LapTimings, OptimizerChoice, Stopwatch};
 use crate::compile::{Batch, PhaseTimes, Plan, PlanKind, Step, StepConfig, least_forward_bytes};
 use crate::hardware::device_name;
 use crate::memory::Mode;
@@ -157,7 +157,7 @@ impl EndToEnd {
         model: &TransformerLM,
         tokens: &Tensor,
         targets: &Tensor,
-        laps: Laps<'_>,
+        mut stopwatch: Stopwatch<'_>,
     ) -> Result<(LapTimings, Option<LossScaling>)> {
         if self.is_forward() {
             let (device, parameters) = (model.device(), model.parameters());
@@ -165,7 +165,7 @@ impl EndToEnd {
             let mut step = Step::without_optimizer(device, parameters, &config, |inputs| {
                 model.forward(&inputs.get("tokens")?)
             })?;
-            let timings = laps.measure(self.steps, |lap| {
+            let timings = stopwatch.measure_phases(self.steps, |lap| {
                 lap.time("forward", || step.forward([("tokens", tokens)]))
             });
             return Ok((timings?, None));
@@ -177,7 +177,7 @@ impl EndToEnd {
         let mut step = Step::of(model, &optimizer, &step_config)?;
         step.time_phases(true);
         if self.mode != Mode::TrainStep {
-            let timings = laps.measure(self.steps, |lap| {
+            let timings = stopwatch.measure_phases(self.steps, |lap| {
                 step.forward_backward((tokens, targets))?;
                 add_phases(lap, step.phase_times()?);
                 Ok(())
@@ -189,7 +189,7 @@ impl EndToEnd {
             ..Default::default()
         })?;
         let mut skipped_steps = 0;
-        let timings = laps.measure(self.steps, |lap| {
+        let timings = stopwatch.measure_phases(self.steps, |lap| {
             let done = step.run_scaled(&mut optimizer, &mut scaler, (tokens, targets))?;
             skipped_steps += usize::from(!done.stepped());
             add_phases(lap, step.phase_times()?);

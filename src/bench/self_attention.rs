@@ -1,7 +1,7 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
 use super::attention::{implementation, pairs, unsupported};
-use super::passes::{Alive, Eager, Passes, Planned, Sampling, at_least_one};
+use super::passes::{Alive, Pass, Passes, Sampling, at_least_one};
 use super::{Execution, Limit, Step};
 use crate::compile::{self, StepConfig};
 use crate::memory::{
@@ -93,28 +93,21 @@ impl SelfAttentionRun {
             },
             in_half: matches!(w.precision.dtype(), DType::F16 | DType::BF16),
         };
-        if self.execution == Execution::Planned {
-            let prepare = || self.planned(device);
-            return passes.run(device, prepare, on_step, |alive| self.memory(alive));
-        }
-        let prepare = || {
-            let builder = seeded(self.sampling.seed, w.dtype, device);
-            let x = self.input(&builder)?;
-            let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?
-                .with_attention(w.algorithm);
-            Ok(Eager(move || w.precision.run(|| layer.forward(&x))))
-        };
+        let prepare = || self.prepared(device);
         passes.run(device, prepare, on_step, |alive| self.memory(alive))
     }
 
-    /// The layer planned, and run once.
-    fn planned(&self, device: &Device) -> Result<Planned> {
-        let w = &self.workload;
+    fn prepared(&self, device: &Device) -> Result<Pass> {
+        let w = self.workload;
         let builder = seeded(self.sampling.seed, w.dtype, device);
         let x = self.input(&builder)?;
-        let d_out = x.ones_like()?.to_dtype(w.compute_dtype())?;
         let layer = CausalSelfAttention::new(w.d_model, w.heads, None, builder)?
             .with_attention(w.algorithm);
+        if self.execution == Execution::Eager {
+            let forward = move || w.precision.run(|| layer.forward(&x));
+            return Ok(Pass::Eager(Box::new(forward)));
+        }
+        let d_out = x.ones_like()?.to_dtype(w.compute_dtype())?;
         let config = StepConfig {
             precision: w.precision,
             ..Default::default()
@@ -123,7 +116,7 @@ impl SelfAttentionRun {
         let step = compile::Step::without_optimizer(device, parameters, &config, move |inputs| {
             layer.forward(&inputs.get("x")?)
         })?;
-        Planned::new(step, [("x", &x)].into(), d_out)
+        Pass::planned(step, [("x", &x)].into(), d_out)
     }
 
     /// What it takes at its worst moment.

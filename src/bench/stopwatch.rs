@@ -28,7 +28,7 @@ use crate::{Error, Result};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub struct Stopwatch<'a> {
-    device: Device,
+    pub(super) device: Device,
     warmup_steps: usize,
     time_budget_ms: Option<f64>,
     on_step: Option<Box<OnStep<'a>>>,

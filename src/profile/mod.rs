@@ -15,8 +15,8 @@
 //! Of composite ops reports say what products take of their time, and what softmax takes ([`Row::parts`]): by the
 //! kernels' names on a GPU, timed inside the ops on the CPU, where attention's scores and values are told apart too.
 //!
-//! Nothing need be built or flagged for it: layers, ops, [`Laps`](crate::bench::Laps) and the trainer open their ranges
-//! always, and while no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps
+//! Nothing need be built or flagged for it: layers, ops, benchmarks and the trainer open their ranges always, and while
+//! no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps
 //! and phases of a loop of one's own by [`step`] and [`phase`].
 //!
 //! ```

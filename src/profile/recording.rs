@@ -9,8 +9,9 @@ use std::sync::{Arc, LazyLock};
 
 /// The ranges of a stretch of time, on every thread that had any.
 ///
-/// Where steps were recorded ([`step`](super::step); [`Laps`](crate::bench::Laps) and the trainer open them), reports
-/// speak of those alone: what ran outside of them is in the trace only. Else the whole recording counts as one.
+/// Where steps were recorded ([`step`](super::step); those of
+/// [`Stopwatch::measure_phases`](crate::bench::Stopwatch::measure_phases) and of the trainer), reports speak of those alone:
+/// what ran outside of them is in the trace only. Else the whole recording counts as one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {
     /// In the order in which they began on their thread, the outer before the inner.

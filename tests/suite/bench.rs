@@ -6,7 +6,7 @@ mod precisions;
 use candle_core::Device;
 use rayon::ThreadPoolBuilder;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, Laps, OptimizerChoice, Step};
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice, Step, Stopwatch};
 use tallow::memory::{Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -281,9 +281,9 @@ fn candles_optimizer_can_be_timed_too() {
 #[test]
 fn laps_add_stretches_of_a_phase_and_keep_warm_up_apart() {
     let mut calls = 0;
-    let laps = Laps::new(&Device::Cpu)
+    let laps = Stopwatch::new(&Device::Cpu)
         .warmup(2)
-        .measure(3, |lap| {
+        .measure_phases(3, |lap| {
             calls += 1;
             let nap = || -> tallow::Result<()> {
                 std::thread::sleep(std::time::Duration::from_millis(2));
@@ -307,13 +307,13 @@ fn laps_add_stretches_of_a_phase_and_keep_warm_up_apart() {
 
 #[test]
 fn errors_pass_through_and_nothing_to_measure_is_one() {
-    let failed = Laps::new(&Device::Cpu).measure(1, |lap| {
+    let failed = Stopwatch::new(&Device::Cpu).measure_phases(1, |lap| {
         lap.time("fails", || {
             Err::<(), _>(tallow::Error::Plot("on purpose".into()))
         })
     });
     assert!(failed.unwrap_err().to_string().contains("on purpose"));
-    let none = Laps::new(&Device::Cpu).measure(0, |_| Ok(()));
+    let none = Stopwatch::new(&Device::Cpu).measure_phases(0, |_| Ok(()));
     assert!(
         none.unwrap_err()
             .to_string()

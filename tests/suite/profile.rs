@@ -122,7 +122,7 @@ fn recording_changes_no_bit() {
 
 #[test]
 fn laps_and_the_trainer_open_steps() {
-    use tallow::bench::Laps;
+    use tallow::bench::Stopwatch;
     use tallow::data::Tokens;
     use tallow::train::{TrainConfig, Trainer};
 
@@ -130,7 +130,10 @@ fn laps_and_the_trainer_open_steps() {
     let profiler = Profiler::start_on_this_thread().unwrap();
     let device = Device::Cpu;
     let lap = |lap: &mut tallow::bench::Lap<'_>| lap.time("forward", || Ok::<_, tallow::Error>(()));
-    Laps::new(&device).warmup(1).measure(2, lap).unwrap();
+    Stopwatch::new(&device)
+        .warmup(1)
+        .measure_phases(2, lap)
+        .unwrap();
     let model = TransformerLM::new(&config(Algorithm::Naive), 0, &device).unwrap();
     let settings = TrainConfig {
         batch_size: 1,

@@ -139,11 +139,10 @@ fn a_time_budget_takes_steps_away() {
 
 #[test]
 fn laps_keep_a_budget_too_and_their_warm_up_apart() {
-    use tallow::bench::Laps;
-    let laps = Laps::new(&Device::Cpu)
+    let laps = Stopwatch::new(&Device::Cpu)
         .warmup(10)
         .time_budget_ms(Some(0.0))
-        .measure(10, |lap| lap.time("all", || Ok::<_, Error>(())))
+        .measure_phases(10, |lap| lap.time("all", || Ok::<_, Error>(())))
         .unwrap();
     let (_, all) = &laps.phases[0];
     assert_eq!((all.warmup_ms.len(), all.samples_ms.len()), (1, 2));
