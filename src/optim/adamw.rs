@@ -2,6 +2,7 @@
 
 use super::MissingGradients;
 use super::config::{AdamWConfig, ParameterGroup};
+use super::cost::STEP_INFO;
 use super::reference;
 use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu};
@@ -142,14 +143,14 @@ impl AdamW {
         #[cfg(feature = "cuda")]
         let mut on_gpu = super::cuda::Batch::default();
         for (_, parameter) in self.parameters() {
-            match (path(parameter)?, parameter.device()) {
+            match (choose(&STEP_INFO, parameter)?, parameter.device()) {
                 #[cfg(feature = "cuda")]
                 (Path::Kernel, candle_core::Device::Cuda(gpu)) => on_gpu.prepare(gpu)?,
                 _ => {}
             }
         }
         self.step_by(gradients, |parameter, gradient, slot, update| {
-            match (path(parameter)?, parameter.device()) {
+            match (choose(&STEP_INFO, parameter)?, parameter.device()) {
                 #[cfg(feature = "cuda")]
                 (Path::Kernel, candle_core::Device::Cuda(_)) => {
                     on_gpu.add(parameter, gradient, slot, update);
@@ -162,8 +163,9 @@ impl AdamW {
         #[cfg(feature = "cuda")]
         on_gpu.step()?;
         self.gather_weights()?;
-        let mut updated = self.parameters().zip(&self.slots);
-        let first = updated.find_map(|((_, var), slot)| Some((var, slot.as_ref()?)));
+        let first = self
+            .entries()
+            .find_map(|entry| Some((entry.var, entry.slot?)));
         if let (true, Some((first, slot))) = (probe::is_listening(), first) {
             let slots = self.slots.iter().flatten();
             let dims = [slots.map(|slot| slot.exp_avg.elem_count()).sum()];
@@ -198,23 +200,12 @@ impl AdamW {
         let gradients = self.readable_gradients(gradients)?;
         self.steps += 1;
         crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
-        let mut slots = self.slots.iter().zip(&gradients).enumerate();
-        for group in &self.groups {
-            for ((_, var), (number, (slot, gradient))) in group.parameters.iter().zip(&mut slots) {
-                let gradient = match gradient {
-                    Gradient::Given(gradient) => gradient,
-                    Gradient::Elsewhere => continue,
-                    Gradient::Skipped => {
-                        self.skipped[number] += 1;
-                        continue;
-                    }
-                };
-                let Some(slot) = slot else {
-                    continue; // another rank's
-                };
-                let own_steps = self.steps - self.skipped[number];
-                let update = group.config.update(own_steps, number);
-                step(var, gradient, slot, &update)?;
+        for (skipped, gradient) in self.skipped.iter_mut().zip(&gradients) {
+            *skipped += usize::from(matches!(gradient, Gradient::Skipped));
+        }
+        for (entry, gradient) in self.entries().zip(&gradients) {
+            if let (Gradient::Given(gradient), Some(slot)) = (gradient, entry.slot) {
+                step(entry.var, gradient, slot, &entry.update(self.steps))?;
             }
         }
         Ok(())
@@ -223,51 +214,43 @@ impl AdamW {
     /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes
     /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
     fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Gradient>> {
-        let written: HashSet<usize> = self
-            .parameters()
-            .map(|(_, var)| var)
-            .chain(self.slots.iter().flatten().flat_map(Slot::vars))
-            .map(|var| storage_address(var))
-            .collect();
-        let policies = self.groups.iter().flat_map(|group| {
-            let policy = group.config.missing_gradients;
-            group.parameters.iter().map(move |_| policy)
-        });
-        self.parameters()
-            .zip(&self.slots)
-            .zip(policies)
-            .map(|(((name, var), slot), policy)| {
-                let found = find_gradient(STEP, gradients, name, var)?;
-                match (found, policy) {
-                    (None, MissingGradients::Error) => return Err(missing(STEP, name)),
-                    (None, MissingGradients::Skip) => return Ok(Gradient::Skipped),
-                    _ if slot.is_none() => return Ok(Gradient::Elsewhere),
-                    _ => {}
+        let parameters = self.parameters().map(|(_, var)| var);
+        let state = self.slots.iter().flatten().flat_map(Slot::vars);
+        let written = parameters.chain(state).map(|var| storage_address(var));
+        let written: HashSet<usize> = written.collect();
+        let readable = self.entries().map(|entry| {
+            let var = entry.var;
+            let found = find_gradient(STEP, gradients, entry.name, var)?;
+            match (found, entry.config.missing_gradients) {
+                (None, MissingGradients::Error) => return Err(missing(STEP, entry.name)),
+                (None, MissingGradients::Skip) => return Ok(Gradient::Skipped),
+                _ if entry.slot.is_none() => return Ok(Gradient::Elsewhere),
+                _ => {}
+            }
+            let gradient = match found {
+                Some(gradient) => gradient.detach(),
+                None => Tensor::zeros(var.shape(), var.dtype(), var.device())?,
+            };
+            let dtype = match (var.dtype(), gradient.dtype()) {
+                // The kernel for half precision reads these as they are.
+                (parameter @ (DType::F16 | DType::BF16), gradient) if gradient == parameter => {
+                    gradient
                 }
-                let gradient = match found {
-                    Some(gradient) => gradient.detach(),
-                    None => Tensor::zeros(var.shape(), var.dtype(), var.device())?,
-                };
-                let dtype = match (var.dtype(), gradient.dtype()) {
-                    // The kernel for half precision reads these as they are.
-                    (parameter @ (DType::F16 | DType::BF16), gradient) if gradient == parameter => {
-                        gradient
-                    }
-                    (parameter, _) => wide(parameter),
-                };
-                if gradient.dtype() != dtype {
+                (parameter, _) => wide(parameter),
+            };
+            if gradient.dtype() != dtype {
+                check_granted_on(gradient.device(), gradient.dims(), dtype)?;
+            }
+            let gradient = laid_out(&gradient.to_dtype(dtype)?)?;
+            match written.contains(&storage_address(&gradient)) {
+                true => {
                     check_granted_on(gradient.device(), gradient.dims(), dtype)?;
+                    Ok(Gradient::Given(gradient.force_contiguous()?))
                 }
-                let gradient = laid_out(&gradient.to_dtype(dtype)?)?;
-                match written.contains(&storage_address(&gradient)) {
-                    true => {
-                        check_granted_on(gradient.device(), gradient.dims(), dtype)?;
-                        Ok(Gradient::Given(gradient.force_contiguous()?))
-                    }
-                    false => Ok(Gradient::Given(gradient)),
-                }
-            })
-            .collect()
+                false => Ok(Gradient::Given(gradient)),
+            }
+        });
+        readable.collect()
     }
 
     /// The parameters that have a gradient, of all groups: what a step unscales.
@@ -293,6 +276,25 @@ impl AdamW {
     /// All parameters with their names, group by group.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &(String, Var)> {
         self.groups.iter().flat_map(|group| &group.parameters)
+    }
+
+    /// All parameters with what belongs to each, in the same order.
+    pub(super) fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
+        let groups = self.groups.iter();
+        let parameters = groups.flat_map(|group| {
+            let parameters = group.parameters.iter();
+            parameters.map(|(name, var)| (name, var, &group.config))
+        });
+        let parameters = parameters.zip(self.slots.iter().zip(&self.skipped));
+        let numbered = parameters.enumerate();
+        numbered.map(|(number, ((name, var, config), (slot, skipped)))| Entry {
+            number,
+            name,
+            var,
+            config,
+            slot: slot.as_ref(),
+            skipped: *skipped,
+        })
     }
 
     /// The learning rate of the first group (0 if there is none).
@@ -336,6 +338,24 @@ impl AdamW {
     }
 }
 
+/// A parameter with what belongs to it.
+pub(super) struct Entry<'o> {
+    number: usize,
+    pub name: &'o str,
+    pub var: &'o Var,
+    pub config: &'o AdamWConfig,
+    /// None where another rank has it.
+    pub slot: Option<&'o Slot>,
+    skipped: usize,
+}
+
+impl Entry<'_> {
+    /// The numbers of its update in the optimizer's step number `step`.
+    pub fn update(&self, step: usize) -> Update {
+        self.config.update(step - self.skipped, self.number)
+    }
+}
+
 /// A parameter's gradient in a step.
 enum Gradient {
     Given(Tensor),
@@ -370,7 +390,95 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     Ok(())
 }
 
-/// Kernel or reference: there is a kernel for every float dtype on the CPU, and for all but f64 on CUDA.
-fn path(parameter: &Var) -> Result<Path> {
-    choose(&super::cost::STEP_INFO, parameter)
+/// One parameter's share of the next step.
+pub(crate) struct PlannedUpdate {
+    /// exp_avg and exp_avg_sq; none of a parameter that another rank updates.
+    pub moments: Option<[Tensor; 2]>,
+    pub update: Update,
+    /// What its group does where it has no gradient.
+    pub missing: MissingGradients,
+}
+
+impl AdamW {
+    /// The next step's updates of `parameters`, in their order; nothing changes yet.
+    ///
+    /// # Errors
+    /// A learning rate or another number that cannot work; parameters that are not exactly this optimizer's.
+    pub(crate) fn planned_updates(
+        &self,
+        op: &'static str,
+        parameters: &[(String, Var)],
+    ) -> Result<Vec<PlannedUpdate>> {
+        for group in &self.groups {
+            group.config.validate()?;
+        }
+        let entries = self.entries().map(|entry| (entry.var.id(), entry));
+        let mut found: HashMap<_, _> = entries.collect();
+        let refuse = |name: &str, whose: &str, other: &str| Error::Order {
+            op,
+            problem: format!("parameter {name} is {whose}'s and not {other}'s"),
+            hint: "plan for an optimizer of model.parameters(), all of them and no others".into(),
+        };
+        let updates = parameters.iter().map(|(name, var)| {
+            let Some(entry) = found.remove(&var.id()) else {
+                return Err(refuse(name, "the model", "the optimizer"));
+            };
+            let moments = entry.slot.map(|slot| [&slot.exp_avg, &slot.exp_avg_sq]);
+            Ok(PlannedUpdate {
+                moments: moments.map(|vars| vars.map(|var| var.as_tensor().clone())),
+                update: entry.update(self.steps + 1),
+                missing: entry.config.missing_gradients,
+            })
+        });
+        let updates = updates.collect::<Result<Vec<_>>>()?;
+        match found.into_values().map(|entry| entry.name).min() {
+            None => Ok(updates),
+            Some(name) => Err(refuse(name, "the optimizer", "the model")),
+        }
+    }
+
+    /// The planned step has been taken, in which `skipped` were not updated.
+    pub(crate) fn planned_step_taken<'a>(&mut self, skipped: impl Iterator<Item = &'a Var>) {
+        self.steps += 1;
+        for var in skipped {
+            let number = self.parameters().position(|(_, own)| own.id() == var.id());
+            if let Some(number) = number {
+                self.skipped[number] += 1;
+            }
+        }
+        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
+    }
+}
+
+/// For training loops written against that trait.
+impl candle_nn::Optimizer for AdamW {
+    type Config = AdamWConfig;
+
+    /// As candle's own optimizers, it leaves out variables that are not floats. Names are made of position and shape:
+    /// `#3 [512, 1344]`.
+    fn new(vars: Vec<Var>, config: AdamWConfig) -> candle_core::Result<Self> {
+        let parameters = vars
+            .into_iter()
+            .enumerate()
+            .filter(|(_, var)| var.dtype().is_float())
+            .map(|(i, var)| (format!("#{i} {:?}", var.dims()), var))
+            .collect();
+        // The trait's `empty` passes no variables.
+        Ok(Self::of_any_groups(vec![ParameterGroup {
+            parameters,
+            config,
+        }])?)
+    }
+
+    fn step(&mut self, gradients: &GradStore) -> candle_core::Result<()> {
+        Ok(AdamW::step(self, gradients)?)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        AdamW::learning_rate(self)
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        AdamW::set_learning_rate(self, lr);
+    }
 }

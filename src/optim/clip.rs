@@ -1,7 +1,6 @@
 //! Gradient norms, and clipping by norm and by value.
 
-use super::guard::first_non_finite;
-use super::squares::sums_of_squares;
+use super::guard::{first_non_finite, sums_of_squares};
 use crate::gradients::{Owners, distinct, gradient_of, gradients_of};
 use crate::inplace;
 use crate::probe::{self, Kind};

@@ -2,7 +2,7 @@
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
-use super::state::{Misfit, SKIPPED, check_numbers, numbers_of};
+use super::state::{SKIPPED, check_numbers, numbers_of};
 use crate::distributed::FullyShard;
 use crate::files::{Entry, TensorFile, save_tensors};
 use crate::{Error, Result};
@@ -140,39 +140,28 @@ impl AdamW {
         });
         let given: BTreeMap<String, String> = given.collect();
         let names: Vec<String> = given.keys().cloned().collect();
-        let read = || {
-            self.check_layout(given)?;
-            let mut state = HashMap::new();
-            for name in names {
-                if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
-                    let tensor = match parts {
-                        Some(parts) if !name.starts_with(SKIPPED) => parts
-                            .own_part(&tensor)?
-                            .force_contiguous()
-                            .map_err(Error::from)?,
-                        _ => tensor,
-                    };
-                    state.insert(name, tensor);
-                }
-            }
-            check_numbers(&state)?;
-            Ok(state)
+        let refuse = |name: String, expected, got, hint: &str| Error::Weight {
+            path: file.path().into(),
+            name: format!("{prefix}{name}"),
+            expected,
+            got,
+            hint: hint.into(),
         };
-        read().map_err(|misfit| match misfit {
-            Misfit::Entry {
-                name,
-                expected,
-                got,
-                hint,
-            } => Error::Weight {
-                path: file.path().into(),
-                name: format!("{prefix}{name}"),
-                expected,
-                got,
-                hint,
-            },
-            Misfit::Other(error) => error,
-        })
+        self.check_layout(given, &refuse)?;
+        let mut state = HashMap::new();
+        for name in names {
+            if let Some(tensor) = file.get(&format!("{prefix}{name}"), &Device::Cpu)? {
+                let tensor = match parts {
+                    Some(parts) if !name.starts_with(SKIPPED) => {
+                        parts.own_part(&tensor)?.force_contiguous()?
+                    }
+                    _ => tensor,
+                };
+                state.insert(name, tensor);
+            }
+        }
+        check_numbers(&state, &refuse)?;
+        Ok(state)
     }
 
     /// Whether the saved groups hold the parameters that this optimizer's groups hold.

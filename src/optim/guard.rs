@@ -1,8 +1,9 @@
-//! Numbers that must be finite, looked at before they spoil the weights.
+//! Numbers that must be finite, checked before they spoil the weights; and the sums of their squares.
 
-use super::squares::are_finite;
+#[cfg(feature = "cuda")]
+use super::cuda;
 use crate::gradients::{distinct, gradients_of};
-use crate::inplace::to_f64;
+use crate::inplace::{all_finite, sum_of_squares, to_f64};
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};
 
@@ -86,4 +87,26 @@ pub(super) fn first_non_finite<'a>(
     let mut checked = parameters.iter().zip(finite);
     let culprit = checked.find(|(_, is_finite)| !is_finite);
     Ok(culprit.map(|((name, _), _)| name.as_str()))
+}
+
+/// The sum of the squares of each tensor's elements, in f64 in a fixed order. (Elsewhere than on CPUs and GPUs of
+/// NVIDIA's, and of f64 on these, as candle adds up.)
+pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>> {
+    #[cfg(feature = "cuda")]
+    if let Some(sums) = cuda::sums_of_squares(tensors)? {
+        return Ok(sums);
+    }
+    let sums = tensors.iter().map(|tensor| Ok(sum_of_squares(tensor)?));
+    sums.collect()
+}
+
+/// Whether no element is infinite or NaN, of each tensor.
+pub(super) fn are_finite(tensors: &[&Tensor]) -> Result<Vec<bool>> {
+    // The square of the largest f32 is finite in f64, and so is a sum of them.
+    #[cfg(feature = "cuda")]
+    if let Some(sums) = cuda::sums_of_squares(tensors)? {
+        return Ok(sums.into_iter().map(f64::is_finite).collect());
+    }
+    let finite = tensors.iter().map(|tensor| Ok(all_finite(tensor)?));
+    finite.collect()
 }

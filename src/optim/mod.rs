@@ -27,7 +27,6 @@
 
 mod accumulate;
 mod adamw;
-mod candle_optimizer;
 mod clip;
 mod config;
 pub(crate) mod cost;
@@ -37,14 +36,13 @@ mod cuda;
 mod file;
 mod grad_scaler;
 pub(crate) mod guard;
-mod planned;
-pub(crate) use planned::PlannedUpdate;
 mod reference;
 mod schedule;
 mod shards;
 mod slot;
-mod squares;
 mod state;
+
+pub(crate) use adamw::PlannedUpdate;
 
 pub use crate::gradients::MissingGradients;
 pub use accumulate::GradientAccumulator;

@@ -67,28 +67,13 @@ impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A tenth of 0.003 is 0.00030000000000000003.
         let short = |lr: f64| format!("{lr:.5e}").parse().unwrap_or(lr);
-        let (max_lr, min_lr, warmup_steps, total_steps, curve) = match *self {
-            Self::Constant { lr } => return write!(f, "constant {}", short(lr)),
-            Self::WarmupCosine {
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-            } => (max_lr, min_lr, warmup_steps, total_steps, "along a cosine"),
-            Self::WarmupLinear {
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-            } => (
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-                "in a straight line",
-            ),
-        };
+        let ([max_lr, min_lr], [warmup_steps, total_steps]) = self.ramp();
         let (max_lr, min_lr) = (short(max_lr), short(min_lr));
+        let curve = match self {
+            Self::Constant { .. } => return write!(f, "constant {max_lr}"),
+            Self::WarmupCosine { .. } => "along a cosine",
+            Self::WarmupLinear { .. } => "in a straight line",
+        };
         match warmup_steps {
             0 => write!(f, "from {max_lr}")?,
             _ => write!(f, "up to {max_lr} in {warmup_steps} steps")?,
@@ -98,55 +83,10 @@ impl fmt::Display for Schedule {
 }
 
 impl Schedule {
-    /// The highest learning rate of any step.
-    pub(crate) fn highest(&self) -> f64 {
+    /// The highest and the lowest rate, and the steps of the warm-up and until the lowest.
+    fn ramp(&self) -> ([f64; 2], [usize; 2]) {
         match *self {
-            Self::Constant { lr } => lr,
-            Self::WarmupCosine { max_lr, .. } | Self::WarmupLinear { max_lr, .. } => max_lr,
-        }
-    }
-
-    /// The learning rate of step `step`, the first step being 0.
-    pub fn learning_rate(&self, step: usize) -> f64 {
-        match *self {
-            Self::Constant { lr } => lr,
-            Self::WarmupCosine {
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-            } => warmed_up(
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-                step,
-                |progress| (1.0 + (std::f64::consts::PI * progress).cos()) / 2.0,
-            ),
-            Self::WarmupLinear {
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-            } => warmed_up(
-                max_lr,
-                min_lr,
-                warmup_steps,
-                total_steps,
-                step,
-                |progress| 1.0 - progress,
-            ),
-        }
-    }
-
-    /// Checks that the numbers make a schedule.
-    ///
-    /// # Errors
-    /// [`Error::Config`] naming the field: rates must be at least 0 and finite in f32, `min_lr` at most `max_lr`,
-    /// `total_steps` at least 1, `warmup_steps` at most `total_steps`.
-    pub fn validate(&self) -> Result<()> {
-        match *self {
-            Self::Constant { lr } => at_least_zero("Schedule", "lr", lr),
+            Self::Constant { lr } => ([lr, lr], [0, 0]),
             Self::WarmupCosine {
                 max_lr,
                 min_lr,
@@ -158,51 +98,63 @@ impl Schedule {
                 min_lr,
                 warmup_steps,
                 total_steps,
-            } => {
-                at_least_zero("Schedule", "max_lr", max_lr)?;
-                at_least_zero("Schedule", "min_lr", min_lr)?;
-                if min_lr > max_lr {
-                    return Err(Error::config("Schedule", "min_lr", min_lr).must_be(
-                        format!("at most max_lr, {max_lr}"),
-                        "lower min_lr or raise max_lr",
-                    ));
-                }
-                if total_steps == 0 {
-                    return Err(Error::config("Schedule", "total_steps", total_steps).must_be(
-                        "at least 1",
-                        "it is the step at which min_lr is reached; for one rate at every step take \
-                         Schedule::Constant",
-                    ));
-                }
-                if warmup_steps > total_steps {
-                    return Err(
-                        Error::config("Schedule", "warmup_steps", warmup_steps).must_be(
-                            format!("at most total_steps, {total_steps}"),
-                            "total_steps counts the warm-up in",
-                        ),
-                    );
-                }
-                Ok(())
-            }
+            } => ([max_lr, min_lr], [warmup_steps, total_steps]),
         }
     }
-}
 
-/// Linear warm-up, then `min_lr + (max_lr - min_lr) * left(progress)`, progress going from 0 to 1.
-fn warmed_up(
-    max_lr: f64,
-    min_lr: f64,
-    warmup_steps: usize,
-    total_steps: usize,
-    step: usize,
-    left: impl Fn(f64) -> f64,
-) -> f64 {
-    if step < warmup_steps {
-        return max_lr * (step as f64 / warmup_steps as f64);
+    /// The highest learning rate of any step.
+    pub(crate) fn highest(&self) -> f64 {
+        self.ramp().0[0]
     }
-    if step >= total_steps {
-        return min_lr;
+
+    /// The learning rate of step `step`, the first step being 0.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        let ([max_lr, min_lr], [warmup_steps, total_steps]) = self.ramp();
+        if step < warmup_steps {
+            return max_lr * (step as f64 / warmup_steps as f64);
+        }
+        if step >= total_steps {
+            return min_lr;
+        }
+        let progress = (step - warmup_steps) as f64 / (total_steps - warmup_steps) as f64;
+        let left = match self {
+            Self::WarmupLinear { .. } => 1.0 - progress,
+            _ => (1.0 + (std::f64::consts::PI * progress).cos()) / 2.0,
+        };
+        min_lr + (max_lr - min_lr) * left
     }
-    let progress = (step - warmup_steps) as f64 / (total_steps - warmup_steps) as f64;
-    min_lr + (max_lr - min_lr) * left(progress)
+
+    /// Checks that the numbers make a schedule.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field: rates must be at least 0 and finite in f32, `min_lr` at most `max_lr`,
+    /// `total_steps` at least 1, `warmup_steps` at most `total_steps`.
+    pub fn validate(&self) -> Result<()> {
+        if let Self::Constant { lr } = *self {
+            return at_least_zero("Schedule", "lr", lr);
+        }
+        let ([max_lr, min_lr], [warmup_steps, total_steps]) = self.ramp();
+        at_least_zero("Schedule", "max_lr", max_lr)?;
+        at_least_zero("Schedule", "min_lr", min_lr)?;
+        if min_lr > max_lr {
+            return Err(Error::config("Schedule", "min_lr", min_lr).must_be(
+                format!("at most max_lr, {max_lr}"),
+                "lower min_lr or raise max_lr",
+            ));
+        }
+        if total_steps == 0 {
+            return Err(Error::config("Schedule", "total_steps", total_steps).must_be(
+                "at least 1",
+                "it is the step at which min_lr is reached; for one rate at every step take Schedule::Constant",
+            ));
+        }
+        if warmup_steps > total_steps {
+            let got = Error::config("Schedule", "warmup_steps", warmup_steps);
+            return Err(got.must_be(
+                format!("at most total_steps, {total_steps}"),
+                "total_steps counts the warm-up in",
+            ));
+        }
+        Ok(())
+    }
 }

@@ -137,17 +137,11 @@ impl AdamW {
             return Ok(self.state());
         };
         let mut state = Vec::new();
-        let moments = self.groups.iter();
-        let moments =
-            moments.flat_map(|group| group.parameters.iter().map(|_| group.config.moments));
-        let parameters = self.parameters().zip(moments);
-        for (((name, var), moments), (slot, owner)) in
-            parameters.zip(self.slots.iter().zip(&shards.owners))
-        {
-            let mut own = slot.iter().flat_map(Slot::vars);
-            for (kind, dtype) in Slot::layout(var, moments) {
-                if let Some(tensor) = shards.to_first(var, dtype, *owner, own.next())? {
-                    state.push((format!("{kind}.{name}"), tensor));
+        for (entry, owner) in self.entries().zip(&shards.owners) {
+            let mut own = entry.slot.into_iter().flat_map(Slot::vars);
+            for (kind, dtype) in Slot::layout(entry.var, entry.config.moments) {
+                if let Some(tensor) = shards.to_first(entry.var, dtype, *owner, own.next())? {
+                    state.push((format!("{kind}.{}", entry.name), tensor));
                 }
             }
         }

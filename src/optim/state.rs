@@ -1,29 +1,15 @@
 //! The optimizer's state by name: taken out, put back.
 
 use super::adamw::AdamW;
-use super::slot::KINDS;
+use super::slot::{KINDS, Slot};
 use crate::inplace::storage_address;
 use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 
-/// Why a state does not fit: an entry's name, what the optimizer has there, what was given.
-pub(super) enum Misfit {
-    Entry {
-        name: String,
-        expected: String,
-        got: String,
-        hint: String,
-    },
-    Other(Error),
-}
-
-impl From<Error> for Misfit {
-    fn from(error: Error) -> Self {
-        Self::Other(error)
-    }
-}
+/// Makes the error of a state that does not fit, of an entry's name, what is expected there, what was given, and a hint.
+pub(super) type Refuse<'r> = dyn Fn(String, String, String, &str) -> Error + 'r;
 
 /// What the elements of the state called `name` can be.
 pub(super) fn numbers_of(name: &str) -> Numbers {
@@ -37,19 +23,14 @@ pub(super) fn numbers_of(name: &str) -> Numbers {
 pub(super) const SKIPPED: &str = "skipped.";
 
 /// Whether a state has numbers that a step can go on with.
-pub(super) fn check_numbers(state: &HashMap<String, Tensor>) -> std::result::Result<(), Misfit> {
+pub(super) fn check_numbers(state: &HashMap<String, Tensor>, refuse: &Refuse<'_>) -> Result<()> {
     let mut names: Vec<&String> = state.keys().collect();
     names.sort(); // the same error for the same state
     for name in names {
         let numbers = numbers_of(name);
         if let Some(got) = numbers.misfit(&state[name])? {
-            return Err(Misfit::Entry {
-                name: name.clone(),
-                expected: numbers.expected().into(),
-                got,
-                hint: "it was damaged, or saved by a run that had diverged; take an earlier one"
-                    .into(),
-            });
+            let hint = "it was damaged, or saved by a run that had diverged; take an earlier one";
+            return Err(refuse(name.clone(), numbers.expected().into(), got, hint));
         }
     }
     Ok(())
@@ -92,22 +73,14 @@ impl AdamW {
     ) -> Result<()> {
         let state: HashMap<String, Tensor> = state.into_iter().collect();
         let given = state.iter().map(|(name, t)| (name.clone(), describe(t)));
-        self.check_layout(given.collect())
-            .and_then(|()| check_numbers(&state))
-            .map_err(|misfit| match misfit {
-                Misfit::Entry {
-                    name,
-                    expected,
-                    got,
-                    hint,
-                } => Error::Data {
-                    what: format!("optimizer state {name}"),
-                    expected,
-                    got,
-                    hint,
-                },
-                Misfit::Other(error) => error,
-            })?;
+        let refuse = |name: String, expected, got, hint: &str| Error::Data {
+            what: format!("optimizer state {name}"),
+            expected,
+            got,
+            hint: hint.into(),
+        };
+        self.check_layout(given.collect(), &refuse)?;
+        check_numbers(&state, &refuse)?;
         self.put_state(&state, steps)
     }
 
@@ -151,7 +124,8 @@ impl AdamW {
     pub(super) fn check_layout(
         &self,
         mut given: BTreeMap<String, String>,
-    ) -> std::result::Result<(), Misfit> {
+        refuse: &Refuse<'_>,
+    ) -> Result<()> {
         for (name, var) in self.state_vars() {
             let expected = describe(var);
             let (got, hint) = match given.remove(&name) {
@@ -161,46 +135,30 @@ impl AdamW {
                 }
                 Some(_) => continue,
             };
-            return Err(Misfit::Entry {
-                name,
-                expected,
-                got,
-                hint: hint.into(),
-            });
+            return Err(refuse(name, expected, got, hint));
         }
         for (name, _) in self.parameters() {
             let name = format!("{SKIPPED}{name}");
-            match given.remove(&name) {
-                Some(got) if got != "i64 []" => {
-                    return Err(Misfit::Entry {
-                        name,
-                        expected: "i64 []".into(),
-                        got,
-                        hint: "it is a count of steps".into(),
-                    });
-                }
-                _ => {} // 0 where there is none
+            let other = given.remove(&name).filter(|got| got != "i64 []"); // 0 where there is none
+            if let Some(got) = other {
+                return Err(refuse(name, "i64 []".into(), got, "it is a count of steps"));
             }
         }
         match given.pop_first() {
             None => Ok(()),
-            Some((name, got)) => Err(Misfit::Entry {
-                name,
-                expected: "no entry of this name".into(),
-                got,
-                hint: "does the optimizer have all parameters that it was saved with?".into(),
-            }),
+            Some((name, got)) => {
+                let hint = "does the optimizer have all parameters that it was saved with?";
+                Err(refuse(name, "no entry of this name".into(), got, hint))
+            }
         }
     }
 
     /// Every variable of the state with its name.
     pub(super) fn state_vars(&self) -> impl Iterator<Item = (String, &Var)> {
-        self.parameters()
-            .zip(&self.slots)
-            .filter_map(|((name, _), slot)| Some((name, slot.as_ref()?)))
-            .flat_map(|(name, slot)| {
-                let vars = KINDS.into_iter().zip(slot.vars());
-                vars.map(move |(kind, var)| (format!("{kind}.{name}"), var))
-            })
+        self.entries().flat_map(|entry| {
+            let vars = entry.slot.into_iter().flat_map(Slot::vars);
+            let named = KINDS.into_iter().zip(vars);
+            named.map(move |(kind, var)| (format!("{kind}.{}", entry.name), var))
+        })
     }
 }

@@ -1,18 +1,9 @@
 //! Loss scaling for training in `f16`.
-//!
-//! What lives here: the scaler ([`GradScaler`]), its configuration, its state with the rule by which the scale moves,
-//! and the pass that divides gradients by it. What does not: the kernel ([`crate::kernels::cpu::unscale`]), and the
-//! guard for training without a scale ([`check_finite`](super::check_finite)).
 
-mod config;
-#[cfg(feature = "files")]
-mod file;
-mod planned;
 mod state;
 mod unscale;
 
-pub use config::GradScalerConfig;
-pub use state::GradScalerState;
+pub use state::{GradScalerConfig, GradScalerState};
 
 use super::adamw::AdamW;
 use crate::gradients::distinct;
@@ -283,6 +274,32 @@ impl GradScaler {
         Ok(())
     }
 
+    /// The scale of the next step; `None` for a scaler that is switched off.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if gradients were unscaled or stepped since the last update.
+    pub(crate) fn planned_scale(&self, op: &'static str) -> Result<Option<f64>> {
+        if !self.unscaled.is_empty() {
+            return Err(Error::Order {
+                op,
+                problem: "the scaler has unscaled gradients of another step".into(),
+                hint: "call update at the end of every eager step".into(),
+            });
+        }
+        Ok(self.enabled.then_some(self.state.scale))
+    }
+
+    /// Ends a planned step: moves the scale by the rule.
+    ///
+    /// # Errors
+    /// As [`GradScaler::update`].
+    pub(crate) fn planned_update(&mut self, overflowed: bool) -> Result<()> {
+        if self.enabled {
+            self.state = self.state.after(overflowed)?;
+        }
+        Ok(())
+    }
+
     /// Forgets what was unscaled and found since the last update.
     fn forget_step(&mut self) {
         self.unscaled.clear();
@@ -303,7 +320,39 @@ impl GradScaler {
     }
 }
 
-/// Operations' names in errors.
+/// The state in a file, as JSON.
+#[cfg(feature = "files")]
+impl GradScaler {
+    /// Writes [`GradScaler::state`] as JSON, with the keys of PyTorch's `state_dict`. The file is whole or not there.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be written.
+    pub fn save(&self, path: impl AsRef<std::path::Path>) -> Result<()> {
+        let path = path.as_ref();
+        let json = serde_json::to_string_pretty(&self.state())
+            .map_err(|e| Error::io("write", path, std::io::Error::other(e)))?;
+        crate::files::write_bytes(path, format!("{json}\n").as_bytes())
+    }
+
+    /// Goes on from what [`GradScaler::save`], or PyTorch, wrote.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is no scaler's state, or one that cannot be:
+    /// it says which key is missing, unknown or out of range. Nothing has changed then.
+    pub fn load(&mut self, path: impl AsRef<std::path::Path>) -> Result<()> {
+        let path = path.as_ref();
+        let json = crate::files::read_to_string(path)?;
+        let refuse = |problem: String| Error::Format {
+            path: path.into(),
+            problem,
+            hint: "expected the JSON that GradScaler::save writes".into(),
+        };
+        let state: GradScalerState =
+            serde_json::from_str(&json).map_err(|e| refuse(e.to_string()))?;
+        self.load_state(state).map_err(|e| refuse(e.to_string()))
+    }
+}
+
 const UNSCALE: &str = "GradScaler::unscale";
 const STEP: &str = "GradScaler::step";
 
