@@ -279,31 +279,110 @@ impl fmt::Debug for Error {
     }
 }
 
-/// A field with a value that cannot work: the first half of an [`Error::Config`].
-pub(crate) struct Field {
-    config: &'static str,
-    field: &'static str,
-    got: String,
-}
+/// The first half of an error: what was given, and to whom.
+pub(crate) struct Got(Error);
 
-impl Field {
-    /// The error that says what the value must be, and what to do.
-    pub(crate) fn must_be(self, expected: impl Into<String>, hint: impl Into<String>) -> Error {
-        Error::Config {
-            config: self.config,
-            field: self.field,
-            expected: expected.into(),
-            got: self.got,
-            hint: hint.into(),
+impl Got {
+    /// The error that says what must have been given, and what to do.
+    pub(crate) fn must_be(mut self, what: impl Into<String>, todo: impl Into<String>) -> Error {
+        if let Error::Shape { expected, hint, .. }
+        | Error::DType { expected, hint, .. }
+        | Error::Placement { expected, hint, .. }
+        | Error::Config { expected, hint, .. }
+        | Error::Weight { expected, hint, .. }
+        | Error::Data { expected, hint, .. } = &mut self.0
+        {
+            (*expected, *hint) = (what.into(), todo.into());
         }
+        self.0
     }
 }
 
+/// Halves of errors of the variants that have an operation, what was expected, what was given and a hint.
+macro_rules! halves {
+    ($($(#[$doc:meta])* $name:ident: $variant:ident),+) => {$(
+        $(#[$doc])*
+        pub(crate) fn $name(op: &'static str, got: impl Display) -> Got {
+            let (expected, got, hint) = (String::new(), got.to_string(), String::new());
+            Got(Self::$variant { op, expected, got, hint })
+        }
+    )+};
+}
+
 impl Error {
+    halves!(
+        /// An [`Error::Shape`]: `Error::shape("linear", "[3]").must_be("two dimensions or more", "add a batch's")`.
+        shape: Shape,
+        /// An [`Error::DType`], likewise.
+        dtype: DType,
+        /// An [`Error::Placement`], likewise.
+        placement: Placement
+    );
+
     /// An [`Error::Config`]: `Error::config("AdamWConfig", "lr", lr).must_be("positive", "1e-3 is usual")`.
-    pub(crate) fn config(config: &'static str, field: &'static str, got: impl Display) -> Field {
+    pub(crate) fn config(config: &'static str, field: &'static str, got: impl Display) -> Got {
+        let (expected, got, hint) = (String::new(), got.to_string(), String::new());
+        Got(Self::Config {
+            config,
+            field,
+            expected,
+            got,
+            hint,
+        })
+    }
+
+    /// An [`Error::Data`]: `Error::data("a text", "none").must_be("one byte or more", "give some data")`.
+    pub(crate) fn data(what: impl Into<String>, got: impl Display) -> Got {
+        let (what, expected, hint) = (what.into(), String::new(), String::new());
         let got = got.to_string();
-        Field { config, field, got }
+        Got(Self::Data {
+            what,
+            expected,
+            got,
+            hint,
+        })
+    }
+
+    /// An [`Error::Weight`]: `Error::weight(path, name, "nothing").must_be("f32 [2, 3]", "take another file")`.
+    #[cfg(feature = "files")]
+    pub(crate) fn weight(
+        path: impl Into<PathBuf>,
+        name: impl Into<String>,
+        got: impl Display,
+    ) -> Got {
+        let (path, name, got) = (path.into().into(), name.into(), got.to_string());
+        let (expected, hint) = (String::new(), String::new());
+        Got(Self::Weight {
+            path,
+            name,
+            expected,
+            got,
+            hint,
+        })
+    }
+
+    /// An [`Error::Order`]: `Error::order("AdamW::load", "the state is divided", "load before AdamW::shard")`.
+    pub(crate) fn order(
+        op: &'static str,
+        problem: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> Self {
+        let (problem, hint) = (problem.into(), hint.into());
+        Self::Order { op, problem, hint }
+    }
+
+    /// An [`Error::Format`]: `Error::format(path, "the file is empty", "fetch it again")`.
+    #[cfg(feature = "files")]
+    pub(crate) fn format(
+        path: impl Into<PathBuf>,
+        problem: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> Self {
+        Self::Format {
+            path: path.into(),
+            problem: problem.into(),
+            hint: hint.into(),
+        }
     }
 
     /// An [`Error::Io`] with the path it happened on: `File::open(path).map_err(|e| Error::io("read", path, e))`.

@@ -76,20 +76,16 @@ pub fn backward_from(output: Tensor, gradient: &Tensor) -> Result<GradStore> {
 fn check_gradient(output: &Tensor, gradient: &Tensor) -> Result<()> {
     const OP: &str = "backward_from";
     if gradient.shape() != output.shape() {
-        return Err(Error::Shape {
-            op: OP,
-            expected: format!("a gradient of the output's shape {:?}", output.dims()),
-            got: format!("{:?}", gradient.dims()),
-            hint: "one number for each of the output's".into(),
-        });
+        return Err(Error::shape(OP, format!("{:?}", gradient.dims())).must_be(
+            format!("a gradient of the output's shape {:?}", output.dims()),
+            "one number for each of the output's",
+        ));
     }
     if gradient.dtype() != output.dtype() {
-        return Err(Error::DType {
-            op: OP,
-            expected: format!("a gradient in the output's {}", output.dtype().as_str()),
-            got: gradient.dtype().as_str().into(),
-            hint: "convert it with to_dtype".into(),
-        });
+        return Err(Error::dtype(OP, gradient.dtype().as_str()).must_be(
+            format!("a gradient in the output's {}", output.dtype().as_str()),
+            "convert it with to_dtype",
+        ));
     }
     Ok(())
 }

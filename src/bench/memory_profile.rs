@@ -70,13 +70,7 @@ impl EndToEnd {
     /// ([`Error::is_out_of_memory`]).
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
-            return Err(Error::Config {
-                config: "end-to-end benchmark",
-                field: "execution",
-                expected: "eager, where every block of memory is recorded".into(),
-                got: self.execution.name().into(),
-                hint: "a planned step is one block, which compile::Plan::explain and memory_map cut up".into(),
-            });
+            return Err(Error::config("end-to-end benchmark", "execution", self.execution.name()).must_be("eager, where every block of memory is recorded", "a planned step is one block, which compile::Plan::explain and memory_map cut up"));
         }
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;

@@ -314,12 +314,9 @@ impl Passes<'_> {
 pub(super) fn at_least_one(config: &'static str, sizes: &[(&'static str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size == 0) {
         None => Ok(()),
-        Some((field, _)) => Err(Error::Config {
-            config,
-            field,
-            expected: "at least 1".into(),
-            got: "0".into(),
-            hint: "there is nothing to measure".into(),
-        }),
+        Some((field, _)) => {
+            Err(Error::config(config, field, "0")
+                .must_be("at least 1", "there is nothing to measure"))
+        }
     }
 }

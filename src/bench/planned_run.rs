@@ -2,7 +2,7 @@
 
 use super::update::LossScaling;
 use super::{EndToEnd, Execution, Lap, LapTimings, OptimizerChoice, Stopwatch};
-use crate::compile::{Batch, PhaseTimes, Plan, PlanKind, Step, StepConfig, least_forward_bytes};
+use crate::compile::{Batch, PhaseTimes, Plan, PlanKind, Step, StepConfig, least_of_forward};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
@@ -18,13 +18,8 @@ impl EndToEnd {
             return Ok(());
         }
         let refuse = |expected: &str, got: String, hint: &str| {
-            Err(Error::Config {
-                config: "end-to-end benchmark",
-                field: "execution",
-                expected: format!("eager, where {expected}"),
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::config("end-to-end benchmark", "execution", got)
+                .must_be(format!("eager, where {expected}"), hint))
         };
         if device.is_metal() {
             let got = format!("planned on {}", device_name(device));
@@ -110,7 +105,7 @@ impl EndToEnd {
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
-            true => least_forward_bytes(config, tokens, self.precision),
+            true => least_of_forward(config, tokens, self.precision),
             false => Step::least_bytes(config, &self.step_config(), tokens),
         }
     }

@@ -71,13 +71,10 @@ impl SelfAttentionRun {
             ],
         )?;
         if !w.d_model.is_multiple_of(w.heads) {
-            return Err(Error::Config {
-                config: NAME,
-                field: "d_model",
-                expected: format!("divisible by the {} heads", w.heads),
-                got: w.d_model.to_string(),
-                hint: "each head gets d_model / heads elements".into(),
-            });
+            return Err(Error::config(NAME, "d_model", w.d_model).must_be(
+                format!("divisible by the {} heads", w.heads),
+                "each head gets d_model / heads elements",
+            ));
         }
         let [b, t, d] = [w.batch_size, w.sequence_length, w.d_model].map(|size| size as f64);
         let attention_flops = 4.0 * b * d * pairs(w.attention().mask, w.sequence_length);

@@ -138,13 +138,10 @@ impl<'a> Stopwatch<'a> {
         mut work: impl FnMut() -> std::result::Result<T, E>,
     ) -> Result<Timing> {
         if steps == 0 {
-            return Err(Error::Config {
-                config: "Stopwatch",
-                field: "steps",
-                expected: "at least 1".into(),
-                got: "0".into(),
-                hint: "measure one step or more; only the warm-up may be 0".into(),
-            });
+            return Err(Error::config("Stopwatch", "steps", "0").must_be(
+                "at least 1",
+                "measure one step or more; only the warm-up may be 0",
+            ));
         }
         let budget_ms = self.time_budget_ms.unwrap_or(f64::INFINITY);
         let mut spent_ms = 0.0;

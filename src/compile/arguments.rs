@@ -54,15 +54,18 @@ struct Held {
 }
 
 impl Held {
-    /// Reads it from a trace.
-    fn read(&self, function: &TracedFunction, device: &Device) -> Result<Tensor> {
+    /// Reads it from a trace; ids as they are there, or with `narrow` as kernels read them.
+    fn read(&self, function: &TracedFunction, device: &Device, narrow: bool) -> Result<Tensor> {
         let dtype = function.graph.value(self.value).dtype;
         let tensor = match (self.elements, &self.view) {
             (None, _) => Tensor::zeros(0, dtype, device)?,
             (_, Some(view)) => function.copied(self.value, view, device)?,
             (Some(elements), None) => function.first(self.value, elements, device)?,
         };
-        Ok(tensor)
+        match dtype {
+            DType::U32 if narrow => narrowed(&tensor),
+            _ => Ok(tensor),
+        }
     }
 }
 
@@ -98,22 +101,14 @@ impl Arguments {
                 elements: buffer.map(Buffer::elements),
                 tensor: Tensor::zeros(0, value.dtype, device)?,
             };
-            held.tensor = held.read(function, device)?;
+            held.tensor = held.read(function, device, true)?;
             Ok(Argument::Held(held))
         });
-        let mut all = all.collect::<Result<Vec<_>>>()?;
-        let checks = checks(function, lowered, &all)?;
-        for argument in &mut all {
-            if let Argument::Held(held) = argument
-                && function.graph.value(held.value).dtype == DType::U32
-            {
-                held.tensor = narrowed(&held.tensor)?;
-            }
-        }
+        let all = all.collect::<Result<Vec<_>>>()?;
         Ok(Self {
             op: function.op,
+            checks: checks(function, lowered, &all, device)?,
             all,
-            checks,
             tables: lowered.tables.clone(),
         })
     }
@@ -129,15 +124,10 @@ impl Arguments {
         device: &Device,
     ) -> Result<()> {
         for argument in &self.all {
-            if let Argument::Held(held) = argument {
-                let now = held.read(function, device)?;
-                let now = match held.tensor.dtype() {
-                    DType::U32 => narrowed(&now)?,
-                    _ => now,
-                };
-                if !are_equal(&now, &held.tensor)? {
-                    return Err(changed(function, held.value));
-                }
+            if let Argument::Held(held) = argument
+                && !are_equal(&held.read(function, device, true)?, &held.tensor)?
+            {
+                return Err(changed(function, held.value));
             }
         }
         for ((operand, dtype), table) in self.tables.iter().zip(plan.tables()) {
@@ -360,12 +350,10 @@ fn stacked(
         (_, 1) => {}
         (Some(first), _) => *first = first.saturating_mul(micro_batches),
         (None, _) => {
-            return Err(Error::Shape {
-                op,
-                expected: format!("{name} of a dimension that micro-batches are stacked in"),
-                got: "a scalar".into(),
-                hint: "make it (1), or plan with accumulation: 1".into(),
-            });
+            return Err(Error::shape(op, "a scalar").must_be(
+                format!("{name} of a dimension that micro-batches are stacked in"),
+                "make it (1), or plan with accumulation: 1",
+            ));
         }
     }
     Ok(shape)
@@ -384,18 +372,18 @@ fn checks(
     function: &TracedFunction,
     lowered: &Lowered,
     arguments: &[Argument],
+    device: &Device,
 ) -> Result<Vec<(String, Check)>> {
     let (op, graph) = (function.op, &function.graph);
     let mut inputs = Vec::new();
     for (id, check) in &lowered.checks {
         let id = &origin(graph, *id);
         if graph.value(*id).source == Source::Node {
-            return Err(Error::Order {
+            return Err(Error::order(
                 op,
-                problem: "token ids, or first keys, that an op makes are not checked before a run"
-                    .into(),
-                hint: "make them an input, or a constant".into(),
-            });
+                "token ids, or first keys, that an op makes are not checked before a run",
+                "make them an input, or a constant",
+            ));
         }
         let here = lowered.arguments.iter().zip(arguments);
         for (_, argument) in here.filter(|((other, _), _)| other == id) {
@@ -406,7 +394,7 @@ fn checks(
                         inputs.push(check);
                     }
                 }
-                Argument::Held(held) => checked(op, &held.tensor, *check)?,
+                Argument::Held(held) => checked(op, &held.read(function, device, false)?, *check)?,
             }
         }
     }

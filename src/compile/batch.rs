@@ -190,14 +190,9 @@ impl Inputs {
                 _ if micro_batches == 1 => {}
                 Some(first) if first.is_multiple_of(micro_batches) => *first /= micro_batches,
                 _ => {
-                    return Err(Error::Shape {
-                        op,
-                        expected: format!(
+                    return Err(Error::shape(op, format!("{:?}", x.dims())).must_be(format!(
                             "{name} of {micro_batches} micro-batches, one after another in its first dimension"
-                        ),
-                        got: format!("{:?}", x.dims()),
-                        hint: "pass as many of each micro-batch (a scalar as (1) each), or set accumulation".into(),
-                    });
+                        ), "pass as many of each micro-batch (a scalar as (1) each), or set accumulation"));
                 }
             }
             Ok((name.to_string(), graph::input(name, shape, x.dtype())?))

@@ -212,15 +212,8 @@ impl StepConfig {
         ];
         let beside = beside.into_iter().find(|(is_there, _)| *is_there);
         match beside {
-            Some((_, expected)) if self.optimizer_in_backward => Err(Error::Config {
-                config: CONFIG,
-                field: "optimizer_in_backward",
-                expected: expected.into(),
-                got: "true".into(),
-                hint: "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients before \
-                       the first update; leave one out"
-                    .into(),
-            }),
+            Some((_, expected)) if self.optimizer_in_backward => Err(Error::config(CONFIG, "optimizer_in_backward", "true").must_be(expected, "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients before \
+                       the first update; leave one out")),
             _ => Ok(()),
         }
     }
@@ -231,15 +224,8 @@ pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Res
     if precision.regime() != Regime::Full && !precision.drops_casts() {
         return Ok(());
     }
-    Err(Error::Config {
-        config,
-        field: "precision",
-        expected: "f32, bf16 or f16".into(),
-        got: precision.to_string(),
-        hint: "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
-               your own by backward and AdamW::step"
-            .into(),
-    })
+    Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
+               your own by backward and AdamW::step"))
 }
 
 /// An error unless a step can have so many.
@@ -247,13 +233,10 @@ fn check_count(config: &'static str, field: &'static str, count: usize) -> Resul
     if (1..=u32::MAX as usize).contains(&count) {
         return Ok(());
     }
-    Err(Error::Config {
-        config,
-        field,
-        expected: "from 1 to under 2^32".into(),
-        got: count.to_string(),
-        hint: "it is the number of micro-batches in a step; 1 does not accumulate".into(),
-    })
+    Err(Error::config(config, field, count).must_be(
+        "from 1 to under 2^32",
+        "it is the number of micro-batches in a step; 1 does not accumulate",
+    ))
 }
 
 /// An error unless gradients can be clipped to this value.
@@ -265,13 +248,10 @@ pub(crate) fn check_clip_value(
     if value > 0.0 {
         return Ok(());
     }
-    Err(Error::Config {
-        config,
-        field,
-        expected: "over 0".into(),
-        got: value.to_string(),
-        hint: "each element of a gradient is clipped to it; None does not clip".into(),
-    })
+    Err(Error::config(config, field, value).must_be(
+        "over 0",
+        "each element of a gradient is clipped to it; None does not clip",
+    ))
 }
 
 /// An error unless gradients can be clipped to this norm.
@@ -279,11 +259,8 @@ pub(super) fn check_clip_norm(norm: f64) -> Result<()> {
     if norm > 0.0 {
         return Ok(());
     }
-    Err(Error::Config {
-        config: "StepConfig",
-        field: "clip_norm",
-        expected: "over 0".into(),
-        got: norm.to_string(),
-        hint: "1.0 is usual; None does not clip, infinity measures the norm alone".into(),
-    })
+    Err(Error::config("StepConfig", "clip_norm", norm).must_be(
+        "over 0",
+        "1.0 is usual; None does not clip, infinity measures the norm alone",
+    ))
 }

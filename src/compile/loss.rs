@@ -3,18 +3,16 @@
 use super::batch::{Batch, D_OUTPUT, Inputs};
 use super::budget;
 use super::config::{PlanKind, StepConfig};
-use super::least;
-use super::planned::Planned;
-use super::traced::TracedFunction;
+use super::traced::{Planned, TracedFunction};
 use crate::attention::FirstKeys;
 use crate::graph::{self, Target};
-use crate::model::TransformerLM;
-use crate::nn::{Checkpointing, ForwardContext};
+use crate::model::{TransformerConfig, TransformerLM};
+use crate::nn::{Architecture, Checkpointing, ForwardContext};
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
 use crate::{Error, Result, autocast};
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use std::cell::RefCell;
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -151,7 +149,7 @@ impl Job<'_> {
         ) {
             (Loss::Model(model), PlanKind::TrainStep, Some([rows, length])) => {
                 let sizes = [rows / self.config.accumulation, *length];
-                least::arena_of_step(model.config(), self.config, sizes)
+                budget::arena_of_step(model.config(), self.config, sizes)
             }
             _ => Ok(0),
         }
@@ -185,4 +183,32 @@ impl Job<'_> {
         }
         Ok(function)
     }
+}
+
+/// A model of hollow weights, for sequences of this length.
+///
+/// # Errors
+/// A configuration that cannot work; a longer sequence than its context.
+pub(crate) fn hollow_model(
+    model: &TransformerConfig,
+    sequence_length: usize,
+) -> Result<TransformerLM> {
+    model.validate()?;
+    if sequence_length > model.context_length {
+        return Err(
+            Error::config("TransformerConfig", "context_length", model.context_length).must_be(
+                format!("at least {sequence_length}, the length of a sequence"),
+                "shorten the sequence, or give the model a longer context_length",
+            ),
+        );
+    }
+    let twin = match model.architecture {
+        // Tables of angles, no longer than they are read.
+        Architecture::Llama | Architecture::Gemma2 => TransformerConfig {
+            context_length: sequence_length,
+            ..model.clone()
+        },
+        Architecture::Gpt2 => model.clone(),
+    };
+    TransformerLM::of_any_length(&twin, graph::weights(DType::F32))
 }

@@ -101,13 +101,11 @@
 //!
 //! The bits of a run do not depend on the number of threads, nor on where buffers lie.
 
-mod alive;
 pub mod arena;
 mod arguments;
 mod batch;
 mod budget;
 mod buffer;
-mod call;
 mod calls;
 mod config;
 mod costs;
@@ -118,21 +116,16 @@ mod exchanged;
 mod executor;
 #[cfg(feature = "report")]
 mod explain;
-mod least;
 mod loss;
 mod lower;
 #[cfg(feature = "report")]
 mod map;
-mod model;
 mod op;
 mod parameters;
-mod parts;
 mod phase_times;
 mod plan;
-mod planned;
 mod planned_step;
 mod program;
-mod run;
 mod step;
 mod timeline;
 mod traced;
@@ -142,16 +135,16 @@ mod writer;
 pub use crate::graph::Target;
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use batch::{Batch, Inputs};
+#[cfg(feature = "report")]
+pub(crate) use budget::least_of_forward;
 pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanKind, StepConfig, StepRanks};
 #[cfg(feature = "train")]
 pub(crate) use config::{check_clip_value, check_precision};
+pub use costs::PartCost;
 #[cfg(feature = "report")]
-pub(crate) use least::of_forward as least_forward_bytes;
-#[cfg(feature = "report")]
-pub(crate) use model::hollow as hollow_model;
+pub(crate) use loss::hollow_model;
 pub use op::Op;
-pub use parts::PartCost;
 pub use phase_times::PhaseTimes;
 pub use plan::{BufferRange, Call, Phase, Plan};
 pub use planned_step::ScaledStep;

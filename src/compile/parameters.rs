@@ -59,13 +59,7 @@ pub(super) fn check_apart(
     updates: &[PlannedUpdate],
     arguments: &[Tensor],
 ) -> Result<()> {
-    let refuse = |problem: &str, hint: &str| {
-        Err(Error::Order {
-            op,
-            problem: problem.into(),
-            hint: hint.into(),
-        })
-    };
+    let refuse = |problem: &str, hint: &str| Err(Error::order(op, problem, hint));
     let mut storages = HashSet::new();
     let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
     let state = updates

@@ -1,13 +1,11 @@
 //! A plan of a training step on its device: what runs it, and what a run leaves behind.
 
 use super::config::{PlanKind, StepConfig, StepRanks};
-use super::executor::Executor;
+use super::executor::{Executor, Tensors};
 use super::lower::Lowered;
 use super::op::Op;
 use super::parameters;
-use super::phase_times::PhaseTimes;
 use super::plan::{BufferRange, Plan};
-use super::run::Tensors;
 use crate::distributed::Communicator;
 use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
 use crate::{Error, Result, ops};
@@ -35,7 +33,7 @@ impl ScaledStep {
 pub(super) struct PlannedStep {
     op: &'static str,
     pub plan: Plan,
-    executor: Executor,
+    pub executor: Executor,
     parameters: Vec<(String, Var)>,
     /// Where a run leaves its loss or output, the gradients' norm and each parameter's gradient.
     output: BufferRange,
@@ -45,11 +43,12 @@ pub(super) struct PlannedStep {
     updated: Vec<bool>,
     /// Parameters that the loss does not depend on, and what was planned for each.
     unreached: Vec<(usize, MissingGradients)>,
-    config: StepConfig,
+    pub config: StepConfig,
     /// The ranks that gradients are averaged over.
     communicator: Option<Communicator>,
     has_run: bool,
-    last_norm: Option<f64>,
+    /// The norm of the last run's gradients before clipping.
+    pub last_norm: Option<f64>,
     /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
     steps_seen: Option<usize>,
 }
@@ -130,11 +129,6 @@ impl PlannedStep {
         }
     }
 
-    /// Has the copies of weights that last from run to run renewed in the next.
-    pub fn refresh(&mut self) {
-        self.executor.refresh();
-    }
-
     /// One step on what `tensors` has besides parameters and their updates: the loss.
     ///
     /// # Errors
@@ -160,13 +154,12 @@ impl PlannedStep {
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
         let loss_scale = scaler.planned_scale(self.op)?;
         if loss_scale.is_some() && !self.config.loss_scaling {
-            return Err(Error::Config {
-                config: "StepConfig",
-                field: "loss_scaling",
-                expected: "true, for a step whose loss is to be scaled".into(),
-                got: "false".into(),
-                hint: "plan with loss_scaling: true, or call run".into(),
-            });
+            return Err(
+                Error::config("StepConfig", "loss_scaling", "false").must_be(
+                    "true, for a step whose loss is to be scaled",
+                    "plan with loss_scaling: true, or call run",
+                ),
+            );
         }
         let stepped = self.run_with(optimizer, tensors, loss_scale)?;
         let non_finite = match stepped {
@@ -374,33 +367,12 @@ impl PlannedStep {
         self.executor.time_phases(&self.plan, on);
     }
 
-    /// What the phases of the last run took, if they are timed.
-    pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
-        self.executor.phase_times()
-    }
-
-    /// Clips to another norm from the next run on, in a plan that clips.
-    pub fn set_clip_norm(&mut self, norm: f64) {
-        self.config.clip_norm = Some(norm);
-    }
-
-    /// The norm of the last run's gradients before clipping.
-    pub fn gradient_norm(&self) -> Option<f64> {
-        self.last_norm
-    }
-
     /// Copies of the last run's gradients by name, not clipped; of a divided optimizer those of this rank's parameters.
     ///
     /// # Errors
     /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let refuse = |problem: &str, hint: &str| {
-            Err(Error::Order {
-                op: self.op,
-                problem: problem.into(),
-                hint: hint.into(),
-            })
-        };
+        let refuse = |problem: &str, hint: &str| Err(Error::order(self.op, problem, hint));
         if !self.has_run {
             return refuse("the last run has left no gradients", "call run first");
         }

@@ -1,5 +1,8 @@
 //! A traced function, as plans are made from it: its graph, and which of its values are parameters.
 
+use super::config::{PlanKind, StepConfig};
+use super::lower::{self, Job, Lowered};
+use super::program::Recompute;
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId, ValueRef, View};
 use crate::inplace::{for_elements, storage_address};
 use crate::ops::cpu::cpu_storage;
@@ -9,6 +12,7 @@ use crate::optim::MissingGradients;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
+use std::rc::Rc;
 
 /// A variable that a plan updates, or reads as it is in each run.
 #[derive(Clone, Debug)]
@@ -203,6 +207,43 @@ impl TracedFunction {
     }
 }
 
+/// A plan, and the function that it is of.
+pub(super) struct Planned {
+    pub function: Rc<TracedFunction>,
+    pub lowered: Lowered,
+}
+
+impl Planned {
+    pub fn peak_bytes(&self) -> u64 {
+        self.lowered.plan.peak_bytes()
+    }
+}
+
+impl TracedFunction {
+    /// Its plan.
+    ///
+    /// # Errors
+    /// An op that has no planned form; an output that a plan of this kind does not take; a parameter that the output
+    /// does not depend on.
+    pub fn plan(
+        self: &Rc<Self>,
+        kind: PlanKind,
+        config: &StepConfig,
+        recompute: Recompute,
+    ) -> Result<Planned> {
+        let job = Job {
+            function: self,
+            kind,
+            config,
+            recompute,
+        };
+        Ok(Planned {
+            lowered: lower::plan(&job)?,
+            function: self.clone(),
+        })
+    }
+}
+
 /// Turns token ids in i64 into u32, which kernels read. Ids are what ops read in i64 without taking it as an input, and
 /// copies of it in order.
 ///
@@ -245,16 +286,13 @@ pub(super) fn check_device(
     let location = tensor.device().location();
     match tensor.device().same_device(device) && !device.is_metal() {
         true => Ok(()),
-        false => Err(Error::Placement {
-            op,
-            expected: format!(
+        false => Err(Error::placement(op, format!("{location:?}")).must_be(
+            format!(
                 "{what} on {:?}, where the step is planned",
                 device.location()
             ),
-            got: format!("{location:?}"),
-            hint: "build the model, its inputs and constants on one device, the CPU or a CUDA GPU"
-                .into(),
-        }),
+            "build the model, its inputs and constants on one device, the CPU or a CUDA GPU",
+        )),
     }
 }
 

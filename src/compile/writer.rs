@@ -1,8 +1,8 @@
 //! A plan that is being written: calls in order, and the buffers that they read and write.
 
 use super::buffer::{BufferId, Buffers, Category};
+use super::costs::PartCost;
 use super::op::Op;
-use super::parts::PartCost;
 use super::plan::{BufferRange, Call, Phase};
 use crate::ops::lowering::Named;
 use crate::probe::Path;

@@ -68,15 +68,10 @@ pub(super) fn check_sizes(
         }
     }
     if tokens.len() <= sequence_length {
-        return Err(Error::Data {
-            what: tokens.to_string(),
-            expected: format!(
+        return Err(Error::data(tokens.to_string(), format!("{} tokens", tokens.len())).must_be(format!(
                 "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of \
                  its last token)"
-            ),
-            got: format!("{} tokens", tokens.len()),
-            hint: "give more data or a shorter sequence_length".into(),
-        });
+            ), "give more data or a shorter sequence_length"));
     }
     Ok(())
 }

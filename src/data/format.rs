@@ -215,11 +215,7 @@ fn shown(value: Option<i32>) -> String {
 }
 
 fn malformed(path: &Path, problem: String, hint: &str) -> Error {
-    Error::Format {
-        path: path.into(),
-        problem,
-        hint: hint.into(),
-    }
+    Error::format(path, problem, hint)
 }
 
 #[cfg(test)]

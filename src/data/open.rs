@@ -174,12 +174,9 @@ impl Tokens {
 
     fn in_memory(source: Source, vocab_size: usize) -> Result<Self> {
         if source.len() == 0 {
-            return Err(Error::Data {
-                what: source.name(),
-                expected: "at least 1 token".into(),
-                got: "none".into(),
-                hint: "give some data".into(),
-            });
+            return Err(
+                Error::data(source.name(), "none").must_be("at least 1 token", "give some data")
+            );
         }
         Ok(Self::whole(source, vocab_size))
     }

@@ -100,14 +100,13 @@ impl Source {
                 width,
             } => {
                 let offset = header_bytes + index * width.bytes();
-                Error::Format {
-                    path: file.path.clone(),
-                    problem: format!(
+                Error::format(
+                    file.path.clone(),
+                    format!(
                         "token {index}, at byte offset {offset}, is {id}, outside the vocabulary of {vocab_size}"
                     ),
-                    hint: "was the file written with another tokenizer, or in another format?"
-                        .into(),
-                }
+                    "was the file written with another tokenizer, or in another format?",
+                )
             }
             _ => Error::TokenId {
                 op,

@@ -252,7 +252,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
 }
 
 /// The error of a variable's value.
-pub(super) fn environment(name: &'static str, got: impl std::fmt::Display) -> crate::error::Field {
+pub(super) fn environment(name: &'static str, got: impl std::fmt::Display) -> crate::error::Got {
     Error::config("environment", name, got)
 }
 

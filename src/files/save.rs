@@ -64,13 +64,12 @@ fn save_with_checksum(
 ) -> Result<u32> {
     let refused = |e| Error::io("write", path, e);
     if let Some(entry) = entries.iter().find(|e| graph::is_hollow(&e.tensor)) {
-        return Err(Error::Weight {
-            path: path.into(),
-            name: entry.name.clone(),
-            expected: "a weight with elements".into(),
-            got: "a hollow one".into(),
-            hint: "nothing was saved; hollow weights are for graph::trace".into(),
-        });
+        return Err(
+            Error::weight(path, entry.name.clone(), "a hollow one").must_be(
+                "a weight with elements",
+                "nothing was saved; hollow weights are for graph::trace",
+            ),
+        );
     }
     remove_abandoned(path);
     // By size of element, so that every tensor is aligned; then by name.
@@ -127,14 +126,7 @@ fn save_with_checksum(
 fn host_bytes(entry: &Entry, path: &Path) -> Result<Vec<u8>> {
     let tensor = on_host(&entry.tensor)?;
     if let Some(got) = entry.numbers.misfit(&tensor)? {
-        return Err(Error::Weight {
-            path: path.into(),
-            name: entry.name.clone(),
-            expected: entry.numbers.expected().into(),
-            got,
-            hint: "nothing was saved; training has diverged: lower the learning rate, and resume from the last file"
-                .into(),
-        });
+        return Err(Error::weight(path, entry.name.clone(), got).must_be(entry.numbers.expected(), "nothing was saved; training has diverged: lower the learning rate, and resume from the last file"));
     }
     Ok(View::data(&tensor).into_owned())
 }

@@ -203,12 +203,9 @@ impl TensorFile {
             }),
             _ => view.load(device),
         };
-        let tensor = tensor.map_err(|e| Error::Weight {
-            path: self.path.clone().into(),
-            name: name.into(),
-            expected: "a tensor that candle can hold".into(),
-            got: e.to_string(),
-            hint: "convert it before".into(),
+        let tensor = tensor.map_err(|e| {
+            Error::weight(self.path.clone(), name, e)
+                .must_be("a tensor that candle can hold", "convert it before")
         })?;
         Ok(Some(tensor))
     }
@@ -224,11 +221,7 @@ impl TensorFile {
     }
 
     pub(super) fn damaged(&self, problem: String) -> Error {
-        Error::Format {
-            path: self.path.clone(),
-            problem,
-            hint: DAMAGED.into(),
-        }
+        Error::format(self.path.clone(), problem, DAMAGED)
     }
 }
 

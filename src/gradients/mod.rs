@@ -57,20 +57,16 @@ pub(crate) fn find_gradient<'a>(
         return Ok(None);
     };
     if gradient.shape() != var.shape() {
-        return Err(Error::Shape {
-            op,
-            expected: format!("a gradient of parameter {name}'s shape {:?}", var.dims()),
-            got: format!("{:?}", gradient.dims()),
-            hint: "a gradient put into the store by hand must have its parameter's shape".into(),
-        });
+        return Err(Error::shape(op, format!("{:?}", gradient.dims())).must_be(
+            format!("a gradient of parameter {name}'s shape {:?}", var.dims()),
+            "a gradient put into the store by hand must have its parameter's shape",
+        ));
     }
     if !is_supported(gradient.dtype()) {
-        return Err(Error::DType {
-            op,
-            expected: format!("a gradient of parameter {name} in f16, bf16, f32 or f64"),
-            got: gradient.dtype().as_str().to_string(),
-            hint: "convert it with to_dtype".into(),
-        });
+        return Err(Error::dtype(op, gradient.dtype().as_str()).must_be(
+            format!("a gradient of parameter {name} in f16, bf16, f32 or f64"),
+            "convert it with to_dtype",
+        ));
     }
     if var.device().location() != gradient.device().location() {
         return Err(Error::Placement {

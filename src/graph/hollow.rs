@@ -127,13 +127,8 @@ pub(crate) fn refuse_hollow(
 ) -> candle_core::Error {
     match inputs.iter().any(|x| Role::of(x).is_some()) {
         false => error,
-        true => Error::Order {
-            op,
-            problem: "a hollow tensor has no elements to compute with".into(),
-            hint: "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave \
-                   runs in compile::Step"
-                .into(),
-        }
+        true => Error::order(op, "a hollow tensor has no elements to compute with", "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave \
+                   runs in compile::Step")
         .into(),
     }
 }
@@ -161,13 +156,12 @@ pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
         DType::F32 => CpuStorage::F32(Vec::new()),
         DType::F64 => CpuStorage::F64(Vec::new()),
         other => {
-            return Err(Error::DType {
-                op: "graph",
-                expected: "u8, u32, i64, f16, bf16, f32 or f64".into(),
-                got: other.as_str().into(),
-                hint: "no op of this crate takes another".into(),
-            }
-            .into());
+            return Err(Error::dtype("graph", other.as_str())
+                .must_be(
+                    "u8, u32, i64, f16, bf16, f32 or f64",
+                    "no op of this crate takes another",
+                )
+                .into());
         }
     })
 }

@@ -178,12 +178,11 @@ impl Session {
                 Source::Weight(name)
             }
             Some(Role::Output) => {
-                return Err(Error::Order {
-                    op: "graph::trace",
-                    problem: "a hollow tensor that no op of this trace has made".into(),
-                    hint: "candle's copy makes those, and another trace: pass the tensor itself"
-                        .into(),
-                });
+                return Err(Error::order(
+                    "graph::trace",
+                    "a hollow tensor that no op of this trace has made",
+                    "candle's copy makes those, and another trace: pass the tensor itself",
+                ));
             }
             None if x.is_variable() => Source::Weight(String::new()),
             None | Some(Role::Constant) => Source::Constant,
@@ -230,10 +229,9 @@ impl Session {
 
 /// Refuses a name that two tensors have.
 pub(super) fn twice(name: &str) -> Error {
-    Error::Order {
-        op: "graph::trace",
-        problem: format!("{name:?} is the name of two tensors"),
-        hint: "name each once; a copy of a hollow tensor cannot be told from it, so take it itself"
-            .into(),
-    }
+    Error::order(
+        "graph::trace",
+        format!("{name:?} is the name of two tensors"),
+        "name each once; a copy of a hollow tensor cannot be told from it, so take it itself",
+    )
 }

@@ -123,12 +123,10 @@ impl GradientAccumulator {
 
     fn take(&mut self, factor: f64) -> Result<GradStore> {
         if self.total_weight == 0.0 {
-            return Err(Error::Data {
-                what: "the gradients of a batch".into(),
-                expected: "those of one part at least".into(),
-                got: "none".into(),
-                hint: "call add after each part's backward".into(),
-            });
+            return Err(Error::data("the gradients of a batch", "none").must_be(
+                "those of one part at least",
+                "call add after each part's backward",
+            ));
         }
         self.total_weight = 0.0;
         let mut store = empty_store()?;

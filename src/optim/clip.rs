@@ -120,13 +120,10 @@ fn check_norm(norm: f64, gradients: &GradStore, parameters: &[(String, Var)]) ->
         Some(name) => format!("the gradient of parameter {name}"),
         None => "all gradients together".to_string(),
     };
-    Err(Error::Data {
-        what: culprit,
-        expected: "finite numbers".into(),
-        got: format!("a norm of {norm}"),
-        hint: "lower the learning rate, skip this batch, or scale the loss if it is half precision"
-            .into(),
-    })
+    Err(Error::data(culprit, format!("a norm of {norm}")).must_be(
+        "finite numbers",
+        "lower the learning rate, skip this batch, or scale the loss if it is half precision",
+    ))
 }
 
 /// The operations' names in errors.

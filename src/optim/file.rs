@@ -78,10 +78,8 @@ impl AdamW {
             });
         }
         let file = TensorFile::open(path)?;
-        let foreign = |problem: String| Error::Format {
-            path: path.into(),
-            problem,
-            hint: "expected a file written by AdamW::save".into(),
+        let foreign = |problem: String| {
+            Error::format(path, problem, "expected a file written by AdamW::save")
         };
         let header = file.text(KEY);
         let header = header.ok_or_else(|| foreign(format!("no {KEY} in its metadata")))?;
@@ -140,12 +138,8 @@ impl AdamW {
         });
         let given: BTreeMap<String, String> = given.collect();
         let names: Vec<String> = given.keys().cloned().collect();
-        let refuse = |name: String, expected, got, hint: &str| Error::Weight {
-            path: file.path().into(),
-            name: format!("{prefix}{name}"),
-            expected,
-            got,
-            hint: hint.into(),
+        let refuse = |name: String, expected, got, hint: &str| {
+            Error::weight(file.path(), format!("{prefix}{name}"), got).must_be(expected, hint)
         };
         self.check_layout(given, &refuse)?;
         let mut state = HashMap::new();

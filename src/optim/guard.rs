@@ -40,24 +40,19 @@ pub fn check_finite(
     parameters: &[(String, Var)],
 ) -> Result<f64> {
     if loss.rank() != 0 {
-        return Err(Error::Shape {
-            op: CHECK,
-            expected: "a scalar loss".into(),
-            got: format!("{:?}", loss.dims()),
-            hint: "take its mean or its sum".into(),
-        });
+        return Err(Error::shape(CHECK, format!("{:?}", loss.dims()))
+            .must_be("a scalar loss", "take its mean or its sum"));
     }
     let value = to_f64(loss)?;
     finite_loss(value, || "the loss".into())?;
     let parameters = distinct(parameters.iter().cloned());
     match first_non_finite(CHECK, gradients, &parameters)? {
         None => Ok(value),
-        Some(name) => Err(Error::Data {
-            what: format!("the gradient of parameter {name}"),
-            expected: "finite numbers".into(),
-            got: "infinity or NaN".into(),
-            hint: DIVERGED.into(),
-        }),
+        Some(name) => Err(Error::data(
+            format!("the gradient of parameter {name}"),
+            "infinity or NaN",
+        )
+        .must_be("finite numbers", DIVERGED)),
     }
 }
 
@@ -69,12 +64,7 @@ pub(crate) fn finite_loss(loss: f64, what: impl FnOnce() -> String) -> Result<()
     if loss.is_finite() {
         return Ok(());
     }
-    Err(Error::Data {
-        what: what(),
-        expected: "a finite number".into(),
-        got: loss.to_string(),
-        hint: DIVERGED.into(),
-    })
+    Err(Error::data(what(), loss).must_be("a finite number", DIVERGED))
 }
 
 /// The name of the first parameter whose gradient is infinite or NaN.

@@ -31,30 +31,24 @@ impl Slot {
     /// The state before the first step.
     pub(super) fn new(name: &str, var: &Var, moments: Moments) -> Result<Self> {
         if graph::is_hollow(var) {
-            return Err(Error::Order {
-                op: "AdamW",
-                problem: format!("parameter {name} is hollow: it has no elements to train"),
-                hint:
-                    "build the model from nn::seeded or a file; hollow weights are for graph::trace"
-                        .into(),
-            });
+            return Err(Error::order(
+                "AdamW",
+                format!("parameter {name} is hollow: it has no elements to train"),
+                "build the model from nn::seeded or a file; hollow weights are for graph::trace",
+            ));
         }
         if !is_supported(var.dtype()) {
-            return Err(Error::DType {
-                op: "AdamW",
-                expected: format!("parameter {name} in f16, bf16, f32 or f64"),
-                got: var.dtype().as_str().to_string(),
-                hint: "leave variables that are not trained out".into(),
-            });
+            return Err(Error::dtype("AdamW", var.dtype().as_str()).must_be(
+                format!("parameter {name} in f16, bf16, f32 or f64"),
+                "leave variables that are not trained out",
+            ));
         }
         let moment = moments.dtype(var.dtype());
         if (var.dtype(), moment) == (DType::F64, DType::BF16) {
-            return Err(Error::DType {
-                op: "AdamW",
-                expected: format!("parameter {name} in f16, bf16 or f32, beside moments in bf16"),
-                got: "f64".into(),
-                hint: "leave AdamWConfig::moments as it is by default".into(),
-            });
+            return Err(Error::dtype("AdamW", "f64").must_be(
+                format!("parameter {name} in f16, bf16 or f32, beside moments in bf16"),
+                "leave AdamWConfig::moments as it is by default",
+            ));
         }
         let master = match var.dtype() {
             DType::F16 | DType::BF16 => {

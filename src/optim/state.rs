@@ -73,11 +73,8 @@ impl AdamW {
     ) -> Result<()> {
         let state: HashMap<String, Tensor> = state.into_iter().collect();
         let given = state.iter().map(|(name, t)| (name.clone(), describe(t)));
-        let refuse = |name: String, expected, got, hint: &str| Error::Data {
-            what: format!("optimizer state {name}"),
-            expected,
-            got,
-            hint: hint.into(),
+        let refuse = |name: String, expected, got, hint: &str| {
+            Error::data(format!("optimizer state {name}"), got).must_be(expected, hint)
         };
         self.check_layout(given.collect(), &refuse)?;
         check_numbers(&state, &refuse)?;

@@ -77,11 +77,7 @@ impl Checkpoint {
     }
 
     pub(super) fn parse(file: &TensorFile) -> Result<Self> {
-        let refuse = |problem: String, hint: &str| Error::Format {
-            path: file.path().into(),
-            problem,
-            hint: hint.into(),
-        };
+        let refuse = |problem: String, hint: &str| Error::format(file.path(), problem, hint);
         let text = file.text(KEY).ok_or_else(|| {
             refuse(
                 format!("no training run (its metadata has no {KEY})"),

@@ -165,13 +165,10 @@ fn vector<T: WithDType>(
 }
 
 fn refuse(file: &TensorFile, name: &str, expected: String, got: String) -> Error {
-    Error::Weight {
-        path: file.path().into(),
-        name: format!("{HISTORY_PREFIX}{name}"),
+    Error::weight(file.path(), format!("{HISTORY_PREFIX}{name}"), got).must_be(
         expected,
-        got,
-        hint: "the file is not as Trainer::save writes it; resume from another".into(),
-    }
+        "the file is not as Trainer::save writes it; resume from another",
+    )
 }
 
 /// `None` if there is no number among them.

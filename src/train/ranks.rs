@@ -164,11 +164,7 @@ impl Trainer {
     /// [`Error::Rank`].
     pub fn shard_optimizer(&mut self) -> Result<()> {
         let refuse = |problem: &str, hint: &str| {
-            Err(Error::Order {
-                op: "Trainer::shard_optimizer",
-                problem: problem.into(),
-                hint: hint.into(),
-            })
+            Err(Error::order("Trainer::shard_optimizer", problem, hint))
         };
         let Some(Job::Replicated(replicated)) = &self.job else {
             return refuse(

@@ -118,15 +118,10 @@ impl Trainer {
         };
         for (name, weight) in parameters {
             if let Some(got) = Numbers::Finite.misfit(&weight)? {
-                return Err(Error::Weight {
-                    path: path.into(),
-                    name,
-                    expected: Numbers::Finite.expected().into(),
-                    got,
-                    hint:
-                        "it was saved by a run that had diverged; resume from an earlier checkpoint"
-                            .into(),
-                });
+                return Err(Error::weight(path, name, got).must_be(
+                    Numbers::Finite.expected(),
+                    "it was saved by a run that had diverged; resume from an earlier checkpoint",
+                ));
             }
         }
         let mut trainer = match sharded {

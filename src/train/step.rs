@@ -30,12 +30,11 @@ pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) 
     if loss_scale > SMALLEST_SCALE {
         return Ok(());
     }
-    Err(Error::Data {
-        what: format!("the gradient of parameter {parameter} in step {step}"),
-        expected: "finite numbers at some loss scale".into(),
-        got: format!("infinity or NaN, down to a scale of {loss_scale:e}"),
-        hint: DIVERGED.into(),
-    })
+    Err(Error::data(
+        format!("the gradient of parameter {parameter} in step {step}"),
+        format!("infinity or NaN, down to a scale of {loss_scale:e}"),
+    )
+    .must_be("finite numbers at some loss scale", DIVERGED))
 }
 
 impl Trainer {

@@ -1,9 +1,9 @@
 //! One call: a kernel's, or a part of the update, which is loss scaling undone, clipping, and AdamW in the dtype of the
 //! parameters, f32 or f64, with running means in it or in bf16.
 
+use super::super::executor::not_finite;
 use super::super::op::Op;
 use super::super::plan::Plan;
-use super::super::run::not_finite;
 use super::Controls;
 use crate::Result;
 use crate::kernels::Update;

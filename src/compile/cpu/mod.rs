@@ -9,9 +9,9 @@ mod memory;
 pub(super) use memory::ExternalBuffers;
 
 use super::calls;
+pub(super) use super::executor::Controls;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::{BufferRange, Call, Plan};
-pub(super) use super::run::Controls;
 use crate::ops::cpu::for_stored;
 use crate::{Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, WithDType};

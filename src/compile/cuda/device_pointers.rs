@@ -1,8 +1,8 @@
 //! Where the buffers of a plan are on the GPU.
 
 use super::super::buffer::{Buffer, Location};
+use super::super::executor::Tensors;
 use super::super::plan::{BufferRange, Plan};
-use super::super::run::Tensors;
 use super::Executor;
 use crate::Result;
 use crate::kernels::cuda::View;

@@ -1,7 +1,7 @@
 //! What is new in every run besides its inputs, in one buffer that is copied to the GPU before: rates, the loss scale.
 
+use super::super::executor::Controls;
 use super::super::plan::Plan;
-use super::super::run::Controls;
 use super::device_pointers::start_of;
 use crate::Result;
 use crate::kernels::Update;

@@ -29,10 +29,10 @@ mod update;
 
 pub(in crate::compile) use undisturbed::Undisturbed;
 
+use super::executor::{Controls, Tensors, not_finite};
 use super::op::Op;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::Plan;
-use super::run::{Controls, Tensors, not_finite};
 use crate::kernels::cuda::matmul::Products;
 use crate::{Error, Result, hardware, probe};
 use candle_core::Device;

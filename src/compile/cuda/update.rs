@@ -1,8 +1,8 @@
 //! All of a plan's updates as the entries of one table.
 
+use super::super::executor::Controls;
 use super::super::op::Op;
 use super::super::plan::Plan;
-use super::super::run::Controls;
 use super::device_pointers::DevicePointers;
 use super::inputs;
 use crate::Result;

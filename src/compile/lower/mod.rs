@@ -27,7 +27,7 @@ mod values;
 mod weights;
 
 use super::config::{PlanKind, StepConfig};
-use super::parts::PartCost;
+use super::costs::PartCost;
 use super::plan::{BufferRange, Phase, Plan};
 use super::program::{Program, Recompute};
 use super::traced::TracedFunction;

@@ -3,8 +3,8 @@
 use super::super::arguments::changed_since;
 use super::super::batch::{Batch, D_OUTPUT, DROPOUT};
 use super::super::config::PlanKind;
+use super::super::executor::Tensors;
 use super::super::planned_step::{PlannedStep, ScaledStep};
-use super::super::run::Tensors;
 use super::{OP, Step, nothing_run};
 use crate::distributed::Communicator;
 use crate::ops::DropoutKey;

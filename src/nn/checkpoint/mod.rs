@@ -78,9 +78,5 @@ const NAME: &str = graph::CHECKPOINT;
 
 /// The error of a backward that cannot be.
 fn refuse(problem: impl Into<String>, hint: &str) -> Error {
-    Error::Order {
-        op: NAME,
-        problem: problem.into(),
-        hint: hint.into(),
-    }
+    Error::order(NAME, problem, hint)
 }

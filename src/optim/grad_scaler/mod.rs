@@ -162,12 +162,11 @@ impl GradScaler {
                     true => format!("parameter {name} was already stepped"),
                     false => format!("the gradient of parameter {name} is already unscaled"),
                 };
-                return Err(Error::Order {
-                    op: UNSCALE,
+                return Err(Error::order(
+                    UNSCALE,
                     problem,
-                    hint: "call it once in a step, before step, and update at the step's end"
-                        .into(),
-                });
+                    "call it once in a step, before step, and update at the step's end",
+                ));
             }
         }
         self.unscale_all(UNSCALE, gradients, &parameters)

@@ -174,13 +174,7 @@ impl GradScalerState {
     fn backed_off(self) -> Result<Self> {
         let scale = as_f32(self.scale * self.backoff_factor);
         if !is_scale(scale) {
-            return Err(Error::Data {
-                what: "GradScaler: gradients of many steps in a row".into(),
-                expected: "finite ones at some scale".into(),
-                got: format!("none, down to a scale of {:e}", self.scale),
-                hint: "the run has diverged, and no scale helps: go back to a checkpoint, and lower the learning rate"
-                    .into(),
-            });
+            return Err(Error::data("GradScaler: gradients of many steps in a row", format!("none, down to a scale of {:e}", self.scale)).must_be("finite ones at some scale", "the run has diverged, and no scale helps: go back to a checkpoint, and lower the learning rate"));
         }
         Ok(Self {
             scale,

@@ -5,11 +5,11 @@ mod costs;
 
 use super::super::batch::{Batch, Inputs};
 use super::super::buffer::Category;
+use super::super::loss;
 use super::super::op::Op;
 use super::super::plan::{Call, Plan};
-use super::super::planned::Planned;
 use super::super::step::Step;
-use super::super::{loss, model};
+use super::super::traced::Planned;
 use super::*;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
@@ -24,7 +24,7 @@ fn planned(
     config: &StepConfig,
     recompute: Recompute,
 ) -> Planned {
-    let hollow = model::hollow(model, length).unwrap();
+    let hollow = loss::hollow_model(model, length).unwrap();
     let job = loss::Job {
         op: "test",
         kind: PlanKind::TrainStep,
@@ -158,7 +158,7 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let hollow = crate::compile::model::hollow(&model, 1024).unwrap();
+    let hollow = loss::hollow_model(&model, 1024).unwrap();
     let tokens = graph::input("tokens", (2, 1024), DType::U32).unwrap();
     let (kind, batch) = (PlanKind::Forward, [("tokens", &tokens)]);
     let plan = Step::plan_for(Target::Cuda, kind, &in_bf16(), batch, |inputs| {
