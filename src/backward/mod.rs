@@ -1,16 +1,13 @@
 //! Backward through the graph of a tensor, which frees the graph as it goes.
-//!
-//! What lives here: the walk ([`backward`]), the gradients so far (`sums`), what candle does of it (`rest`), and how it
-//! goes on from gradients that are known (`attach`). What does not: the backward of an op, which is in its own file;
-//! the graph, which is candle's: ops of this crate are nodes of it, and are found by the tape that `ops` writes.
+//! The graph is candle's; ops of this crate are found in it by the tape that `ops` writes.
 
 mod attach;
-mod rest;
 mod sums;
 
 use crate::ops::record::node_of;
 use crate::{Error, Result};
 use candle_core::{Tensor, backprop::GradStore};
+use std::sync::Arc;
 use sums::Sums;
 
 pub(crate) use attach::{Attach, Slot, token};
@@ -120,6 +117,24 @@ fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
     }
     match graph.is_empty() {
         true => sums.into_store(),
-        false => rest::by_candle(&graph, sums),
+        false => by_candle(&graph, sums),
+    }
+}
+
+/// Backward through the rest of `graph` by candle, which goes on from the gradients so far.
+fn by_candle(graph: &[Tensor], mut sums: Sums) -> Result<GradStore> {
+    let variables = sums.variables().to_vec();
+    let mut last: Option<Tensor> = None;
+    for x in graph.iter().chain(&variables) {
+        if let Some(sum) = sums.take(x) {
+            let before = last.map_or_else(|| token(x), Ok)?;
+            let slot = Arc::<Slot>::default();
+            slot.put(Some(sum.gradient));
+            last = Some(before.apply_op2(x, Attach(slot))?);
+        }
+    }
+    match last {
+        Some(last) => Ok(last.backward()?),
+        None => sums.into_store(),
     }
 }

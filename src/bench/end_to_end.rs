@@ -2,7 +2,7 @@
 
 use super::first_step::FirstStep;
 use super::update::{LossScaling, Update};
-use super::{Execution, Lap, LapTimings, OptimizerChoice, Step, Stopwatch, Timing};
+use super::{Lap, LapTimings, OptimizerChoice, Step, Stopwatch, Timing};
 use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
@@ -49,6 +49,33 @@ pub struct EndToEnd {
     pub peak_flops: Option<f64>,
     /// Bytes that may be used; a step that wants more is a row `OOM`. `None` asks nothing.
     pub available_bytes: Option<u64>,
+}
+
+/// How a model is run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Execution {
+    /// Op by op, with candle's graph.
+    #[default]
+    Eager,
+    /// As planned beforehand, by [`compile`](crate::compile).
+    Planned,
+}
+
+impl Execution {
+    /// As reports name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Planned => "planned",
+        }
+    }
+
+    /// Whether `mode` so executed is a planned training step: only that may have its
+    /// [optimizer in backward](EndToEnd::optimizer_in_backward) and a
+    /// [memory budget](EndToEnd::memory_budget_bytes).
+    pub fn is_planned_step(self, mode: Mode) -> bool {
+        self == Self::Planned && mode == Mode::TrainStep
+    }
 }
 
 /// What is alive after an eager step.

@@ -4,10 +4,12 @@ use super::planned_run::add_phases;
 use super::{Lap, LapTimings, Step, Stopwatch, Timing};
 use crate::compile::{self, Batch, Plan};
 use crate::memory::{MemoryBreakdown, Meter};
-use crate::report::Fields;
+use crate::report::{Fields, Report, format_mib};
 use crate::{Error, Result, backward, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
+use serde::Serialize;
+use std::fmt;
 
 /// How a forward and backward is measured: how often, for how long, within what.
 #[derive(Clone, Debug, PartialEq)]
@@ -205,7 +207,7 @@ impl Passes<'_> {
         if let Some(available_bytes) = self.sampling.available_bytes
             && breakdown.peak_bytes() > available_bytes
         {
-            let available = crate::report::format_mib(available_bytes);
+            let available = format_mib(available_bytes);
             return Some(("OOM", format!("{breakdown}; {available} available")));
         }
         let budget_ms = self.sampling.time_budget_ms?;
@@ -317,6 +319,62 @@ pub(super) fn at_least_one(config: &'static str, sizes: &[(&'static str, usize)]
         Some((field, _)) => {
             Err(Error::config(config, field, "0")
                 .must_be("at least 1", "there is nothing to measure"))
+        }
+    }
+}
+
+/// The first configuration that memory does not hold, by the breakdown: nothing is run for it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Limit {
+    /// The implementation, as the rows name it.
+    pub implementation: &'static str,
+    /// T.
+    pub context_length: usize,
+    /// Dh or D.
+    pub width: usize,
+    /// What it would take.
+    pub breakdown: MemoryBreakdown,
+    /// What is there.
+    pub available_bytes: u64,
+    /// What CS336's handout counts for it: scores and probabilities B H T^2 each, and out; attention alone.
+    pub composed_bytes: Option<u64>,
+}
+
+impl Limit {
+    /// The terms of what it would take.
+    pub fn table(&self) -> Report {
+        Report {
+            title: format!(
+                "{}, T {}, width {}: what it would take, with {} there",
+                self.implementation,
+                self.context_length,
+                self.width,
+                format_mib(self.available_bytes)
+            ),
+            ..self.breakdown.report()
+        }
+    }
+}
+
+/// The size, and what it is held against.
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: as sizes double, {} do not hold T {}, width {}, which wants {}",
+            self.implementation,
+            format_mib(self.available_bytes),
+            self.context_length,
+            self.width,
+            format_mib(self.breakdown.peak_bytes())
+        )?;
+        match self.composed_bytes {
+            Some(bytes) => write!(
+                f,
+                "; scores, probabilities and output of single ops alone want {}.",
+                format_mib(bytes)
+            ),
+            None => write!(f, "."),
         }
     }
 }

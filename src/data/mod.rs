@@ -27,22 +27,15 @@
 //! ```
 
 mod batch;
-mod batches;
 mod file;
 mod format;
 mod open;
-mod random;
-mod sequential;
 mod source;
-mod source_tree;
 mod tokens;
 mod width;
-mod write;
+mod windows;
 
-pub use batch::Batch;
-pub use batches::Batches;
-pub use format::TokenFormat;
-pub use random::RandomBatches;
-pub use sequential::SequentialBatches;
+pub use batch::{Batch, Batches};
+pub use format::{TokenFormat, write_tokens};
 pub use tokens::Tokens;
-pub use write::write_tokens;
+pub use windows::{RandomBatches, SequentialBatches};

@@ -1,15 +1,14 @@
 //! The ways to get [`Tokens`].
 
-use std::ffi::OsStr;
-use std::path::Path;
-
 use super::file::{DataFile, Width};
 use super::format::TokenFormat;
 use super::source::Source;
-use super::source_tree;
 use super::tokens::{Tokens, position_outside};
 use crate::hf::Tokenizer;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
+use std::ffi::OsStr;
+use std::fs::{self, DirEntry};
+use std::path::Path;
 
 const BYTES_VOCAB_SIZE: usize = 256;
 
@@ -86,7 +85,7 @@ impl Tokens {
             .iter()
             .map(|extension| OsStr::new(extension.strip_prefix('.').unwrap_or(extension)))
             .collect();
-        let tree = source_tree::read(folder, &names)?;
+        let tree = read_tree(folder, &names)?;
         if tree.bytes.is_empty() {
             return Err(Error::Data {
                 what: folder.display().to_string(),
@@ -188,4 +187,49 @@ fn check_vocab_size(config: &'static str, vocab_size: usize) -> Result<()> {
             .must_be("at least 1", "give the tokenizer's vocabulary size"));
     }
     Ok(())
+}
+
+/// What reading a tree found.
+#[derive(Default)]
+struct SourceTree {
+    /// The content of every chosen file, in order.
+    bytes: Vec<u8>,
+    /// Files with a chosen extension that are not UTF-8, and so not in `bytes`.
+    not_text: usize,
+}
+
+/// Reads `folder` and what is below it; [`Tokens::source_tree`] says which files.
+fn read_tree(folder: &Path, extensions: &[&OsStr]) -> Result<SourceTree> {
+    let mut tree = SourceTree::default();
+    add_folder(folder, extensions, &mut tree)?;
+    Ok(tree)
+}
+
+fn add_folder(folder: &Path, extensions: &[&OsStr], tree: &mut SourceTree) -> Result<()> {
+    let mut entries: Vec<DirEntry> = fs::read_dir(folder)
+        .and_then(Iterator::collect)
+        .map_err(|e| Error::io("read", folder, e))?;
+    // The system lists a folder in any order it likes.
+    entries.sort_by_key(DirEntry::file_name);
+
+    for entry in entries {
+        let path = entry.path();
+        // Of the entry itself: a link is neither file nor folder here, so no cycle can be entered.
+        let kind = entry.file_type().map_err(|e| Error::io("read", &path, e))?;
+        if kind.is_dir() && !is_skipped(&entry.file_name()) {
+            add_folder(&path, extensions, tree)?;
+        } else if kind.is_file() && path.extension().is_some_and(|e| extensions.contains(&e)) {
+            let content = files::read(&path)?;
+            if std::str::from_utf8(&content).is_ok() {
+                tree.bytes.extend_from_slice(&content);
+            } else {
+                tree.not_text += 1;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_skipped(folder_name: &OsStr) -> bool {
+    folder_name == "target" || folder_name.as_encoded_bytes().starts_with(b".")
 }

@@ -1,9 +1,8 @@
 //! What a trace has seen, as data.
 
-use super::Target;
 use crate::kernels::Mask;
 use crate::probe::Path;
-use candle_core::DType;
+use candle_core::{DType, Device};
 use std::fmt;
 
 /// A function's forward: what it reads, computes and drops, in the order of execution.
@@ -347,5 +346,37 @@ impl Graph {
             write!(f, " [composed]")?;
         }
         writeln!(f)
+    }
+}
+
+/// Whose kernels run what is traced or predicted: it decides which ops have one. No such device need be there. Ops that
+/// have none on a GPU are composed of candle's there, and keep and take more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
+#[non_exhaustive]
+pub enum Target {
+    /// The CPU's.
+    #[default]
+    Cpu,
+    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs,
+    /// ops are composed of candle's: breakdowns of memory are too low there.
+    Cuda,
+}
+
+impl Target {
+    /// Those that run on `device`. Metal's are taken for the CPU's.
+    pub fn of(device: &Device) -> Self {
+        match device {
+            Device::Cuda(_) => Self::Cuda,
+            _ => Self::Cpu,
+        }
+    }
+}
+
+/// [`Target::of`].
+impl From<&Device> for Target {
+    fn from(device: &Device) -> Self {
+        Self::of(device)
     }
 }

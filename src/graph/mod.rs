@@ -36,19 +36,17 @@ mod difference;
 mod dot;
 mod hollow;
 mod record;
-mod segment;
 mod session;
-mod target;
 mod trace;
 
-pub use data::{Attribute, Graph, Kept, Node, Source, TraceEvent, Value, ValueId, ValueRef, View};
+pub use data::{
+    Attribute, Graph, Kept, Node, Source, Target, TraceEvent, Value, ValueId, ValueRef, View,
+};
 pub use hollow::{input, is_hollow, weights};
-pub use target::Target;
 pub use trace::{Outputs, name, trace};
 
 pub(crate) use data::{CHECKPOINT, LEAF};
 pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, hollow_weight, refuse_hollow};
-pub(crate) use record::{Call, kept_value, record};
-pub(crate) use segment::checkpoint;
+pub(crate) use record::{Call, checkpoint, kept_value, record};
 pub(crate) use session::{autocast_ended, is_tracing, target, trace_number};
 pub(crate) use trace::{Traced, trace_with_tensors};

@@ -1,8 +1,7 @@
 //! The trace that is open on a thread: its graph so far, and values by their storage.
 
-use super::data::{Graph, Source, TraceEvent, Value, ValueId, ValueRef, View};
+use super::data::{Graph, Source, Target, TraceEvent, Value, ValueId, ValueRef, View};
 use super::hollow::Role;
-use super::target::Target;
 use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
 use std::cell::RefCell;

@@ -1,8 +1,7 @@
 //! Tracing a function.
 
-use super::data::{Graph, Source, TraceEvent};
+use super::data::{Graph, Source, Target, TraceEvent};
 use super::session::{self, twice, with_session};
-use super::target::Target;
 use crate::probe::{self, Listener};
 use crate::{Error, Result};
 use candle_core::Tensor;

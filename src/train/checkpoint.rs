@@ -171,7 +171,7 @@ impl Trainer {
         if let Some(Job::FullyShard(sharded)) = &self.job {
             return self.save_parts(path, sharded);
         }
-        self.gather_weights()?;
+        self.optimizer.gather_weights()?;
         let state = self.optimizer.state_entries(STATE_PREFIX)?;
         if self.communicator().is_some_and(|ranks| ranks.rank() > 0) {
             return Ok(()); // rank 0 writes what all have

@@ -1,7 +1,7 @@
 //! What a run is told.
 
 use crate::compile::{check_clip_value, check_precision};
-use crate::optim::{AdamWConfig, GradScalerConfig, Schedule};
+use crate::optim::{AdamWConfig, GradScaler, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -202,8 +202,7 @@ impl TrainConfig {
                 "clipping needs all gradients before the first update; leave one out",
             );
         }
-        let is_scaled = self.precision.dtype() == DType::F16 && self.loss_scaling.enabled;
-        if self.optimizer_in_backward && is_scaled {
+        if self.optimizer_in_backward && self.is_scaled() {
             return refuse(
                 "loss_scaling",
                 "not enabled where the optimizer runs in backward",
@@ -229,6 +228,16 @@ impl TrainConfig {
             ..self.optimizer
         }
         .validate()
+    }
+
+    fn is_scaled(&self) -> bool {
+        self.precision.dtype() == DType::F16 && self.loss_scaling.enabled
+    }
+
+    /// The scaler of a run in f16; none where nothing is scaled.
+    pub(super) fn scaler(&self) -> Result<Option<GradScaler>> {
+        let scaler = self.is_scaled().then(|| GradScaler::new(self.loss_scaling));
+        scaler.transpose()
     }
 
     /// `accumulation * batch_size * sequence_length`: the targets of a step, those that do not count included.

@@ -33,7 +33,6 @@
 //! ```
 
 mod checkpoint;
-mod checks;
 mod config;
 #[cfg(feature = "report")]
 mod curve;

@@ -69,7 +69,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::Rank`]; a model that is too large for the host.
     pub fn whole_model(&self) -> Result<Option<TransformerLM>> {
-        self.gather_weights()?;
+        self.optimizer.gather_weights()?;
         let is_first = self.communicator().is_none_or(|ranks| ranks.rank() == 0);
         let Some(Job::FullyShard(sharded)) = &self.job else {
             return Ok(is_first.then(|| self.model.clone()));
@@ -181,26 +181,22 @@ impl Trainer {
         self.optimizer.shard(replicated.communicator())
     }
 
-    /// Fetches the weights that other ranks have updated, where each updates a part.
-    pub(super) fn gather_weights(&self) -> Result<()> {
-        self.optimizer.gather_weights()
-    }
-
     /// The ranks that train together, if they [do](Self::replicate).
     pub fn communicator(&self) -> Option<&Communicator> {
         self.job.as_ref().map(Job::communicator)
     }
 
-    /// Which of a step's batches are this rank's.
-    pub(super) fn batches(&self) -> Range<usize> {
-        let rank = self.communicator().map_or(0, Communicator::rank);
-        let count = self.config.accumulation / self.num_ranks();
-        rank * count..(rank + 1) * count
+    /// This rank, and how many train together.
+    pub(super) fn rank_of(&self) -> [usize; 2] {
+        let ranks = self.communicator();
+        ranks.map_or([0, 1], |ranks| [ranks.rank(), ranks.world_size()])
     }
 
-    /// How many ranks train together.
-    pub(super) fn num_ranks(&self) -> usize {
-        self.communicator().map_or(1, Communicator::world_size)
+    /// Which of a step's batches are this rank's.
+    pub(super) fn batches(&self) -> Range<usize> {
+        let [rank, world_size] = self.rank_of();
+        let count = self.config.accumulation / world_size;
+        rank * count..(rank + 1) * count
     }
 
     /// Numbers that each rank has of its own, averaged.

@@ -1,7 +1,7 @@
-//! A step of a run: its plan, and what a run of it comes to.
+//! A step of a run: its plan, and a run of it.
 
-use super::Trainer;
 use super::ranks::Job;
+use super::{StepReport, Trainer};
 use crate::compile::{Batch, Plan, Step, StepConfig};
 use crate::optim::guard::{DIVERGED, finite_loss};
 use crate::optim::{AdamW, GradScaler};
@@ -11,31 +11,6 @@ use candle_core::{DType, Tensor};
 /// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows
 /// even here has diverged. (Not 1: a sum over many tokens may want less.)
 const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
-
-/// The outcome of a step.
-pub(super) struct Done {
-    /// The mean over the targets that count.
-    pub(super) loss: f64,
-    /// The number of targets that count, of all ranks.
-    pub(super) tokens: usize,
-    /// NaN where none was taken.
-    pub(super) grad_norm: f64,
-    pub(super) skipped: bool,
-    /// The factor that the loss was multiplied by.
-    pub(super) loss_scale: Option<f64>,
-}
-
-/// An error where a gradient has overflowed at a scale that will not become smaller.
-pub(super) fn refuse_if_hopeless(loss_scale: f64, parameter: &str, step: usize) -> Result<()> {
-    if loss_scale > SMALLEST_SCALE {
-        return Ok(());
-    }
-    Err(Error::data(
-        format!("the gradient of parameter {parameter} in step {step}"),
-        format!("infinity or NaN, down to a scale of {loss_scale:e}"),
-    )
-    .must_be("finite numbers at some loss scale", DIVERGED))
-}
 
 impl Trainer {
     /// The plan of the run's step ([`Step`]), from forward to update, in memory that is allocated once. It is made
@@ -98,7 +73,7 @@ impl Trainer {
 
     /// Executes the step. After an error weights, optimizer and scale are what they were, but with the optimizer in
     /// backward.
-    pub(super) fn update(&mut self, learning_rate: f64) -> Result<Done> {
+    pub(super) fn update(&mut self) -> Result<StepReport> {
         let batches = self.batches().map(|i| self.training_batch(i));
         let batches = batches.collect::<Result<Vec<_>>>()?;
         // (accumulation * B, T)
@@ -106,20 +81,24 @@ impl Trainer {
         let targets: Vec<&Tensor> = batches.iter().map(|batch| &batch.targets).collect();
         let (inputs, targets) = (Tensor::cat(&inputs, 0)?, Tensor::cat(&targets, 0)?);
         let (all_tokens, number) = (self.config.tokens_per_step(), self.step + 1);
+        let learning_rate = self.config.schedule.learning_rate(self.step);
         let mut scaler = self.scaler.clone();
         let loss_scale = scaler.as_ref().map(GradScaler::loss_scale);
         let batch = self.batch_of(&inputs, &targets)?;
         let (step, optimizer) = self.planned()?;
         let given = step.given(batch, optimizer.steps())?;
         let tokens = given.counted.unwrap_or(all_tokens);
+        let report = StepReport {
+            step: number,
+            loss: f64::NAN,
+            learning_rate,
+            grad_norm: f64::NAN,
+            loss_scale,
+            skipped: true,
+            tokens,
+        };
         if tokens == 0 {
-            return Ok(Done {
-                loss: f64::NAN,
-                tokens,
-                grad_norm: f64::NAN,
-                skipped: true,
-                loss_scale,
-            });
+            return Ok(report);
         }
         optimizer.set_learning_rate(learning_rate);
         let (loss, skipped) = match &mut scaler {
@@ -133,20 +112,26 @@ impl Trainer {
             Some(scaler) => {
                 let scale = scaler.loss_scale();
                 let done = step.run_scaled_given(optimizer, scaler, &given)?;
-                if let Some(parameter) = &done.non_finite {
-                    refuse_if_hopeless(scale, parameter, number)?;
+                if let Some(parameter) = &done.non_finite
+                    && scale <= SMALLEST_SCALE
+                {
+                    return Err(Error::Data {
+                        what: format!("the gradient of parameter {parameter} in step {number}"),
+                        expected: "finite numbers at some loss scale".into(),
+                        got: format!("infinity or NaN, down to a scale of {scale:e}"),
+                        hint: DIVERGED.into(),
+                    });
                 }
                 (f64::from(done.loss), !done.stepped())
             }
         };
         let grad_norm = step.gradient_norm().unwrap_or(f64::NAN);
         self.scaler = scaler;
-        Ok(Done {
+        Ok(StepReport {
             loss,
-            tokens,
             grad_norm,
             skipped,
-            loss_scale,
+            ..report
         })
     }
 

@@ -1,7 +1,6 @@
 //! The loop: one step, one evaluation.
 
-use super::checks::{check_dtype, check_fits, scaler};
-use super::data::check_shape;
+use super::data::{check_dtype, check_fits, check_shape};
 use super::ranks::Job;
 use super::{Data, DataFingerprint, History, TrainConfig};
 use crate::compile::Step;
@@ -131,7 +130,7 @@ impl Trainer {
         let groups = decay_matrices_only(parameters.clone(), config.optimizer);
         Ok(Self {
             optimizer: AdamW::with_groups(groups)?,
-            scaler: scaler(&config)?,
+            scaler: config.scaler()?,
             training_data,
             validation_data,
             job: None,
@@ -163,22 +162,13 @@ impl Trainer {
         let _watch = ranks
             .as_ref()
             .map(|ranks| ranks.watch("a step of training"));
-        let learning_rate = self.config.schedule.learning_rate(self.step);
-        let done = self.update(learning_rate)?;
+        let report = self.update()?;
         self.step += 1;
-        self.history.stepped(done.loss, done.skipped);
+        self.history.stepped(report.loss, report.skipped);
         if self.is_done() {
-            self.gather_weights()?;
+            self.optimizer.gather_weights()?;
         }
-        Ok(Some(StepReport {
-            step: self.step,
-            loss: done.loss,
-            learning_rate,
-            grad_norm: done.grad_norm,
-            loss_scale: done.loss_scale,
-            skipped: done.skipped,
-            tokens: done.tokens,
-        }))
+        Ok(Some(report))
     }
 
     /// Mean loss over the whole of the validation data, nats a token. It is put down in the [`History`].
@@ -190,7 +180,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
     pub fn evaluate(&mut self) -> Result<f64> {
-        self.gather_weights()?;
+        self.optimizer.gather_weights()?;
         let was_planned = self.planned.is_some();
         let evaluated = self.evaluate_planned();
         if !was_planned {
@@ -201,10 +191,7 @@ impl Trainer {
 
     fn evaluate_planned(&mut self) -> Result<f64> {
         let (mut sum, mut predicted, mut all) = (0.0, 0, 0);
-        let (rank, world_size) = match self.communicator() {
-            Some(ranks) => (ranks.rank(), ranks.world_size()),
-            None => (0, 1),
-        };
+        let [rank, world_size] = self.rank_of();
         let count = self.validation.len();
         // Where ranks gather weights together, all run as many batches: those that are too many do not count.
         let gathers = matches!(self.job, Some(Job::FullyShard(_)));

@@ -1,22 +1,16 @@
 //! Functions that are recomputed in backward, instead of keeping their graph.
 //!
-//! What lives here: [`checkpoint`]. What does not: which parts of a model are treated so
-//! ([`Checkpointing`](super::Checkpointing)), and runs saved to files
-//! ([`train::Checkpoint`](crate::train::Checkpoint)).
-//!
 //! A whole function becomes one op, which keeps the means to make its graph again. What the function depends on is
 //! found in that graph: its inputs, and the variables that it reads.
 
-mod conditions;
 mod run;
 mod segment;
 
 use crate::grad::is_grad_enabled;
 use crate::{Error, Result, graph};
 use candle_core::Tensor;
-use conditions::Conditions;
 use run::{Input, Run};
-use segment::{Recompute, Segment};
+use segment::{Conditions, Recompute, Segment};
 
 /// `f(inputs)`, of which nothing is kept for backward but the inputs: backward runs `f` again, and then back through it
 /// (activation checkpointing, as PyTorch's `torch.utils.checkpoint`).

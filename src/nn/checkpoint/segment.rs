@@ -1,12 +1,14 @@
 //! A function as one op.
 
-use super::conditions::Conditions;
 use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
 use crate::Result;
 use crate::backward::{Attach, Slot, token};
+use crate::grad::with_grad;
 use crate::hardware::device_name;
 use crate::ops::record::{Entry, Node};
+use crate::ops::{KernelPolicy, current_kernel_policy, with_kernel_policy};
+use crate::precision::{self, Autocast, without_autocast};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Storage, Tensor, bail,
@@ -188,4 +190,30 @@ where
     let mut copy = storage.device().zeros_impl(&shape, storage.dtype())?;
     storage.copy_strided_src(&mut copy, 0, layout)?;
     Ok((copy, shape))
+}
+
+/// What held in forward, to hold again in backward.
+pub(super) struct Conditions {
+    /// `None` casts nothing.
+    autocast: Option<Autocast>,
+    kernels: KernelPolicy,
+}
+
+impl Conditions {
+    /// What holds here, where a graph is built.
+    pub fn here() -> Self {
+        Self {
+            autocast: precision::current(),
+            kernels: current_kernel_policy(),
+        }
+    }
+
+    /// Runs `f` as if it were there, with a graph.
+    pub fn restored<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        let f = || with_grad(true, f);
+        with_kernel_policy(self.kernels, || match &self.autocast {
+            Some(policy) => precision::autocast(policy.clone(), f),
+            None => without_autocast(f),
+        })
+    }
 }

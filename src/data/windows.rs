@@ -1,0 +1,177 @@
+//! Batches of windows: [`RandomBatches`] to train on, [`SequentialBatches`] to evaluate on.
+
+use super::batch::{Batch, check_sizes};
+use super::tokens::Tokens;
+use crate::{Error, Result};
+use candle_core::Device;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// Batches of windows that start anywhere in the data, each valid start as likely as any other.
+///
+/// The batch of a step depends on `(seed, step)` alone, so steps may be asked for in any order, and a resumed run
+/// needs to know only at which step it is. The starts are specified, and will stay the same across versions: row `b`
+/// of step `s` starts at `floor(x * num_starts / 2^64)`, where `x` is the `b`-th 64-bit word of the ChaCha8 stream with
+/// the seed (little-endian, padded with zeros) as key and `s` as nonce.
+#[derive(Debug, Clone)]
+pub struct RandomBatches {
+    tokens: Tokens,
+    batch_size: usize,
+    sequence_length: usize,
+    seed: u64,
+}
+
+impl RandomBatches {
+    /// Batches of `batch_size` windows of `sequence_length` tokens (and the target of the last one).
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a size is 0 or a batch would not fit the address space; [`Error::Data`] if `tokens` has
+    /// fewer than `sequence_length + 1`.
+    pub fn new(
+        tokens: &Tokens,
+        batch_size: usize,
+        sequence_length: usize,
+        seed: u64,
+    ) -> Result<Self> {
+        check_sizes("RandomBatches", tokens, batch_size, sequence_length)?;
+        let batch_bytes = batch_size
+            .checked_mul(sequence_length)
+            .and_then(|ids| ids.checked_mul(size_of::<u32>()));
+        if batch_bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return Err(Error::config(
+                "RandomBatches",
+                "batch_size",
+                format!("{batch_size} rows of {sequence_length} tokens"),
+            )
+            .must_be(
+                "a number of rows that can be addressed",
+                "use a smaller batch",
+            ));
+        }
+        Ok(Self {
+            tokens: tokens.clone(),
+            batch_size,
+            sequence_length,
+            seed,
+        })
+    }
+
+    /// Windows in a batch.
+    pub(super) fn batch_size(&self) -> usize {
+        self.batch_size
+    }
+
+    /// The batch of `step`: inputs and targets (batch_size, sequence_length) on `device`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the machine has not the memory for it; [`Error::Format`] if a window holds an id
+    /// outside the vocabulary (files need not have been checked before); candle's, if the device refuses.
+    pub fn batch(&self, step: u64, device: &Device) -> Result<Batch> {
+        Batch::cut(
+            &self.tokens,
+            self.starts(step),
+            self.sequence_length,
+            device,
+        )
+    }
+
+    /// Where the rows of `step` start in the tokens, in order: `batch_size` numbers under
+    /// [`num_starts`](Self::num_starts).
+    pub fn starts(&self, step: u64) -> impl ExactSizeIterator<Item = usize> + use<> {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&self.seed.to_le_bytes());
+        let mut words = ChaCha8Rng::from_seed(key);
+        words.set_stream(step);
+        let num_starts = self.num_starts() as u128;
+        // The most and the least likely start differ in probability by at most 2^-64.
+        (0..self.batch_size)
+            .map(move |_| ((u128::from(words.next_u64()) * num_starts) >> 64) as usize)
+    }
+
+    /// How many windows the data has: `tokens - sequence_length`, overlapping ones included.
+    pub fn num_starts(&self) -> usize {
+        self.tokens.len() - self.sequence_length
+    }
+}
+
+/// Batches that predict every token of the data but the first, each exactly once and in order.
+///
+/// The windows do not overlap: each starts on the last target of the one before, and sees nothing from before its
+/// start. A batch's rows are all of one length: full batches come first, then one with the rows that are left, then
+/// what is shorter than a window as a batch of one row. So batches differ in size, and the mean over the data is
+/// `sum(loss * num_targets) / sum(num_targets)` with [`Batch::num_targets`].
+#[derive(Debug, Clone)]
+pub struct SequentialBatches {
+    tokens: Tokens,
+    batch_size: usize,
+    sequence_length: usize,
+}
+
+impl SequentialBatches {
+    /// Batches of at most `batch_size` windows of at most `sequence_length` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a size is 0; [`Error::Data`] if `tokens` has fewer than `sequence_length + 1`.
+    pub fn new(tokens: &Tokens, batch_size: usize, sequence_length: usize) -> Result<Self> {
+        check_sizes("SequentialBatches", tokens, batch_size, sequence_length)?;
+        Ok(Self {
+            tokens: tokens.clone(),
+            batch_size,
+            sequence_length,
+        })
+    }
+
+    /// How many batches there are: at least 1.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.num_window_batches() + usize::from(self.tail() > 0)
+    }
+
+    /// Targets over all batches: the number of tokens less one.
+    pub fn num_targets(&self) -> usize {
+        self.tokens.len() - 1
+    }
+
+    /// The batch at `index`, on `device`: (rows, sequence_length), or (1, rest) for what is left at the end.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if `index` is [`len`](Self::len) or more; [`Error::Format`] if a window holds an id outside the
+    /// vocabulary (files need not have been checked before); candle's, if the device refuses.
+    pub fn batch(&self, index: usize, device: &Device) -> Result<Batch> {
+        if index >= self.len() {
+            return Err(Error::Data {
+                what: format!("batches of {}", self.tokens),
+                expected: format!("an index under {}", self.len()),
+                got: index.to_string(),
+                hint: "SequentialBatches::len says how many there are".into(),
+            });
+        }
+        if index == self.num_window_batches() {
+            let start = self.num_targets() - self.tail();
+            return Batch::cut(&self.tokens, std::iter::once(start), self.tail(), device);
+        }
+        let first = index * self.batch_size;
+        let rows = self.batch_size.min(self.num_windows() - first);
+        let starts = (first..first + rows).map(|window| window * self.sequence_length);
+        Batch::cut(&self.tokens, starts, self.sequence_length, device)
+    }
+
+    /// All batches, in order.
+    pub fn iter(&self, device: &Device) -> impl ExactSizeIterator<Item = Result<Batch>> {
+        (0..self.len()).map(|index| self.batch(index, device))
+    }
+
+    /// Windows of full length.
+    fn num_windows(&self) -> usize {
+        self.num_targets() / self.sequence_length
+    }
+
+    fn num_window_batches(&self) -> usize {
+        self.num_windows().div_ceil(self.batch_size)
+    }
+
+    /// Targets after the last full window.
+    fn tail(&self) -> usize {
+        self.num_targets() % self.sequence_length
+    }
+}
