@@ -298,67 +298,32 @@ impl Got {
     }
 }
 
-/// Halves of errors of the variants that have an operation, what was expected, what was given and a hint.
+/// The halves, of variants that have what is named, an expectation, what was given and a hint.
 macro_rules! halves {
-    ($($(#[$doc:meta])* $name:ident: $variant:ident),+) => {$(
+    ($($(#[$doc:meta])* $name:ident: $variant:ident { $($field:ident: $T:ty),+ })+) => {$(
         $(#[$doc])*
-        pub(crate) fn $name(op: &'static str, got: impl Display) -> Got {
+        pub(crate) fn $name($($field: $T,)+ got: impl Display) -> Got {
+            $(let $field = $field.into();)+
             let (expected, got, hint) = (String::new(), got.to_string(), String::new());
-            Got(Self::$variant { op, expected, got, hint })
+            Got(Self::$variant { $($field,)+ expected, got, hint })
         }
     )+};
 }
 
 impl Error {
-    halves!(
+    halves! {
         /// An [`Error::Shape`]: `Error::shape("linear", "[3]").must_be("two dimensions or more", "add a batch's")`.
-        shape: Shape,
+        shape: Shape { op: &'static str }
         /// An [`Error::DType`], likewise.
-        dtype: DType,
+        dtype: DType { op: &'static str }
         /// An [`Error::Placement`], likewise.
-        placement: Placement
-    );
-
-    /// An [`Error::Config`]: `Error::config("AdamWConfig", "lr", lr).must_be("positive", "1e-3 is usual")`.
-    pub(crate) fn config(config: &'static str, field: &'static str, got: impl Display) -> Got {
-        let (expected, got, hint) = (String::new(), got.to_string(), String::new());
-        Got(Self::Config {
-            config,
-            field,
-            expected,
-            got,
-            hint,
-        })
-    }
-
-    /// An [`Error::Data`]: `Error::data("a text", "none").must_be("one byte or more", "give some data")`.
-    pub(crate) fn data(what: impl Into<String>, got: impl Display) -> Got {
-        let (what, expected, hint) = (what.into(), String::new(), String::new());
-        let got = got.to_string();
-        Got(Self::Data {
-            what,
-            expected,
-            got,
-            hint,
-        })
-    }
-
-    /// An [`Error::Weight`]: `Error::weight(path, name, "nothing").must_be("f32 [2, 3]", "take another file")`.
-    #[cfg(feature = "files")]
-    pub(crate) fn weight(
-        path: impl Into<PathBuf>,
-        name: impl Into<String>,
-        got: impl Display,
-    ) -> Got {
-        let (path, name, got) = (path.into().into(), name.into(), got.to_string());
-        let (expected, hint) = (String::new(), String::new());
-        Got(Self::Weight {
-            path,
-            name,
-            expected,
-            got,
-            hint,
-        })
+        placement: Placement { op: &'static str }
+        /// An [`Error::Config`]: `Error::config("AdamWConfig", "lr", lr).must_be("positive", "1e-3 is usual")`.
+        config: Config { config: &'static str, field: &'static str }
+        /// An [`Error::Data`]: `Error::data("a text", "none").must_be("one byte or more", "give some data")`.
+        data: Data { what: impl Into<String> }
+        /// An [`Error::Weight`]: `Error::weight(path, name, "nothing").must_be("f32 [2, 3]", "take another file")`.
+        weight: Weight { path: impl Into<Box<Path>>, name: impl Into<String> }
     }
 
     /// An [`Error::Order`]: `Error::order("AdamW::load", "the state is divided", "load before AdamW::shard")`.
@@ -539,18 +504,8 @@ mod tests {
         let raw = || "a\u{1b}[31m\0\r\n\u{9b}\u{202e}b\u{e9}".to_string();
         let path = || PathBuf::from(raw());
         let errors = [
-            Error::Shape {
-                op: "op",
-                expected: "a".into(),
-                got: raw(),
-                hint: "b".into(),
-            },
-            Error::DType {
-                op: "op",
-                expected: "a".into(),
-                got: raw(),
-                hint: "b".into(),
-            },
+            Error::shape("op", raw()).must_be("a", "b"),
+            Error::dtype("op", raw()).must_be("a", "b"),
             Error::config("config", "field", raw()).must_be("a", raw()),
             Error::Device {
                 name: raw(),
@@ -561,11 +516,7 @@ mod tests {
                 op: "op",
                 parameter: raw(),
             },
-            Error::Order {
-                op: "op",
-                problem: raw(),
-                hint: raw(),
-            },
+            Error::order("op", raw(), raw()),
             Error::Rank {
                 rank: 0,
                 during: "a".into(),
@@ -584,12 +535,7 @@ mod tests {
                 problem: raw(),
                 hint: raw(),
             },
-            Error::Data {
-                what: raw(),
-                expected: raw(),
-                got: raw(),
-                hint: raw(),
-            },
+            Error::data(raw(), raw()).must_be(raw(), raw()),
             Error::Resume {
                 path: path(),
                 field: raw(),

@@ -7,12 +7,10 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
 
 /// `parameters` without repetitions of a variable (tied weights), in order.
-pub(crate) fn distinct(parameters: impl IntoIterator<Item = (String, Var)>) -> Vec<(String, Var)> {
+pub(crate) fn distinct(parameters: &[(String, Var)]) -> Vec<(String, Var)> {
     let mut seen = HashSet::new();
-    parameters
-        .into_iter()
-        .filter(|(_, var)| seen.insert(var.id()))
-        .collect()
+    let firsts = parameters.iter().filter(|(_, var)| seen.insert(var.id()));
+    firsts.cloned().collect()
 }
 
 /// Parameters as ranks compare them: names, shapes, dtypes.

@@ -12,46 +12,23 @@ pub(super) struct FirstStep {
     later_steps: u64,
 }
 
-/// What the process has had so far; or what a step has added. `None` where it is not known.
-#[derive(Clone, Copy, Debug)]
-struct Counts {
-    faults: Option<u64>,
-    threads: Option<u64>,
-    /// CUDA sources that were compiled, and modules of kernels that were loaded.
-    compiled: Option<u64>,
-    loaded: Option<u64>,
-}
+/// Page faults, threads, CUDA sources that were compiled, and modules of kernels that were loaded: of the process so
+/// far, or in a step. `None` where it is not known.
+type Counts = [Option<u64>; 4];
 
-impl Counts {
-    fn now() -> Self {
-        #[cfg(feature = "cuda")]
-        let [compiled, loaded] = crate::kernels::cuda::source::counts().map(Some);
-        #[cfg(not(feature = "cuda"))]
-        let [compiled, loaded] = [None; 2];
-        Self {
-            faults: system::page_faults(),
-            threads: system::threads(),
-            compiled,
-            loaded,
-        }
-    }
-
-    fn since(self, before: Self) -> Self {
-        let added = |now: Option<u64>, before: Option<u64>| Some(now?.saturating_sub(before?));
-        Self {
-            faults: added(self.faults, before.faults),
-            threads: added(self.threads, before.threads),
-            compiled: added(self.compiled, before.compiled),
-            loaded: added(self.loaded, before.loaded),
-        }
-    }
+fn counts() -> Counts {
+    #[cfg(feature = "cuda")]
+    let [compiled, loaded] = crate::kernels::cuda::source::counts().map(Some);
+    #[cfg(not(feature = "cuda"))]
+    let [compiled, loaded] = [None; 2];
+    [system::page_faults(), system::threads(), compiled, loaded]
 }
 
 impl FirstStep {
     /// Before the first step, the model in memory.
     pub fn begin() -> Self {
         Self {
-            before: Counts::now(),
+            before: counts(),
             first: None,
             later_faults: 0,
             later_steps: 0,
@@ -60,13 +37,14 @@ impl FirstStep {
 
     /// After each step, with its time.
     pub fn stepped(&mut self, ms: f64) {
-        let now = Counts::now();
-        let added = now.since(self.before);
+        let now = counts();
+        let added = |i: usize| Some(now[i]?.saturating_sub(self.before[i]?));
+        let added: Counts = std::array::from_fn(added);
         self.before = now;
         match self.first {
             None => self.first = Some((ms, added)),
             Some(_) => {
-                self.later_faults += added.faults.unwrap_or_default();
+                self.later_faults += added[0].unwrap_or_default();
                 self.later_steps += 1;
             }
         }
@@ -74,26 +52,20 @@ impl FirstStep {
 
     /// `first_step_ms`, what it did, and `later_step_page_faults`, the mean of the others.
     pub fn fields(&self) -> Fields {
-        let first = self.first.map(|(_, added)| added);
-        let later = first
-            .and_then(|first| first.faults)
-            .filter(|_| self.later_steps > 0);
-        let later = later.map(|_| self.later_faults as f64 / self.later_steps as f64);
+        let first = self.first.map_or([None; 4], |(_, added)| added);
         let mut fields = Fields::new();
         fields.insert("first_step_ms", self.first.map(|(ms, _)| ms));
-        fields.insert(
-            "first_step_page_faults",
-            first.and_then(|first| first.faults),
-        );
-        fields.insert("first_step_threads", first.and_then(|first| first.threads));
-        fields.insert(
-            "first_step_kernels_compiled",
-            first.and_then(|first| first.compiled),
-        );
-        fields.insert(
-            "first_step_kernels_loaded",
-            first.and_then(|first| first.loaded),
-        );
+        let names = [
+            "page_faults",
+            "threads",
+            "kernels_compiled",
+            "kernels_loaded",
+        ];
+        for (name, count) in names.into_iter().zip(first) {
+            fields.insert(format!("first_step_{name}"), count);
+        }
+        let later = first[0].filter(|_| self.later_steps > 0);
+        let later = later.map(|_| self.later_faults as f64 / self.later_steps as f64);
         fields.insert("later_step_page_faults", later);
         fields
     }

@@ -75,8 +75,8 @@ impl<'a> Lap<'a> {
 }
 
 impl Stopwatch<'_> {
-    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then `steps`
-    /// times. What it returns is dropped outside its time.
+    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then
+    /// `steps` times. What it returns is dropped outside its time.
     ///
     /// A phase is timed on its own, never as a difference, so that no figure can be negative and noise in one does not
     /// leak into another. The device is synchronised before and after each.

@@ -70,7 +70,11 @@ impl EndToEnd {
     /// ([`Error::is_out_of_memory`]).
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
-            return Err(Error::config("end-to-end benchmark", "execution", self.execution.name()).must_be("eager, where every block of memory is recorded", "a planned step is one block, which compile::Plan::explain and memory_map cut up"));
+            let got = Error::config("end-to-end benchmark", "execution", "planned");
+            return Err(got.must_be(
+                "eager, where every block of memory is recorded",
+                "a planned step is one block, which compile::Plan::explain and memory_map cut up",
+            ));
         }
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;

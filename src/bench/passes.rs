@@ -79,8 +79,8 @@ impl Pass {
         Ok(Self::Planned(Box::new(step), batch, d_output))
     }
 
-    /// Runs both, each as a phase of `lap`, and returns what is alive after backward. `between` is called after an eager
-    /// forward.
+    /// Runs both, each as a phase of `lap`, and returns what is alive after backward. `between` is called after an
+    /// eager forward.
     fn step(&mut self, lap: &mut Lap<'_>, between: impl FnOnce()) -> Result<Option<GradStore>> {
         match self {
             Self::Eager(forward) => {

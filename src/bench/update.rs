@@ -99,7 +99,11 @@ impl Update {
         let scales = precision.dtype() == DType::F16;
         let in_f16 = scales && precision.regime() == Regime::Full;
         if in_f16 && matches!(choice, OptimizerChoice::CandleAdamW(_)) {
-            return Err(Error::config("end-to-end benchmark", "optimizer", choice.name()).must_be("adamw, where the parameters are f16", "a scaler returns gradients in f32, which candle's takes for f32 parameters only"));
+            let got = Error::config("end-to-end benchmark", "optimizer", choice.name());
+            return Err(got.must_be(
+                "adamw, where the parameters are f16",
+                "a scaler returns gradients in f32, which candle's takes for f32 parameters only",
+            ));
         }
         let config = GradScalerConfig {
             enabled: scales,

@@ -190,9 +190,12 @@ impl Inputs {
                 _ if micro_batches == 1 => {}
                 Some(first) if first.is_multiple_of(micro_batches) => *first /= micro_batches,
                 _ => {
-                    return Err(Error::shape(op, format!("{:?}", x.dims())).must_be(format!(
-                            "{name} of {micro_batches} micro-batches, one after another in its first dimension"
-                        ), "pass as many of each micro-batch (a scalar as (1) each), or set accumulation"));
+                    let expected = format!(
+                        "{name} of {micro_batches} micro-batches, one after another in its first dimension"
+                    );
+                    let hint = "pass as many of each micro-batch (a scalar as (1) each), or set accumulation";
+                    let got = Error::shape(op, format!("{:?}", x.dims()));
+                    return Err(got.must_be(expected, hint));
                 }
             }
             Ok((name.to_string(), graph::input(name, shape, x.dtype())?))

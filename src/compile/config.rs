@@ -212,8 +212,12 @@ impl StepConfig {
         ];
         let beside = beside.into_iter().find(|(is_there, _)| *is_there);
         match beside {
-            Some((_, expected)) if self.optimizer_in_backward => Err(Error::config(CONFIG, "optimizer_in_backward", "true").must_be(expected, "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients before \
-                       the first update; leave one out")),
+            Some((_, expected)) if self.optimizer_in_backward => {
+                let hint = "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients \
+                            before the first update; leave one out";
+                let got = Error::config(CONFIG, "optimizer_in_backward", "true");
+                Err(got.must_be(expected, hint))
+            }
             _ => Ok(()),
         }
     }
@@ -224,8 +228,9 @@ pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Res
     if precision.regime() != Regime::Full && !precision.drops_casts() {
         return Ok(());
     }
-    Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
-               your own by backward and AdamW::step"))
+    let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
+                your own by backward and AdamW::step";
+    Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", hint))
 }
 
 /// An error unless a step can have so many.

@@ -69,10 +69,12 @@ pub(super) fn check_sizes(
         }
     }
     if tokens.len() <= sequence_length {
-        return Err(Error::data(tokens.to_string(), format!("{} tokens", tokens.len())).must_be(format!(
-                "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of \
-                 its last token)"
-            ), "give more data or a shorter sequence_length"));
+        let got = Error::data(tokens.to_string(), format!("{} tokens", tokens.len()));
+        let expected = format!(
+            "more than {sequence_length} tokens ({config}: sequence_length {sequence_length}, and the target of its \
+             last token)"
+        );
+        return Err(got.must_be(expected, "give more data or a shorter sequence_length"));
     }
     Ok(())
 }

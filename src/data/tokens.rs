@@ -96,10 +96,14 @@ impl Tokens {
         }
         let train_len = (self.len as f64 * (1.0 - validation_fraction)) as usize;
         if train_len == 0 || train_len >= self.len {
-            return Err(Error::data(self.to_string(), format!(
-                    "{train_len} to train and {} to validate (validation_fraction {validation_fraction})",
-                    self.len - train_len
-                )).must_be("at least 1 token on each side of the split", "give more data or a fraction nearer to a half"));
+            let got = format!(
+                "{train_len} to train and {} to validate (validation_fraction {validation_fraction})",
+                self.len - train_len
+            );
+            return Err(Error::data(self.to_string(), got).must_be(
+                "at least 1 token on each side of the split",
+                "give more data or a fraction nearer to a half",
+            ));
         }
         Ok((self.slice(0..train_len)?, self.slice(train_len..self.len)?))
     }

@@ -60,7 +60,7 @@ impl Replicated {
         config: ReplicatedConfig,
     ) -> Result<Self> {
         config.validate()?;
-        let parameters = distinct(parameters);
+        let parameters = distinct(&Vec::from_iter(parameters));
         communicator.agree(OP, &[("parameters", described(parameters.iter()))])?;
         for (_, var) in &parameters {
             communicator.broadcast(var.as_tensor(), 0)?;

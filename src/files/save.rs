@@ -126,7 +126,9 @@ fn save_with_checksum(
 fn host_bytes(entry: &Entry, path: &Path) -> Result<Vec<u8>> {
     let tensor = on_host(&entry.tensor)?;
     if let Some(got) = entry.numbers.misfit(&tensor)? {
-        return Err(Error::weight(path, entry.name.clone(), got).must_be(entry.numbers.expected(), "nothing was saved; training has diverged: lower the learning rate, and resume from the last file"));
+        let hint = "nothing was saved; training has diverged: lower the learning rate, and resume from the last file";
+        let got = Error::weight(path, entry.name.clone(), got);
+        return Err(got.must_be(entry.numbers.expected(), hint));
     }
     Ok(View::data(&tensor).into_owned())
 }

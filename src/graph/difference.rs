@@ -7,13 +7,13 @@ impl Graph {
     /// for when tensors are dropped.
     pub(crate) fn difference(&self, later: &Self) -> Option<String> {
         let same_values = (&self.values, &self.outputs) == (&later.values, &later.outputs);
-        if same_values && are_alike(runs(self), runs(later)) {
+        if same_values && runs(self).eq(runs(later)) {
             return None;
         }
         let (mut before, mut now) = (self.nodes(), later.nodes());
         loop {
             match (before.next(), now.next()) {
-                (Some(before), Some(now)) if compute_alike(before, now) => {}
+                (Some(before), Some(now)) if before == now => {}
                 (Some(before), Some(now)) => return Some(of_nodes(before, now)),
                 (Some(before), None) => return Some(format!("{} is missing", before.path)),
                 (None, Some(now)) => return Some(format!("{} is new", now.path)),
@@ -32,7 +32,7 @@ impl Graph {
             ),
             None => {
                 let events = runs(self).zip(runs(later));
-                let alike = events.take_while(|(before, now)| is_alike(before, now));
+                let alike = events.take_while(|(before, now)| before == now);
                 match alike.filter_map(|(_, now)| node(now)).last() {
                     Some(node) => {
                         format!("a checkpoint or the output after {} is another", node.path)
@@ -42,29 +42,6 @@ impl Graph {
             }
         })
     }
-}
-
-fn are_alike<'g>(
-    mut before: impl Iterator<Item = &'g TraceEvent>,
-    mut now: impl Iterator<Item = &'g TraceEvent>,
-) -> bool {
-    let alike = before.all(|before| now.next().is_some_and(|now| is_alike(before, now)));
-    alike && now.next().is_none()
-}
-
-fn is_alike(before: &TraceEvent, now: &TraceEvent) -> bool {
-    match (before, now) {
-        (TraceEvent::Node(before), TraceEvent::Node(now)) => compute_alike(before, now),
-        _ => before == now,
-    }
-}
-
-/// Whether two nodes are one call: what it does to memory depends on the threads.
-fn compute_alike(before: &Node, now: &Node) -> bool {
-    let of = |node: &Node| (node.op, node.composed, node.output);
-    of(before) == of(now)
-        && (&before.path, &before.attributes) == (&now.path, &now.attributes)
-        && (&before.inputs, &before.reads, &before.kept) == (&now.inputs, &now.reads, &now.kept)
 }
 
 fn runs(graph: &Graph) -> impl Iterator<Item = &TraceEvent> {

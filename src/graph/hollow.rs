@@ -125,12 +125,12 @@ pub(crate) fn refuse_hollow(
     inputs: &[&Tensor],
     error: candle_core::Error,
 ) -> candle_core::Error {
-    match inputs.iter().any(|x| Role::of(x).is_some()) {
-        false => error,
-        true => Error::order(op, "a hollow tensor has no elements to compute with", "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave \
-                   runs in compile::Step")
-        .into(),
+    if !inputs.iter().any(|x| is_hollow(x)) {
+        return error;
     }
+    let hint = "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave runs \
+                in compile::Step";
+    Error::order(op, "a hollow tensor has no elements to compute with", hint).into()
 }
 
 pub(super) fn hollow(

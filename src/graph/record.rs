@@ -1,4 +1,5 @@
-//! Calls of ops in the trace that is open, the hollow tensors that they return, and segments, which backward recomputes.
+//! Calls of ops in the trace that is open, the hollow tensors that they return, and segments, which backward
+//! recomputes.
 
 use super::data::{Attribute, CHECKPOINT, Kept, LEAF, Node, TraceEvent, ValueId};
 use super::hollow::{Role, empty, hollow, hollow_out};

@@ -89,12 +89,10 @@ pub(super) fn missing(name: &Path, got: String) -> Error {
         ),
         None => "check the path".into(),
     };
-    Error::Data {
-        what: name.display().to_string(),
-        expected: "a folder, or org/name of a model in the cache of Hugging Face's tools".into(),
-        got,
+    Error::data(name.display().to_string(), got).must_be(
+        "a folder, or org/name of a model in the cache of Hugging Face's tools",
         hint,
-    }
+    )
 }
 
 /// The parts of `org/name` or `name`, if it has that form.

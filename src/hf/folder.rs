@@ -57,15 +57,12 @@ impl Folder {
     /// embedding is taken for it.
     pub fn tie_head(&mut self, tied: bool, dtype: DType) -> Result<bool> {
         match (tied, self.places.get(HEAD), self.places.get(EMBEDDING)) {
-            (false, None, Some(_)) => Err(Error::Weight {
-                path: self.path_of(HEAD).into(),
-                name: HEAD.into(),
-                expected: "the weight of the output head".into(),
-                got: "no such weight".into(),
-                hint: "these may be the files of a base model, which has no head; take those of the causal language \
-                       model, or set tie_word_embeddings in config.json if its head is the embedding"
-                    .into(),
-            }),
+            (false, None, Some(_)) => {
+                let hint = "these may be the files of a base model, which has no head; take those of the causal \
+                            language model, or set tie_word_embeddings in config.json if its head is the embedding";
+                let got = Error::weight(self.path_of(HEAD), HEAD, "no such weight");
+                Err(got.must_be("the weight of the output head", hint))
+            }
             (true, Some(_), Some(_)) => {
                 let same = self.is_same(HEAD, EMBEDDING, dtype)?;
                 if same {
@@ -152,13 +149,8 @@ impl Folder {
             for weight in weights {
                 let place = (self.files.len(), theirs.clone());
                 if let Some((_, other)) = self.places.insert(weight, place) {
-                    return Err(Error::Weight {
-                        path: file.path().into(),
-                        name: theirs,
-                        expected: "one tensor a weight".into(),
-                        got: format!("{other} too"),
-                        hint: "leave one of them out".into(),
-                    });
+                    return Err(Error::weight(file.path(), theirs, format!("{other} too"))
+                        .must_be("one tensor a weight", "leave one of them out"));
                 }
             }
         }
@@ -211,25 +203,20 @@ pub(super) fn no_weights(folder: &Path) -> Error {
         ADAPTER => format!("an adapter of peft ({name})"),
         _ => name.to_string(),
     });
-    Error::Data {
-        what: folder.display().to_string(),
-        expected: format!("{SINGLE} or {INDEX}"),
-        got,
-        hint: other
-            .map_or("fetch the weights too", |(_, hint)| hint)
-            .into(),
-    }
+    Error::data(folder.display().to_string(), got).must_be(
+        format!("{SINGLE} or {INDEX}"),
+        other.map_or("fetch the weights too", |(_, hint)| hint),
+    )
 }
 
 /// Refuses the folder of an adapter, which `transformers` would apply to another model.
 pub(super) fn check_no_adapter(folder: &Path) -> Result<()> {
     match is_there(&folder.join(ADAPTER)) {
-        true => Err(Error::Data {
-            what: folder.display().to_string(),
-            expected: "a model".into(),
-            got: format!("an adapter of peft ({ADAPTER})"),
-            hint: MERGE.into(),
-        }),
+        true => Err(Error::data(
+            folder.display().to_string(),
+            format!("an adapter of peft ({ADAPTER})"),
+        )
+        .must_be("a model", MERGE)),
         false => Ok(()),
     }
 }

@@ -209,12 +209,10 @@ fn dtype_name(dtype: DType) -> Result<&'static str> {
         DType::BF16 => Ok("bfloat16"),
         DType::F32 => Ok("float32"),
         DType::F64 => Ok("float64"),
-        other => Err(Error::DType {
-            op: "hf::save",
-            expected: "weights of f64, f32, f16 or bf16".into(),
-            got: other.as_str().into(),
-            hint: "set another SaveOptions::dtype".into(),
-        }),
+        other => Err(Error::dtype("hf::save", other.as_str()).must_be(
+            "weights of f64, f32, f16 or bf16",
+            "set another SaveOptions::dtype",
+        )),
     }
 }
 
@@ -272,13 +270,10 @@ impl Old {
             let mut replaced = files.iter().map(|(name, _)| *name).filter(is_replaced);
             let first = model.next().or_else(|| replaced.next());
             if let Some(name) = first.or(old.shards.first().map(String::as_str)) {
-                return Err(Error::Data {
-                    what: folder.display().to_string(),
-                    expected: "a folder without a model, or files that a save replaces".into(),
-                    got: name.into(),
-                    hint: "name another folder, or allow it (SaveOptions::overwrite, --overwrite)"
-                        .into(),
-                });
+                return Err(Error::data(folder.display().to_string(), name).must_be(
+                    "a folder without a model, or files that a save replaces",
+                    "name another folder, or allow it (SaveOptions::overwrite, --overwrite)",
+                ));
             }
         }
         Ok(old)
@@ -509,13 +504,10 @@ impl Weight {
             && numbers.misfit(&joined)?.is_none()
             && let Some(got) = numbers.misfit(&tensor)?
         {
-            return Err(Error::Weight {
-                path: path.into(),
-                name: self.theirs.name.clone(),
-                expected: format!("numbers that {} holds", self.dtype.as_str()),
-                got,
-                hint: "nothing was saved; save it in bf16 or f32".into(),
-            });
+            return Err(Error::weight(path, self.theirs.name.clone(), got).must_be(
+                format!("numbers that {} holds", self.dtype.as_str()),
+                "nothing was saved; save it in bf16 or f32",
+            ));
         }
         Ok(Entry {
             name: self.theirs.name.clone(),

@@ -97,24 +97,19 @@ impl Tokenizer {
         if ids <= rows {
             return Ok(());
         }
-        Err(Error::Format {
-            path: self.path.clone(),
-            problem: format!(
+        Err(Error::format(
+            self.path.clone(),
+            format!(
                 "its ids go up to {}, and the model's vocab_size is {rows}",
                 ids - 1
             ),
-            hint: "take the tokenizer of this model, or a model whose embedding has these rows"
-                .into(),
-        })
+            "take the tokenizer of this model, or a model whose embedding has these rows",
+        ))
     }
 
     fn refuse(&self, expected: &str, problem: String) -> Error {
-        Error::Data {
-            what: self.path.display().to_string(),
-            expected: expected.into(),
-            got: problem,
-            hint: "check that the tokenizer is for such texts".into(),
-        }
+        Error::data(self.path.display().to_string(), problem)
+            .must_be(expected, "check that the tokenizer is for such texts")
     }
 }
 

@@ -41,7 +41,7 @@ pub struct GradientAccumulator {
 impl GradientAccumulator {
     /// An accumulator of `parameters`' gradients, with nothing in it. A variable given twice counts once.
     pub fn new(parameters: impl IntoIterator<Item = (String, Var)>) -> Self {
-        let parameters = distinct(parameters);
+        let parameters = distinct(&Vec::from_iter(parameters));
         Self {
             sums: vec![None; parameters.len()],
             parameters,

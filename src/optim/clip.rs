@@ -15,7 +15,7 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter's is
 /// an error too.
 pub fn grad_norm(gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
-    let parameters = distinct(parameters.iter().cloned());
+    let parameters = distinct(parameters);
     norm("grad_norm", gradients, &parameters)
 }
 
@@ -48,8 +48,25 @@ pub fn clip_grad_norm(
     parameters: &[(String, Var)],
     max_norm: f64,
 ) -> Result<f64> {
-    let parameters = distinct(parameters.iter().cloned());
-    clip(gradients, &parameters, max_norm)
+    let range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
+    if max_norm.is_nan() || max_norm <= 0.0 {
+        return Err(Error::config(CLIP, "max_norm", max_norm).must_be(
+            "over 0",
+            "1.0 is usual; grad_norm measures without clipping",
+        ));
+    }
+    let parameters = distinct(parameters);
+    let norm = norm(CLIP, gradients, &parameters)?;
+    let factor = max_norm / (norm + 1e-6);
+    if !norm.is_finite() || factor >= 1.0 {
+        return Ok(norm);
+    }
+    let in_place = |gradient: &Tensor| inplace::scale(gradient, factor);
+    change_all(CLIP, gradients, &parameters, in_place, |gradient| {
+        Ok((gradient * factor)?)
+    })?;
+    leave(range, &parameters);
+    Ok(norm)
 }
 
 /// As [`clip_grad_norm`], where gradients that are infinite or NaN are an error that names the first such parameter.
@@ -61,10 +78,18 @@ pub fn clip_grad_norm_checked(
     parameters: &[(String, Var)],
     max_norm: f64,
 ) -> Result<f64> {
-    let parameters = distinct(parameters.iter().cloned());
-    let norm = clip(gradients, &parameters, max_norm)?;
-    check_norm(norm, gradients, &parameters)?;
-    Ok(norm)
+    let norm = clip_grad_norm(gradients, parameters, max_norm)?;
+    if norm.is_finite() {
+        return Ok(norm);
+    }
+    let culprit = match first_non_finite(CLIP, gradients, &distinct(parameters))? {
+        Some(name) => format!("the gradient of parameter {name}"),
+        None => "all gradients together".to_string(),
+    };
+    Err(Error::data(culprit, format!("a norm of {norm}")).must_be(
+        "finite numbers",
+        "lower the learning rate, skip this batch, or scale the loss if it is half precision",
+    ))
 }
 
 /// Clips each element of `parameters`' gradients: `g = min(max(g, -max_value), max_value)`. NaN stays.
@@ -95,7 +120,7 @@ pub fn clip_grad_value(
         return Err(Error::config(CLIP_VALUE, "max_value", max_value)
             .must_be("over 0", "each element of a gradient is clipped to it"));
     }
-    let parameters = distinct(parameters.iter().cloned());
+    let parameters = distinct(parameters);
     gradients_of(CLIP_VALUE, gradients, &parameters)?;
     let in_place = |gradient: &Tensor| inplace::clamp(gradient, max_value);
     change_all(CLIP_VALUE, gradients, &parameters, in_place, |gradient| {
@@ -108,24 +133,6 @@ pub fn clip_grad_value(
     Ok(())
 }
 
-/// An error that names the first parameter whose gradient is not finite, if the norm is not.
-///
-/// # Errors
-/// [`Error::Data`].
-fn check_norm(norm: f64, gradients: &GradStore, parameters: &[(String, Var)]) -> Result<()> {
-    if norm.is_finite() {
-        return Ok(());
-    }
-    let culprit = match first_non_finite(CLIP, gradients, parameters)? {
-        Some(name) => format!("the gradient of parameter {name}"),
-        None => "all gradients together".to_string(),
-    };
-    Err(Error::data(culprit, format!("a norm of {norm}")).must_be(
-        "finite numbers",
-        "lower the learning rate, skip this batch, or scale the loss if it is half precision",
-    ))
-}
-
 /// The operations' names in errors.
 const CLIP: &str = "clip_grad_norm";
 const CLIP_VALUE: &str = "clip_grad_value";
@@ -134,27 +141,6 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
     let gradients = gradients_of(op, gradients, parameters)?;
     let sum: f64 = sums_of_squares(&gradients)?.iter().sum();
     Ok(sum.sqrt())
-}
-
-fn clip(gradients: &mut GradStore, parameters: &[(String, Var)], max_norm: f64) -> Result<f64> {
-    let range = probe::op(Kind::Op, CLIP, probe::op_path(CLIP));
-    if max_norm.is_nan() || max_norm <= 0.0 {
-        return Err(Error::config(CLIP, "max_norm", max_norm).must_be(
-            "over 0",
-            "1.0 is usual; grad_norm measures without clipping",
-        ));
-    }
-    let norm = norm(CLIP, gradients, parameters)?;
-    let factor = max_norm / (norm + 1e-6);
-    if !norm.is_finite() || factor >= 1.0 {
-        return Ok(norm);
-    }
-    let in_place = |gradient: &Tensor| inplace::scale(gradient, factor);
-    change_all(CLIP, gradients, parameters, in_place, |gradient| {
-        Ok((gradient * factor)?)
-    })?;
-    leave(range, parameters);
-    Ok(norm)
 }
 
 /// Changes each gradient: on the CPU by `in_place`, elsewhere to what `changed` returns of it in the type that is

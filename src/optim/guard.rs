@@ -45,7 +45,7 @@ pub fn check_finite(
     }
     let value = to_f64(loss)?;
     finite_loss(value, || "the loss".into())?;
-    let parameters = distinct(parameters.iter().cloned());
+    let parameters = distinct(parameters);
     match first_non_finite(CHECK, gradients, &parameters)? {
         None => Ok(value),
         Some(name) => Err(Error::data(

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 
-/// Makes the error of a state that does not fit, of an entry's name, what is expected there, what was given, and a hint.
+/// Makes the error of a state that does not fit: of an entry's name, what is expected, what was given, and a hint.
 pub(super) type Refuse<'r> = dyn Fn(String, String, String, &str) -> Error + 'r;
 
 /// What the elements of the state called `name` can be.

@@ -154,8 +154,8 @@ pub fn phase(name: &'static str) -> RangeGuard {
     enter(Kind::Phase, || (name.into(), current(), name))
 }
 
-/// One of the steps that are repeated. [`Stopwatch::measure_phases`](crate::bench::Stopwatch::measure_phases) and the trainer open
-/// it around theirs. Path and phase stay what they are.
+/// One of the steps that are repeated. Benchmarks and the trainer open it around theirs. Path and phase stay what they
+/// are.
 pub fn step() -> RangeGuard {
     enter(Kind::Step, || ("step".into(), current(), PHASE.get()))
 }

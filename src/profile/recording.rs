@@ -9,8 +9,7 @@ use std::sync::{Arc, LazyLock};
 
 /// The ranges of a stretch of time, on every thread that had any.
 ///
-/// Where steps were recorded ([`step`](super::step); those of
-/// [`Stopwatch::measure_phases`](crate::bench::Stopwatch::measure_phases) and of the trainer), reports speak of those alone:
+/// Where steps were recorded ([`step`](super::step); benchmarks and the trainer do so), reports speak of those alone:
 /// what ran outside of them is in the trace only. Else the whole recording counts as one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {

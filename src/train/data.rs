@@ -91,8 +91,11 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
     let Some((name, parameter)) = other else {
         return Ok(());
     };
-    Err(Error::dtype("Trainer", format!("{name} in {}", parameter.dtype().as_str())).must_be(format!("parameters in f32, for precision {precision}"), "build it with TransformerLM::new; parameters in half precision are trained in a loop of your own by \
-               backward and AdamW::step"))
+    let hint = "build it with TransformerLM::new; parameters in half precision are trained in a loop of your own by \
+                backward and AdamW::step";
+    let got = format!("{name} in {}", parameter.dtype().as_str());
+    let expected = format!("parameters in f32, for precision {precision}");
+    Err(Error::dtype("Trainer", got).must_be(expected, hint))
 }
 
 /// Whether the model can run on sequences of this data.

@@ -10,7 +10,7 @@ use crate::grad::is_grad_enabled;
 use crate::{Error, Result, graph};
 use candle_core::Tensor;
 use run::{Input, Run};
-use segment::{Conditions, Recompute, Segment};
+use segment::{Conditions, Segment};
 
 /// `f(inputs)`, of which nothing is kept for backward but the inputs: backward runs `f` again, and then back through it
 /// (activation checkpointing, as PyTorch's `torch.utils.checkpoint`).
@@ -59,12 +59,8 @@ pub fn checkpoint<const N: usize>(
     let run = Run::new(&f, kept.iter().cloned())?;
     let sources = run.sources();
     let output = run.into_output(); // and its graph is gone
-    let function = Recompute {
-        f: Box::new(f),
-        inputs: kept.into(),
-        conditions,
-    };
-    Segment::apply(function, output, sources, &inputs)
+    let function = (Box::new(f) as _, kept.into());
+    Segment::apply(function, conditions, output, sources, &inputs)
 }
 
 /// As ranges, errors and traces have it.

@@ -18,16 +18,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A function of some inputs.
 type Function = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
 
-/// All that it takes to run a function again.
-pub(super) struct Recompute {
-    pub f: Box<Function>,
-    pub inputs: Vec<Input>,
-    pub conditions: Conditions,
-}
-
-/// The node: what the function depends on, to its output.
+/// The node: what the function depends on, to its output; and all that it takes to run the function again.
 pub(super) struct Segment {
-    function: Recompute,
+    f: Box<Function>,
+    kept: Vec<Input>,
+    conditions: Conditions,
     sources: Vec<(Source, Arc<Slot>)>,
     /// The tensors that the sources are.
     inputs: Vec<Tensor>,
@@ -42,9 +37,10 @@ struct InGraph {
 }
 
 impl Segment {
-    /// `output` of this function.
+    /// `output` of a function of what is `kept` of its inputs.
     pub fn apply(
-        function: Recompute,
+        (f, kept): (Box<Function>, Vec<Input>),
+        conditions: Conditions,
         output: Tensor,
         sources: Vec<Source>,
         inputs: &[&Tensor],
@@ -66,7 +62,9 @@ impl Segment {
             return Ok(output);
         }
         let segment = Arc::new(Self {
-            function,
+            f,
+            kept,
+            conditions,
             sources: attached,
             inputs: tensors,
             entry: Entry::default(),
@@ -90,7 +88,8 @@ impl Node for Segment {
     }
 
     fn backward(&self, y: &Tensor, dy: &Tensor) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let run = self.function.run()?;
+        let run = || Run::new(&self.f, self.kept.iter().cloned());
+        let run = self.conditions.restored(run)?;
         if !run.is_like(y, self.sources()) {
             return Err(refuse(
                 "run again, the function read other variables or made another shape or dtype",
@@ -121,13 +120,6 @@ impl InGraph {
             "{NAME}: the output is on {}, and not where its graph is",
             device_name(output.device())
         )
-    }
-}
-
-impl Recompute {
-    fn run(&self) -> Result<Run> {
-        let run = || Run::new(&self.f, self.inputs.iter().cloned());
-        self.conditions.restored(run)
     }
 }
 

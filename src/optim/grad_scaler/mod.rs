@@ -357,7 +357,7 @@ const STEP: &str = "GradScaler::step";
 
 /// `parameters`, each variable once; an error if there are none.
 fn some_parameters(op: &'static str, parameters: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
-    let parameters = distinct(parameters.iter().cloned());
+    let parameters = distinct(parameters);
     if parameters.is_empty() {
         return Err(Error::config(op, "parameters", "none").must_be(
             "at least one",

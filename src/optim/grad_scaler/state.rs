@@ -174,7 +174,10 @@ impl GradScalerState {
     fn backed_off(self) -> Result<Self> {
         let scale = as_f32(self.scale * self.backoff_factor);
         if !is_scale(scale) {
-            return Err(Error::data("GradScaler: gradients of many steps in a row", format!("none, down to a scale of {:e}", self.scale)).must_be("finite ones at some scale", "the run has diverged, and no scale helps: go back to a checkpoint, and lower the learning rate"));
+            let hint = "the run has diverged, and no scale helps: go back to a checkpoint, and lower the learning rate";
+            let got = format!("none, down to a scale of {:e}", self.scale);
+            let error = Error::data("GradScaler: gradients of many steps in a row", got);
+            return Err(error.must_be("finite ones at some scale", hint));
         }
         Ok(Self {
             scale,

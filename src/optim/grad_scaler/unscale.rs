@@ -74,8 +74,8 @@ fn unscale_on_cpu(
     each.collect()
 }
 
-/// `gradient * factor` on the CPU, in place if it is not shared, in `f32` if it is `f16`: what takes its place, where it
-/// was not overwritten, and whether no element is infinite or NaN.
+/// `gradient * factor` on the CPU, in place if it is not shared, in `f32` if it is `f16`. Returns what takes its place,
+/// where it was not overwritten, and whether no element is infinite or NaN.
 fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<(Option<Tensor>, bool)> {
     let gradient = gradient.detach();
     if gradient.dtype() == DType::F16 {
