@@ -32,7 +32,6 @@ pub(crate) fn gradient_of<'a>(
     find_gradient(op, gradients, name, var)?.ok_or_else(|| missing(op, name))
 }
 
-/// The error that a parameter has no gradient.
 pub(crate) fn missing(op: &'static str, name: &str) -> Error {
     Error::MissingGradient {
         op,

@@ -7,7 +7,6 @@ use rayon::prelude::*;
 /// Elements that one task looks at.
 const CHUNK: usize = 1 << 15;
 
-/// Type and shape of a tensor.
 pub(crate) fn describe(tensor: &Tensor) -> String {
     format!("{} {:?}", tensor.dtype().as_str(), tensor.dims())
 }
@@ -24,7 +23,6 @@ pub(crate) enum Numbers {
 }
 
 impl Numbers {
-    /// As errors say it.
     pub(crate) fn expected(self) -> &'static str {
         match self {
             Self::Any => "numbers",

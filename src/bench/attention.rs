@@ -1,6 +1,6 @@
 //! Attention alone, timed by phase, with its memory.
 
-use super::passes::{Pass, Passes, Sampling, at_least_one};
+use super::passes::{Pass, Passes, Sampling, at_least_one, breakdown};
 use super::{Execution, Limit, Step};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
 use crate::compile::{self, Batch, StepConfig};
@@ -138,27 +138,18 @@ impl AttentionRun {
         })
     }
 
-    /// As rows name it.
     fn implementation(&self) -> &'static str {
         implementation(self.execution, self.workload.algorithm)
     }
 
     fn breakdown(&self, device: &Device) -> Result<MemoryBreakdown> {
         let (w, kernels) = (&self.workload, Kernels::of(device));
-        match self.execution {
-            Execution::Eager => attention_breakdown(w, kernels),
-            Execution::Planned => {
-                let planned = planned_attention_breakdown(w, kernels);
-                planned.or_else(|error| match error.is_out_of_memory() {
-                    // What is too large to be planned for is too large for any memory, eagerly too.
-                    true => attention_breakdown(w, kernels),
-                    false => Err(error),
-                })
-            }
-        }
+        let eager = || attention_breakdown(w, kernels);
+        breakdown(self.execution, eager, || {
+            planned_attention_breakdown(w, kernels)
+        })
     }
 
-    /// Why it cannot run with such heads, if it cannot.
     fn unsupported(&self, device: &Device) -> Option<String> {
         unsupported(&self.workload, self.execution, device)
     }
@@ -279,7 +270,6 @@ pub(super) fn unsupported(
     })
 }
 
-/// As rows name it.
 pub(super) fn implementation(execution: Execution, algorithm: Algorithm) -> &'static str {
     match (execution, algorithm) {
         (Execution::Eager, algorithm) => algorithm.name(),

@@ -85,7 +85,6 @@ pub(super) enum Left {
     Gradients(#[expect(dead_code, reason = "held")] GradStore),
 }
 
-/// What a run has shown.
 pub(super) struct Measured {
     timings: LapTimings,
     /// Of the first round.
@@ -195,7 +194,6 @@ impl EndToEnd {
         memory::estimate(&self.config, &self.workload(device))
     }
 
-    /// What the eager run does on `device`.
     pub(super) fn workload(&self, device: &Device) -> Workload {
         Workload {
             batch_size: self.batch_size,
@@ -243,7 +241,6 @@ impl EndToEnd {
         row
     }
 
-    /// A row for each phase.
     pub(super) fn rows(&self, estimate_bytes: u64, measured: &Measured) -> Result<Vec<Fields>> {
         let mut rows = Vec::new();
         for (phase, timing) in self.phases(&measured.timings) {
@@ -267,7 +264,6 @@ impl EndToEnd {
         Ok(rows)
     }
 
-    /// Makes the model and runs the steps.
     pub(super) fn measure(
         &self,
         device: &Device,
@@ -306,7 +302,6 @@ impl EndToEnd {
         })
     }
 
-    /// Runs the steps.
     fn time(
         &self,
         model: TransformerLM,
@@ -392,7 +387,6 @@ impl EndToEnd {
         Ok(Tensor::from_vec(ids, shape, device)?.to_dtype(DType::U32)?)
     }
 
-    /// The name of the step as a whole.
     pub(super) fn whole_phase(&self) -> &'static str {
         match self.mode {
             Mode::Forward | Mode::ForwardKeepingGraph => "forward",
@@ -410,7 +404,6 @@ impl EndToEnd {
         phases
     }
 
-    /// What a row was measured on.
     fn labels(&self, phase: &str, status: &str) -> Fields {
         let mut row = Fields::new();
         row.insert("d_model", self.config.d_model);
@@ -431,13 +424,12 @@ impl EndToEnd {
         row.insert("warmup_steps", self.warmup_steps);
         row.insert("mode", self.mode.name());
         row.insert("phase", phase);
-        row.insert(
-            "graph",
-            match self.mode {
-                Mode::Forward => "dropped",
-                _ => "kept",
-            },
-        );
+        let graph = if self.mode == Mode::Forward {
+            "dropped"
+        } else {
+            "kept"
+        };
+        row.insert("graph", graph);
         row.insert("status", status);
         row
     }
@@ -452,7 +444,6 @@ impl EndToEnd {
         keeps.then_some((2.0 * elements) as u64)
     }
 
-    /// Tokens, FLOPs and their rates at the median time.
     fn rates(&self, phase: &str, median_ms: f64) -> Fields {
         let (b, t) = (self.batch_size, self.sequence_length);
         let work = match phase {
@@ -466,10 +457,8 @@ impl EndToEnd {
         let mut fields = Fields::new();
         fields.insert("tokens_per_s", (b * t) as f64 / seconds);
         fields.insert("flops", work.map(|work| work.total()));
-        fields.insert(
-            "flops_by_part",
-            work.and_then(|work| serde_json::to_value(work).ok()),
-        );
+        let by_part = work.and_then(|work| serde_json::to_value(work).ok());
+        fields.insert("flops_by_part", by_part);
         fields.insert("flops_per_s", rate);
         let mfu = rate
             .zip(self.peak_flops)

@@ -1,7 +1,7 @@
 //! A forward and its backward, measured: the part that all benchmarks of single layers share.
 
 use super::planned_run::add_phases;
-use super::{Lap, LapTimings, Step, Stopwatch, Timing};
+use super::{Execution, Lap, LapTimings, Step, Stopwatch, Timing};
 use crate::compile::{self, Batch, Plan};
 use crate::memory::{MemoryBreakdown, Meter};
 use crate::report::{Fields, Report, format_mib};
@@ -127,7 +127,6 @@ impl Alive {
     }
 }
 
-/// One of them.
 type Moment = fn(&Alive) -> u64;
 
 impl Passes<'_> {
@@ -185,7 +184,6 @@ impl Passes<'_> {
         row
     }
 
-    /// A row with its times and rates.
     fn measured_row(&self, phase: &str, timing: &Timing, flops: f64) -> Result<Fields> {
         let statistics = timing.statistics()?;
         let mut row = self.row(phase, "ok");
@@ -285,10 +283,8 @@ impl Passes<'_> {
         row.insert("status", status);
         row.insert("reason", None::<String>);
         let breakdown = self.breakdown.as_ref().ok();
-        row.insert(
-            "estimate_before_backward_bytes",
-            breakdown.map(|breakdown| breakdown.before_backward_bytes),
-        );
+        let before_backward = breakdown.map(|breakdown| breakdown.before_backward_bytes);
+        row.insert("estimate_before_backward_bytes", before_backward);
         row.insert("estimate_bytes", breakdown.map(MemoryBreakdown::peak_bytes));
         row.insert("available_bytes", self.sampling.available_bytes);
         row
@@ -298,7 +294,6 @@ impl Passes<'_> {
         serde_json::to_value(self.breakdown.as_ref().ok()).unwrap_or_default()
     }
 
-    /// Tokens, FLOPs and their rates at the median time.
     fn rates(&self, flops: f64, median_ms: f64) -> Fields {
         let seconds = median_ms / 1e3;
         let rate = flops / seconds;
@@ -309,6 +304,21 @@ impl Passes<'_> {
         let mfu = self.sampling.peak_flops.map(|peak| 100.0 * rate / peak);
         fields.insert("mfu_percent", mfu);
         fields
+    }
+}
+
+/// What a run takes, by its execution. What is too large to be planned for is too large for any memory, eagerly too.
+pub(super) fn breakdown(
+    execution: Execution,
+    eager: impl Fn() -> Result<MemoryBreakdown>,
+    planned: impl FnOnce() -> Result<MemoryBreakdown>,
+) -> Result<MemoryBreakdown> {
+    match execution {
+        Execution::Eager => eager(),
+        Execution::Planned => match planned() {
+            Err(error) if error.is_out_of_memory() => eager(),
+            breakdown => breakdown,
+        },
     }
 }
 

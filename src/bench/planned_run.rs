@@ -17,35 +17,27 @@ impl EndToEnd {
         if self.execution == Execution::Eager {
             return Ok(());
         }
-        let refuse = |expected: &str, got: String, hint: &str| {
-            Err(Error::config("end-to-end benchmark", "execution", got)
-                .must_be(format!("eager, where {expected}"), hint))
-        };
-        if device.is_metal() {
-            let got = format!("planned on {}", device_name(device));
-            return refuse(
+        let (expected, got, hint) = if device.is_metal() {
+            (
                 "the device is neither the CPU nor a CUDA GPU",
-                got,
+                format!("planned on {}", device_name(device)),
                 "run it eagerly, or on one of them",
-            );
-        }
-        if !matches!(self.optimizer, OptimizerChoice::AdamW(_)) {
+            )
+        } else if !matches!(self.optimizer, OptimizerChoice::AdamW(_)) {
             let got = format!("planned with {}", self.optimizer.name());
-            return refuse(
+            (
                 "the optimizer is not adamw",
                 got,
                 "run it eagerly, or with adamw",
-            );
-        }
-        if self.mode == Mode::ForwardKeepingGraph {
-            let got = "planned".into();
-            return refuse(
-                "the graph is kept",
-                got,
-                "a planned forward has no graph to keep",
-            );
-        }
-        Ok(())
+            )
+        } else if self.mode == Mode::ForwardKeepingGraph {
+            let hint = "a planned forward has no graph to keep";
+            ("the graph is kept", "planned".into(), hint)
+        } else {
+            return Ok(());
+        };
+        Err(Error::config("end-to-end benchmark", "execution", got)
+            .must_be(format!("eager, where {expected}"), hint))
     }
 
     /// Refuses settings that only a planned training step uses.
@@ -101,7 +93,6 @@ impl EndToEnd {
         }
     }
 
-    /// A lower bound of what its plan takes.
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
@@ -110,7 +101,6 @@ impl EndToEnd {
         }
     }
 
-    /// B, T.
     fn tokens(&self) -> [usize; 2] {
         [self.batch_size, self.sequence_length]
     }

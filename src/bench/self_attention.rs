@@ -1,7 +1,7 @@
 //! A self-attention layer, timed by phase, with its memory step by step.
 
 use super::attention::{implementation, pairs, unsupported};
-use super::passes::{Alive, Pass, Passes, Sampling, at_least_one};
+use super::passes::{Alive, Pass, Passes, Sampling, at_least_one, breakdown};
 use super::{Execution, Limit, Step};
 use crate::compile::{self, StepConfig};
 use crate::memory::{
@@ -116,20 +116,14 @@ impl SelfAttentionRun {
         Pass::planned(step, [("x", &x)].into(), d_out)
     }
 
-    /// What it takes at its worst moment.
     fn breakdown(&self, device: &Device) -> Result<MemoryBreakdown> {
         let w = &self.workload;
-        match self.execution {
-            Execution::Eager => self_attention_breakdown(w),
-            // What is too large to be planned for is too large for any memory, eagerly too.
-            Execution::Planned => match planned_self_attention_breakdown(w, device) {
-                Err(error) if error.is_out_of_memory() => self_attention_breakdown(w),
-                breakdown => breakdown,
-            },
-        }
+        let eager = || self_attention_breakdown(w);
+        breakdown(self.execution, eager, || {
+            planned_self_attention_breakdown(w, device)
+        })
     }
 
-    /// Why it cannot run, if it cannot.
     fn unsupported(&self, device: &Device) -> Option<String> {
         let w = &self.workload;
         let is_planned = self.execution == Execution::Planned;
@@ -185,24 +179,17 @@ impl SelfAttentionRun {
         fields.insert("model_bytes", alive.resident);
         fields.insert("model_forward_bytes", alive.before_backward);
         fields.insert("model_forward_backward_bytes", alive.after_backward);
-        fields.insert(
-            "forward_bytes",
-            added(alive.before_backward, alive.resident),
-        );
-        fields.insert(
-            "backward_bytes",
-            added(alive.after_backward, alive.before_backward),
-        );
+        let (before, after) = (alive.before_backward, alive.after_backward);
+        fields.insert("forward_bytes", added(before, alive.resident));
+        fields.insert("backward_bytes", added(after, before));
         fields
     }
 
     fn labels(&self) -> Fields {
         let w = &self.workload;
         let mut row = Fields::new();
-        row.insert(
-            "implementation",
-            implementation(self.execution, w.algorithm),
-        );
+        let implementation = implementation(self.execution, w.algorithm);
+        row.insert("implementation", implementation);
         row.insert("batch_size", w.batch_size);
         row.insert("heads", w.heads);
         row.insert("context_length", w.sequence_length);

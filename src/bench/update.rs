@@ -34,7 +34,6 @@ impl OptimizerChoice {
         }
     }
 
-    /// What its running means are stored in.
     pub(super) fn moments(&self) -> Moments {
         match self {
             OptimizerChoice::AdamW(config) => config.moments,

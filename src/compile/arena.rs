@@ -70,7 +70,6 @@ pub(super) fn taken_bytes(buffer: &Buffer) -> u64 {
     buffer.bytes().next_multiple_of(ALIGNMENT_BYTES)
 }
 
-/// Whether some call needs both.
 pub(super) fn overlap(a: &Buffer, b: &Buffer) -> bool {
     a.live.start < b.live.end && b.live.start < a.live.end
 }

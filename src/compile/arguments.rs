@@ -143,7 +143,6 @@ impl Arguments {
         Ok(())
     }
 
-    /// The inputs by name, with shape and dtype.
     fn inputs(&self) -> impl Iterator<Item = (&str, (&[usize], DType))> {
         self.all.iter().filter_map(|argument| match argument {
             Argument::Input {
@@ -153,7 +152,6 @@ impl Arguments {
         })
     }
 
-    /// Says whether the plan reads an input of this name.
     pub fn reads(&self, name: &str) -> bool {
         self.inputs().any(|(input, _)| input == name)
     }

@@ -115,7 +115,6 @@ impl Batch {
         self.counted
     }
 
-    /// The inputs by name.
     pub(super) fn inputs(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.inputs.iter().map(|(name, x)| (name.as_str(), x))
     }

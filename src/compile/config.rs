@@ -85,7 +85,6 @@ pub enum PlanKind {
 }
 
 impl PlanKind {
-    /// Whether it has a backward.
     pub(super) fn has_backward(self) -> bool {
         self != Self::Forward
     }
@@ -195,7 +194,14 @@ impl StepConfig {
     /// without f32 parameters, an optimizer in backward beside `clip_norm`, accumulation or loss scaling.
     pub fn validate(&self) -> Result<()> {
         const CONFIG: &str = "StepConfig";
-        check_count(CONFIG, "accumulation", self.accumulation)?;
+        if !(1..=u32::MAX as usize).contains(&self.accumulation) {
+            return Err(
+                Error::config(CONFIG, "accumulation", self.accumulation).must_be(
+                    "from 1 to under 2^32",
+                    "it is the number of micro-batches in a step; 1 does not accumulate",
+                ),
+            );
+        }
         if let Some(norm) = self.clip_norm {
             check_clip_norm(norm)?;
         }
@@ -231,17 +237,6 @@ pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Res
     let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
                 your own by backward and AdamW::step";
     Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", hint))
-}
-
-/// An error unless a step can have so many.
-fn check_count(config: &'static str, field: &'static str, count: usize) -> Result<()> {
-    if (1..=u32::MAX as usize).contains(&count) {
-        return Ok(());
-    }
-    Err(Error::config(config, field, count).must_be(
-        "from 1 to under 2^32",
-        "it is the number of micro-batches in a step; 1 does not accumulate",
-    ))
 }
 
 /// An error unless gradients can be clipped to this value.

@@ -21,7 +21,6 @@ use std::rc::Rc;
 /// The loss of some inputs, as a caller gives it.
 pub(super) type AnyLoss<'l> = Box<dyn Fn(&Inputs) -> Result<Tensor> + Send + 'l>;
 
-/// The loss of a step.
 pub(super) enum Loss<'l> {
     Any(AnyLoss<'l>),
     Model(Box<TransformerLM>),
@@ -79,7 +78,6 @@ impl fmt::Debug for Loss<'_> {
     }
 }
 
-/// A loss to plan: its variables, its configuration, and what it is planned for.
 pub(super) struct Job<'j> {
     pub op: &'static str,
     pub kind: PlanKind,

@@ -114,7 +114,6 @@ impl Plan {
         }
     }
 
-    /// Where each phase begins.
     fn phases(&self, svg: &mut String) {
         let y = TOP + HEIGHT;
         let mut before = None;

@@ -112,7 +112,6 @@ mod costs;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod exchanged;
 mod executor;
 #[cfg(feature = "report")]
 mod explain;

@@ -234,7 +234,6 @@ pub struct BufferRange {
 }
 
 impl BufferRange {
-    /// All of one.
     pub(super) fn whole(buffers: &Buffers, id: BufferId) -> Self {
         Self {
             buffer: id,

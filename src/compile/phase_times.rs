@@ -39,7 +39,6 @@ pub(super) struct PhaseClock<M> {
 }
 
 impl<M> PhaseClock<M> {
-    /// Of a plan's runs.
     pub fn new(plan: &Plan) -> Self {
         Self {
             parts: parts(plan),
@@ -47,7 +46,6 @@ impl<M> PhaseClock<M> {
         }
     }
 
-    /// Calls in pieces of one phase each.
     pub fn pieces(&self, calls: Range<usize>) -> Vec<Range<usize>> {
         let mut start = calls.start;
         let same = self.parts[calls].chunk_by(|a, b| a == b);
@@ -58,12 +56,10 @@ impl<M> PhaseClock<M> {
         pieces.collect()
     }
 
-    /// A run begins.
     pub fn start(&mut self) {
         self.moments.clear();
     }
 
-    /// A piece begins, at this moment, with call number `first`.
     pub fn begins(&mut self, first: usize, now: M) {
         self.moments.push((Some(self.parts[first]), now));
     }

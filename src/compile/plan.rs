@@ -220,7 +220,6 @@ impl Plan {
         self.most_alive(|_| true)
     }
 
-    /// The call at which the most bytes of the arena are alive.
     pub(crate) fn busiest_call(&self) -> usize {
         self.alive(|_| true)
             .max_by_key(|(_, bytes)| *bytes)
@@ -231,7 +230,6 @@ impl Plan {
         self.alive(of).map(|(_, bytes)| bytes).max().unwrap_or(0)
     }
 
-    /// The bytes of these arena buffers that are alive at each call.
     fn alive(&self, of: impl Fn(&Buffer) -> bool) -> impl Iterator<Item = (usize, u64)> {
         let mut change = vec![0i64; self.calls.len() + 1];
         for buffer in self.buffers.iter().filter(|b| b.is_in_arena() && of(b)) {
@@ -342,7 +340,6 @@ impl Plan {
             .count()
     }
 
-    /// The first buffer with this location.
     pub(super) fn at_location(&self, location: Location) -> Option<&Buffer> {
         let mut buffers = self.buffers.iter();
         buffers.find(|buffer| buffer.location == location)

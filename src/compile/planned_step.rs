@@ -173,7 +173,6 @@ impl PlannedStep {
         })
     }
 
-    /// One step; whether there was an update.
     fn run_with(
         &mut self,
         optimizer: &mut AdamW,
@@ -352,7 +351,6 @@ impl PlannedStep {
         }
     }
 
-    /// The last run's.
     fn loss(&mut self, divisor: Option<f64>) -> Result<f32> {
         let loss = self.first(&self.output.clone())?;
         if let Some(ranks) = &self.communicator {
@@ -362,7 +360,6 @@ impl PlannedStep {
         Ok(loss.map_or(f32::NAN, |loss| (loss / divisor) as f32)) // (1)
     }
 
-    /// Times the phases of runs from now on, or no more.
     pub fn time_phases(&mut self, on: bool) {
         self.executor.time_phases(&self.plan, on);
     }

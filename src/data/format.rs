@@ -1,6 +1,6 @@
 //! The layouts of token files, the header two of them carry, and the writing of them.
 
-use super::file::{DataFile, HEADER_BYTES, Width};
+use super::source::{DataFile, HEADER_BYTES, Width};
 use super::tokens::Tokens;
 use crate::files::write_atomically;
 use crate::{Error, Result};
@@ -109,7 +109,6 @@ impl TokenFormat {
         }
     }
 
-    /// Checks a file: its header if the format has one, and its size.
     pub(super) fn check(self, file: &DataFile) -> Result<()> {
         match self.magic_and_version() {
             None => self.check_raw(file),

@@ -27,12 +27,10 @@
 //! ```
 
 mod batch;
-mod file;
 mod format;
 mod open;
 mod source;
 mod tokens;
-mod width;
 mod windows;
 
 pub use batch::{Batch, Batches};

@@ -1,8 +1,7 @@
 //! The ways to get [`Tokens`].
 
-use super::file::{DataFile, Width};
 use super::format::TokenFormat;
-use super::source::Source;
+use super::source::{DataFile, Source, Width};
 use super::tokens::{Tokens, position_outside};
 use crate::hf::Tokenizer;
 use crate::{Error, Result, files};

@@ -5,8 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::source::Source;
-use super::width;
+use super::source::{self, Source};
 use crate::files::zeros;
 use crate::{Error, Result};
 
@@ -166,12 +165,10 @@ impl Tokens {
         Ok(())
     }
 
-    /// Refuses ids of 32 or 64 bits that would be read as u16.
     pub(super) fn refuse_wider_ids(&self) -> Result<()> {
-        width::refuse_wider_ids(&self.source, self.vocab_size)
+        source::refuse_wider_ids(&self.source, self.vocab_size)
     }
 
-    /// Whether whatever is stored must be an id of the vocabulary, as a byte is among 256.
     fn width_fits_vocabulary(&self) -> bool {
         (self.source.width().max_id() as usize) < self.vocab_size
     }

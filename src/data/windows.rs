@@ -56,7 +56,6 @@ impl RandomBatches {
         })
     }
 
-    /// Windows in a batch.
     pub(super) fn batch_size(&self) -> usize {
         self.batch_size
     }
@@ -161,7 +160,6 @@ impl SequentialBatches {
         (0..self.len()).map(|index| self.batch(index, device))
     }
 
-    /// Windows of full length.
     fn num_windows(&self) -> usize {
         self.num_targets() / self.sequence_length
     }

@@ -276,7 +276,6 @@ fn keep_earlier(path: &Path, keep: usize) -> io::Result<()> {
     fs::hard_link(path, &latest).or_else(|_| fs::rename(path, &latest))
 }
 
-/// `path.suffix`
 pub(super) fn with_suffix(path: &Path, suffix: impl std::fmt::Display) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(format!(".{suffix}"));

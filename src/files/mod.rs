@@ -16,7 +16,6 @@ pub(crate) mod interrupt;
 mod lock;
 mod open;
 mod parts;
-mod room;
 mod save;
 mod tensors;
 
@@ -24,10 +23,9 @@ pub(crate) use atomic::{Staged, remove, remove_abandoned, rename, write_atomical
 pub(crate) use differences::{Difference, first_difference};
 #[cfg(feature = "train")]
 pub(crate) use lock::PathLock;
-pub(crate) use open::{open, read, read_exact_at, read_to_string};
+pub(crate) use open::{open, read, read_exact_at, read_to_string, zeros};
 #[cfg(feature = "train")]
 pub(crate) use parts::{Manifest, Part, PartFile};
-pub(crate) use room::zeros;
 #[cfg(feature = "train")]
 pub(crate) use save::save_part;
 pub(crate) use save::{Entry, save_tensors};

@@ -1,7 +1,7 @@
 //! Tensors in parts: ranks write a file each, and one file says which these are, and is complete because it is there.
 
 use super::atomic::folder_of;
-use super::room::check_room;
+use super::open::check_room;
 use super::tensors::TensorFile;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -41,12 +41,10 @@ pub(crate) struct Part {
 }
 
 impl Manifest {
-    /// Its key in the metadata.
     pub(crate) const KEY: &str = "tallow.parts";
 }
 
 impl Part {
-    /// Its key in the metadata.
     pub(crate) const KEY: &str = "tallow.part";
 }
 

@@ -10,7 +10,6 @@ use serde_json::{Map, Value};
 use std::io;
 use std::path::Path;
 
-/// A tensor to save.
 pub(crate) struct Entry {
     pub(crate) name: String,
     pub(crate) tensor: Tensor,

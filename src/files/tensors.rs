@@ -1,8 +1,7 @@
 //! Tensors out of a file.
 
-use super::open::{open, read_exact_at};
+use super::open::{check_room, open, read_exact_at, zeros};
 use super::parts::Parts;
-use super::room::{check_room, zeros};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, safetensors::Load};
 use safetensors::SafeTensorError;
@@ -12,7 +11,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// What safetensors allows.
 pub(super) const MAX_HEADER_BYTES: usize = 100_000_000;
 
 /// Bytes before the header: its length.
@@ -120,7 +118,6 @@ impl TensorFile {
         texts.get(key).map(String::as_str)
     }
 
-    /// The tensors' names, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
         let mut names = self.own_names();
         names.extend(self.parts.iter().flat_map(Parts::names));
@@ -281,7 +278,6 @@ pub(super) struct Checksums {
 }
 
 impl Checksums {
-    /// Its key in the metadata.
     pub(super) const KEY: &str = "tallow.crc32";
 
     pub(super) fn add_tensor(&mut self, name: &str, bytes: &[u8]) {

@@ -214,7 +214,6 @@ impl Graph {
         self.values.get(id.0)
     }
 
-    /// The value with an id of this graph.
     pub(crate) fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0]
     }
@@ -240,7 +239,6 @@ impl Graph {
         self.get(operand.value).map(|_| self.shape_of(operand))
     }
 
-    /// The shape of an operand of this graph.
     pub(crate) fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
         operand.shape_in(&self.values)
     }

@@ -49,7 +49,6 @@ impl Graph {
     }
 }
 
-/// What has been drawn.
 struct Picture<'a> {
     graph: &'a Graph,
     model: Module<'a>,
@@ -174,7 +173,6 @@ impl<'a> Module<'a> {
     }
 }
 
-/// A name between quotes.
 fn escaped(name: &str) -> String {
     name.replace('\\', r"\\")
         .replace('"', "\\\"")

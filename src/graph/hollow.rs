@@ -95,13 +95,11 @@ pub fn weights(dtype: DType) -> VarBuilder<'static> {
     VarBuilder::from_backend(Box::new(HollowWeights), dtype, Device::Cpu)
 }
 
-/// A hollow variable called `name`.
 pub(crate) fn hollow_weight(name: &str, shape: Shape, dtype: DType) -> candle_core::Result<Tensor> {
     let role = Role::Weight(name.into(), shape.dims().to_vec());
     hollow(shape, dtype, role, true)
 }
 
-/// Whether a builder is one of [`weights`].
 pub(crate) fn gives_hollow(vb: &VarBuilder<'_>) -> bool {
     vb.get_unchecked(PROBE).is_ok_and(|x| is_hollow(&x))
 }

@@ -37,16 +37,15 @@ mod dot;
 mod hollow;
 mod record;
 mod session;
-mod trace;
 
 pub use data::{
     Attribute, Graph, Kept, Node, Source, Target, TraceEvent, Value, ValueId, ValueRef, View,
 };
 pub use hollow::{input, is_hollow, weights};
-pub use trace::{Outputs, name, trace};
+pub use session::{Outputs, name, trace};
 
 pub(crate) use data::{CHECKPOINT, LEAF};
 pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, hollow_weight, refuse_hollow};
 pub(crate) use record::{Call, checkpoint, kept_value, record};
-pub(crate) use session::{autocast_ended, is_tracing, target, trace_number};
-pub(crate) use trace::{Traced, trace_with_tensors};
+pub(crate) use session::trace_with_tensors;
+pub(crate) use session::{Traced, autocast_ended, is_tracing, target, trace_number};

@@ -153,7 +153,6 @@ impl GradientAccumulator {
     }
 }
 
-/// The operation's name in errors.
 const OP: &str = "GradientAccumulator";
 
 /// `weight * part` in the type that sums are kept in, on `part`'s own storage where that is not shared.

@@ -3,9 +3,8 @@
 use super::MissingGradients;
 use super::config::{AdamWConfig, ParameterGroup};
 use super::cost::STEP_INFO;
-use super::reference;
 use super::shards::Shards;
-use super::slot::{STEP, Slot, step_cpu};
+use super::slot::{STEP, Slot, step_cpu, step_reference};
 use crate::gradients::{find_gradient, missing};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
@@ -157,7 +156,7 @@ impl AdamW {
                     Ok(())
                 }
                 (Path::Kernel, _) => step_cpu(parameter, gradient, slot, update),
-                (Path::Reference, _) => reference::step(parameter, gradient, slot, update),
+                (Path::Reference, _) => step_reference(parameter, gradient, slot, update),
             }
         })?;
         #[cfg(feature = "cuda")]
@@ -185,7 +184,7 @@ impl AdamW {
     /// # Errors
     /// As [`AdamW::step`].
     pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
-        self.step_by(gradients, reference::step)?;
+        self.step_by(gradients, step_reference)?;
         self.gather_weights()
     }
 
@@ -365,7 +364,6 @@ enum Gradient {
     Skipped,
 }
 
-/// An error if a variable or a name comes twice.
 fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     let refuse = |got: String, hint: &str| {
         Err(Error::config("AdamW", "parameters", got)

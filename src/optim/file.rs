@@ -11,7 +11,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-/// The metadata's key.
 const KEY: &str = "tallow.adamw";
 
 /// What the file says beside the tensors, as JSON.

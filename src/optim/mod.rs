@@ -35,8 +35,6 @@ mod cuda;
 #[cfg(feature = "files")]
 mod file;
 mod grad_scaler;
-pub(crate) mod guard;
-mod reference;
 mod schedule;
 mod shards;
 mod slot;
@@ -47,8 +45,9 @@ pub(crate) use adamw::PlannedUpdate;
 pub use crate::gradients::MissingGradients;
 pub use accumulate::GradientAccumulator;
 pub use adamw::AdamW;
-pub use clip::{clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
+#[cfg(feature = "train")]
+pub(crate) use clip::{DIVERGED, finite_loss};
+pub use clip::{check_finite, clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
 pub use config::{AdamWConfig, Moments, ParameterGroup, decay_matrices_only, parameters_of};
 pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};
-pub use guard::check_finite;
 pub use schedule::Schedule;

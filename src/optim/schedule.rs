@@ -102,7 +102,6 @@ impl Schedule {
         }
     }
 
-    /// The highest learning rate of any step.
     pub(crate) fn highest(&self) -> f64 {
         self.ramp().0[0]
     }

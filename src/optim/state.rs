@@ -150,7 +150,6 @@ impl AdamW {
         }
     }
 
-    /// Every variable of the state with its name.
     pub(super) fn state_vars(&self) -> impl Iterator<Item = (String, &Var)> {
         self.entries().flat_map(|entry| {
             let vars = entry.slot.into_iter().flat_map(Slot::vars);

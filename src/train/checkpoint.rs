@@ -12,7 +12,6 @@ use serde_json::Value;
 use std::path::Path;
 use std::sync::PoisonError;
 
-/// The metadata's key.
 const KEY: &str = "tallow.train";
 /// Raised when a reader of the old format could not make sense of the new one. In format 1 the history was in the JSON.
 const FORMAT: u32 = 2;
@@ -215,7 +214,6 @@ impl Trainer {
         files::save_tensors(path, entries, &texts, self.config.keep)
     }
 
-    /// The parameters' type.
     fn dtype(&self) -> DType {
         self.parameters[0].1.dtype()
     }

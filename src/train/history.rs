@@ -48,7 +48,6 @@ fn null_as_nan<'de, D: Deserializer<'de>>(losses: D) -> std::result::Result<Vec<
 }
 
 impl History {
-    /// Puts a step down.
     pub(super) fn stepped(&mut self, loss: f64, skipped: bool) {
         // One value for all that is none: it comes back from a file as it went in.
         self.losses
@@ -135,7 +134,6 @@ impl History {
     }
 }
 
-/// Reads the history's tensor called `name`, whose length must be in `lengths`.
 fn vector<T: WithDType>(
     file: &TensorFile,
     name: &str,

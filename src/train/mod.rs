@@ -37,7 +37,6 @@ mod config;
 #[cfg(feature = "report")]
 mod curve;
 mod data;
-mod fingerprint;
 mod history;
 mod parts;
 mod ranks;
@@ -47,7 +46,6 @@ mod trainer;
 
 pub use checkpoint::Checkpoint;
 pub use config::TrainConfig;
-pub use data::Data;
-pub use fingerprint::DataFingerprint;
+pub use data::{Data, DataFingerprint};
 pub use history::{Evaluation, History};
 pub use trainer::{StepReport, Trainer};

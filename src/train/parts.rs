@@ -62,7 +62,6 @@ impl Trainer {
         Ok(())
     }
 
-    /// Weights and state as they are here.
     fn part_entries(&self) -> Result<Vec<Entry>> {
         let weights = self.parameters.iter().map(|(name, part)| Entry {
             name: name.clone(),

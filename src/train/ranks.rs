@@ -186,13 +186,11 @@ impl Trainer {
         self.job.as_ref().map(Job::communicator)
     }
 
-    /// This rank, and how many train together.
     pub(super) fn rank_of(&self) -> [usize; 2] {
         let ranks = self.communicator();
         ranks.map_or([0, 1], |ranks| [ranks.rank(), ranks.world_size()])
     }
 
-    /// Which of a step's batches are this rank's.
     pub(super) fn batches(&self) -> Range<usize> {
         let [rank, world_size] = self.rank_of();
         let count = self.config.accumulation / world_size;

@@ -3,8 +3,7 @@
 use super::ranks::Job;
 use super::{StepReport, Trainer};
 use crate::compile::{Batch, Plan, Step, StepConfig};
-use crate::optim::guard::{DIVERGED, finite_loss};
-use crate::optim::{AdamW, GradScaler};
+use crate::optim::{AdamW, DIVERGED, GradScaler, finite_loss};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor};
 

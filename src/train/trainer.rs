@@ -9,8 +9,7 @@ use crate::files::PathLock;
 use crate::inplace::to_f64;
 use crate::model::TransformerLM;
 use crate::ops::cross_entropy::nothing_counts;
-use crate::optim::guard::finite_loss;
-use crate::optim::{AdamW, GradScaler, decay_matrices_only};
+use crate::optim::{AdamW, GradScaler, decay_matrices_only, finite_loss};
 use crate::{Result, probe};
 use candle_core::Var;
 use std::sync::Mutex;
@@ -277,7 +276,6 @@ impl Trainer {
         self.model
     }
 
-    /// Batch `i` of this step.
     pub(super) fn training_batch(&self, i: usize) -> Result<Batch> {
         let index = self.step * self.config.accumulation + i;
         let batch = self.training.batch(index as u64, self.model.device())?;

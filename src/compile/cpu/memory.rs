@@ -169,7 +169,6 @@ impl<'a> View<'a> {
         self.micro_batch
     }
 
-    /// Where a buffer begins.
     fn start(&self, buffer: &Buffer) -> *mut u8 {
         let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();
         match buffer.location {

@@ -27,7 +27,6 @@ pub(super) struct Executor {
 }
 
 impl Executor {
-    /// Allocates what threads pack products into.
     pub fn new(plan: &Plan) -> Result<Self> {
         let calls = plan.calls().iter();
         let mut products = calls.filter(|call| call.op.is_product());
@@ -38,13 +37,11 @@ impl Executor {
         Ok(Self::default())
     }
 
-    /// Takes the arena of another plan's executor, or a larger one in its place.
     pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
         self.arena = std::mem::take(&mut from.arena).of_at_least(plan.peak_bytes())?;
         Ok(())
     }
 
-    /// Runs the calls of every micro-batch, and those before: all but the update.
     pub fn run_micro_batches(
         &mut self,
         plan: &Plan,
@@ -66,12 +63,10 @@ impl Executor {
         Ok(())
     }
 
-    /// Times the phases of runs from now on, or no more.
     pub fn time_phases(&mut self, plan: &Plan, on: bool) {
         self.clock = on.then(|| PhaseClock::new(plan));
     }
 
-    /// What the phases of the last run took, if they are timed.
     pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
         let ms = |from: &Instant, to: &Instant| Ok(to.duration_since(*from).as_secs_f64() * 1e3);
         self.clock
@@ -103,12 +98,10 @@ impl Executor {
         Ok(run_calls(plan, rest, &view, controls, &mut self.clock)?.is_continue())
     }
 
-    /// What a run has left in an operand that the plan keeps.
     pub fn read<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> Vec<T> {
         self.arena.values(plan, operand).to_vec()
     }
 
-    /// The same as a tensor of that shape.
     pub fn copy(
         &self,
         plan: &Plan,

@@ -152,7 +152,6 @@ impl<'l> Step<'l> {
         Ok(last)
     }
 
-    /// The plan that is in the arena.
     fn last(&self) -> Option<&Prepared> {
         self.plans.last()
     }

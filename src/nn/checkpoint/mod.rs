@@ -66,7 +66,6 @@ pub fn checkpoint<const N: usize>(
 /// As ranges, errors and traces have it.
 const NAME: &str = graph::CHECKPOINT;
 
-/// The error of a backward that cannot be.
 fn refuse(problem: impl Into<String>, hint: &str) -> Error {
     Error::order(NAME, problem, hint)
 }

@@ -15,7 +15,6 @@ use candle_core::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A function of some inputs.
 type Function = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
 
 /// The node: what the function depends on, to its output; and all that it takes to run the function again.

@@ -299,7 +299,6 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Forgets what was unscaled and found since the last update.
     fn forget_step(&mut self) {
         self.unscaled.clear();
         self.non_finite = None;

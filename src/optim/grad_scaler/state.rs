@@ -38,35 +38,44 @@ impl GradScalerConfig {
     /// [`Error::Config`] naming the field: `init_scale` must be a normal number of `f32` and over 0, `growth_factor`
     /// finite and over 1, `backoff_factor` over 0 and under 1, `growth_interval` at least 1.
     pub fn validate(&self) -> Result<()> {
-        let refuse = |field, expected: &str, got: String, hint: &str| {
-            Err(Error::config("GradScalerConfig", field, got).must_be(expected, hint))
-        };
-        if !is_scale(self.init_scale) {
-            return refuse(
+        let (growth, backoff) = (self.growth_factor, self.backoff_factor);
+        let interval = self.growth_interval as f64;
+        let is_growth = growth.is_finite() && growth > 1.0;
+        let is_backoff = backoff > 0.0 && backoff < 1.0;
+        let larger = "2 is usual; a large growth_interval keeps the scale where it is";
+        for (is_fine, field, expected, got, hint) in [
+            (
+                is_scale(self.init_scale),
                 "init_scale",
                 SCALE_RANGE,
-                self.init_scale.to_string(),
+                self.init_scale,
                 "65536 is usual",
-            );
-        }
-        if !(self.growth_factor.is_finite() && self.growth_factor > 1.0) {
-            return refuse(
+            ),
+            (
+                is_growth,
                 "growth_factor",
                 "finite and over 1",
-                self.growth_factor.to_string(),
-                "2 is usual; a large growth_interval keeps the scale where it is",
-            );
-        }
-        if !(self.backoff_factor > 0.0 && self.backoff_factor < 1.0) {
-            return refuse(
+                growth,
+                larger,
+            ),
+            (
+                is_backoff,
                 "backoff_factor",
                 "over 0 and under 1",
-                self.backoff_factor.to_string(),
+                backoff,
                 "0.5 is usual",
-            );
-        }
-        if self.growth_interval == 0 {
-            return refuse("growth_interval", "at least 1", "0".into(), "2000 is usual");
+            ),
+            (
+                interval > 0.0,
+                "growth_interval",
+                "at least 1",
+                interval,
+                "2000 is usual",
+            ),
+        ] {
+            if !is_fine {
+                return Err(Error::config("GradScalerConfig", field, got).must_be(expected, hint));
+            }
         }
         Ok(())
     }
@@ -105,7 +114,6 @@ pub struct GradScalerState {
 }
 
 impl GradScalerState {
-    /// The state before the first step.
     pub(super) fn new(config: &GradScalerConfig) -> Self {
         Self {
             scale: as_f32(config.init_scale),
@@ -192,7 +200,6 @@ fn as_f32(scale: f64) -> f64 {
     f64::from(scale as f32)
 }
 
-/// The scales there are, in words.
 const SCALE_RANGE: &str = "a normal number of f32, 1.2e-38 to 3.4e38";
 
 /// Whether `scale` can be one. As in PyTorch a scale is an `f32`; under its normal numbers `1 / scale` is no `f32`.

@@ -1,6 +1,6 @@
 //! Gradients divided by the scale, and whether they are finite: on the CPU in one pass over each.
 
-use super::super::guard::are_finite;
+use super::super::clip::are_finite;
 use super::{GradScaler, Progress, UNSCALE};
 use crate::gradients::{Owners, gradient_of, gradients_of};
 use crate::inplace::{for_stored, read, wide, with_mut_slice};
