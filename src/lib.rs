@@ -123,7 +123,6 @@ pub mod graph;
 pub mod hardware;
 #[cfg(feature = "files")]
 pub mod hf;
-mod holding;
 mod init;
 mod inplace;
 #[doc(hidden)]

@@ -1,7 +1,8 @@
 //! What saved tensors may be, for errors: their numbers, their types and shapes.
 
 use crate::Result;
-use candle_core::{DType, Storage, Tensor, WithDType};
+use crate::inplace::{for_stored, is_supported, read};
+use candle_core::{Tensor, WithDType};
 use rayon::prelude::*;
 
 /// Elements that one task looks at.
@@ -36,38 +37,27 @@ impl Numbers {
     /// # Errors
     /// candle's where a tensor cannot be brought to the host.
     pub(crate) fn misfit(self, tensor: &Tensor) -> Result<Option<String>> {
-        if self == Self::Any {
+        if self == Self::Any || !is_supported(tensor.dtype()) {
             return Ok(None);
         }
         let tensor = tensor.detach().to_device(&candle_core::Device::Cpu)?;
         let tensor = tensor.contiguous()?;
-        Ok(match tensor.dtype() {
-            DType::F64 => self.first::<f64>(&tensor)?,
-            DType::F32 => self.first::<f32>(&tensor)?,
-            DType::F16 => self.first::<half::f16>(&tensor)?,
-            DType::BF16 => self.first::<half::bf16>(&tensor)?,
-            _ => None,
-        })
+        let first = || for_stored!(tensor.dtype(), T => read(&tensor, |elements: &[T]| Ok(self.first(elements))));
+        Ok(first()?)
     }
 
-    fn first<T: WithDType>(self, tensor: &Tensor) -> candle_core::Result<Option<String>> {
+    fn first<T: WithDType>(self, elements: &[T]) -> Option<String> {
         let wrong = |x: &T| {
             let x = x.to_f64();
             !x.is_finite() | (self == Self::NotNegative && x < 0.0)
         };
-        let (storage, layout) = tensor.storage_and_layout();
-        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-        else {
-            candle_core::bail!("expected a contiguous tensor on the CPU");
-        };
-        let elements = &storage.as_slice::<T>()?[start..end];
         let chunks = elements.par_chunks(CHUNK).enumerate();
-        Ok(chunks.find_map_first(|(i, chunk)| {
+        chunks.find_map_first(|(i, chunk)| {
             // Without an early exit it is one vectorised pass; the search runs only where it will find something.
             let any = chunk.iter().fold(false, |any, x| any | wrong(x));
             let position = any.then(|| chunk.iter().position(wrong)).flatten()?;
             let value = chunk[position].to_f64();
             Some(format!("{value} at element {}", i * CHUNK + position))
-        }))
+        })
     }
 }

@@ -34,12 +34,6 @@
 //! evaluate; [`Step::without_optimizer`] takes any function, whose output's gradient
 //! [`Step::forward_backward_from`] is given.
 //!
-//! What lives here: the plan as data ([`Plan`], [`Call`], [`Op`], [`Buffer`]), its placement ([`arena`]), its reports
-//! ([`Plan::explain`], [`Plan::costs`], [`Plan::memory_map`], [`Plan::timeline`]), what makes it from a trace, and the
-//! executor, a loop over the calls that knows nothing of transformers, one for the CPU and one for GPUs. What does not:
-//! the kernels (`src/kernels`), and what each op is in a plan of a trace, which its own file in [`ops`](crate::ops)
-//! says.
-//!
 //! # On a GPU
 //!
 //! A model on a CUDA GPU (feature `cuda`, compute capability 8.0 and later) is planned there, in f32, bf16 and f16,

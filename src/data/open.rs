@@ -1,7 +1,7 @@
 //! The ways to get [`Tokens`].
 
 use super::format::TokenFormat;
-use super::source::{DataFile, Source, Width};
+use super::source::{DataFile, Source, TokenFile, Width};
 use super::tokens::{Tokens, position_outside};
 use crate::hf::Tokenizer;
 use crate::{Error, Result, files};
@@ -18,11 +18,11 @@ impl Tokens {
     /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`] if it is empty.
     pub fn bytes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let source = Source::File {
+        let source = Source::File(TokenFile {
             file: DataFile::open(path)?,
             header_bytes: 0,
             width: Width::U8,
-        };
+        });
         Ok(Self::whole(source, BYTES_VOCAB_SIZE))
     }
 

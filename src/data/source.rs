@@ -12,34 +12,33 @@ use std::path::{Path, PathBuf};
 const READ_TOKENS: usize = 1 << 15;
 
 pub(super) enum Source {
-    /// A file: `header_bytes`, then little-endian tokens of `width` up to its end.
-    File {
-        file: DataFile,
-        header_bytes: usize,
-        width: Width,
-    },
+    /// A file.
+    File(TokenFile),
     /// Bytes in memory, each a token; `name` says what they are.
     Bytes { name: String, bytes: Vec<u8> },
     /// Ids in memory.
     Ids(Vec<u32>),
 }
 
+/// A file: `header_bytes`, then little-endian tokens of `width` up to its end.
+pub(super) struct TokenFile {
+    pub(super) file: DataFile,
+    pub(super) header_bytes: usize,
+    pub(super) width: Width,
+}
+
 impl Source {
     pub(super) fn of_file(file: DataFile, format: TokenFormat) -> Self {
-        Self::File {
+        Self::File(TokenFile {
             file,
             header_bytes: format.header_bytes(),
             width: format.width(),
-        }
+        })
     }
 
     pub(super) fn len(&self) -> usize {
         match self {
-            Self::File {
-                file,
-                header_bytes,
-                width,
-            } => (file.len - header_bytes) / width.bytes(),
+            Self::File(t) => (t.file.len - t.header_bytes) / t.width.bytes(),
             Self::Bytes { bytes, .. } => bytes.len(),
             Self::Ids(ids) => ids.len(),
         }
@@ -47,7 +46,7 @@ impl Source {
 
     pub(super) fn width(&self) -> Width {
         match self {
-            Self::File { width, .. } => *width,
+            Self::File(tokens) => tokens.width,
             Self::Bytes { .. } => Width::U8,
             Self::Ids(_) => Width::U32,
         }
@@ -55,7 +54,7 @@ impl Source {
 
     pub(super) fn name(&self) -> String {
         match self {
-            Self::File { file, .. } => file.path.display().to_string(),
+            Self::File(tokens) => tokens.file.path.display().to_string(),
             Self::Bytes { name, .. } => name.clone(),
             Self::Ids(_) => "ids in memory".into(),
         }
@@ -68,16 +67,13 @@ impl Source {
     pub(super) fn decode(&self, start: usize, out: &mut [u32]) -> Result<()> {
         let end = start + out.len();
         match self {
-            Self::File {
-                file,
-                header_bytes,
-                width,
-            } => {
+            Self::File(tokens) => {
+                let (file, width) = (&tokens.file, &tokens.width);
                 let mut bytes = vec![0; out.len().min(READ_TOKENS) * width.bytes()];
                 for (i, out) in out.chunks_mut(READ_TOKENS).enumerate() {
                     let bytes = &mut bytes[..out.len() * width.bytes()];
                     let first = start + i * READ_TOKENS;
-                    file.read_at(header_bytes + first * width.bytes(), bytes)?;
+                    file.read_at(tokens.header_bytes + first * width.bytes(), bytes)?;
                     decode_little_endian(*width, bytes, out);
                 }
             }
@@ -96,14 +92,10 @@ impl Source {
         vocab_size: usize,
     ) -> Error {
         match self {
-            Self::File {
-                file,
-                header_bytes,
-                width,
-            } => {
-                let offset = header_bytes + index * width.bytes();
+            Self::File(tokens) => {
+                let offset = tokens.header_bytes + index * tokens.width.bytes();
                 Error::format(
-                    file.path.clone(),
+                    tokens.file.path.clone(),
                     format!(
                         "token {index}, at byte offset {offset}, is {id}, outside the vocabulary of {vocab_size}"
                     ),
@@ -232,7 +224,7 @@ const MOST_UPPER: u32 = 15;
 /// A file is refused only if *every* second u16 is that small while the others are not, and of different values. No
 /// text is like that: each of its tokens would be followed by one of the first few ids.
 pub(super) fn refuse_wider_ids(source: &Source, vocab_size: usize) -> Result<()> {
-    let Source::File { file, .. } = source else {
+    let Source::File(TokenFile { file, .. }) = source else {
         return Ok(());
     };
     let count = source.len();

@@ -165,12 +165,12 @@ fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<Tens
         rank,
         world_size: manifest.files.len(),
     };
-    let described =
-        |Part {
-             save,
-             rank,
-             world_size,
-         }: &Part| { format!("rank {rank} of {world_size} in the save {save}") };
+    let described = |part: &Part| {
+        format!(
+            "rank {} of {} in the save {}",
+            part.rank, part.world_size, part.save
+        )
+    };
     let refused = |problem: String| Error::Format {
         path: part.path().into(),
         problem,

@@ -2,9 +2,9 @@
 
 use super::info::OpInfo;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
+use crate::grad::holding;
 use crate::graph::{self, Target};
 use crate::hardware::device_name;
-use crate::holding::holding;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;

@@ -1,7 +1,7 @@
 //! Where a policy holds.
 
 use super::Autocast;
-use crate::holding::holding;
+use crate::grad::holding;
 use crate::probe::Operand;
 use crate::{Result, graph};
 use candle_core::DType;

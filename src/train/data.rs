@@ -231,11 +231,7 @@ fn piece_starts(len: usize) -> Box<dyn Iterator<Item = usize>> {
 
 impl fmt::Display for DataFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            tokens,
-            vocab_size,
-            hash,
-        } = self;
+        let (tokens, vocab_size, hash) = (self.tokens, self.vocab_size, &self.hash);
         write!(
             f,
             "{tokens} tokens of vocabulary {vocab_size} (hash {hash})"

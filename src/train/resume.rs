@@ -2,7 +2,7 @@
 
 use super::{Checkpoint, Data, TrainConfig, Trainer};
 use crate::distributed::FullyShard;
-use crate::files::{self, Difference, TensorFile, first_difference};
+use crate::files::{self, TensorFile, first_difference};
 use crate::model::{LoadOptions, STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::saved::Numbers;
 use crate::{Error, Result};
@@ -87,13 +87,8 @@ impl Trainer {
         };
         let difference = first_difference(&saved.model, model, &["checkpointing"])
             .or_else(|| first_difference(&saved.train, &config, &FREE_SETTINGS));
-        if let Some(Difference {
-            field,
-            saved,
-            given,
-        }) = difference
-        {
-            return Err(refuse(&field, saved, given));
+        if let Some(different) = difference {
+            return Err(refuse(&different.field, different.saved, different.given));
         }
         if config.steps < saved.step {
             let taken = format!("{} already taken", saved.step);
@@ -128,18 +123,10 @@ impl Trainer {
             Some(sharded) => Self::of_parts(model, sharded, config, train, validation)?,
             None => Self::new(model, config, train, validation)?,
         };
-        for (what, saved, given) in [
-            (
-                "training data of",
-                saved.training_data,
-                &trainer.training_data,
-            ),
-            (
-                "validation data of",
-                saved.validation_data,
-                &trainer.validation_data,
-            ),
-        ] {
+        let data = [saved.training_data, saved.validation_data];
+        let given = [&trainer.training_data, &trainer.validation_data];
+        let names = ["training data of", "validation data of"];
+        for ((what, saved), given) in names.into_iter().zip(data).zip(given) {
             if saved != *given {
                 return Err(refuse(what, saved.to_string(), given.to_string()));
             }

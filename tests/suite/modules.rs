@@ -5,16 +5,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Every module of `src`, lower ones first.
-const ORDER: [&str; 30] = [
+const ORDER: [&str; 29] = [
     "error",
-    "saved",
-    "holding",
     "grad",
     "init",
     "probe",
     "kernels",
     "hardware",
     "inplace",
+    "saved",
     "gradients",
     "graph",
     "files",

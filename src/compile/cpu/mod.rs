@@ -1,7 +1,4 @@
 //! The CPU's executor: every call handed to its kernel.
-//!
-//! What lives here: memory ([`memory`]) and calls ([`call`]). What does not: anything that knows a
-//! model, or an op.
 
 mod call;
 mod memory;

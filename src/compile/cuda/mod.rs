@@ -9,12 +9,6 @@
 //! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are
 //! first launched, and refuses to while a stream is recorded. It waits for what the model's stream has been given
 //! before a run, and that waits for the run.
-//!
-//! What lives here: where a plan's buffers are ([`device_pointers`]), what is filled in before a run ([`inputs`]),
-//! calls ([`call`], with what [`launcher`] has), runs of them as graphs ([`segments`], [`graph`](mod@graph)), the
-//! update of all parameters as one launch ([`update`]), what ranks exchange beside ([`exchanges`]), and what a run has
-//! left ([`results`]). What does not: anything
-//! that knows a model.
 
 mod call;
 mod device_pointers;

@@ -38,44 +38,35 @@ impl GradScalerConfig {
     /// [`Error::Config`] naming the field: `init_scale` must be a normal number of `f32` and over 0, `growth_factor`
     /// finite and over 1, `backoff_factor` over 0 and under 1, `growth_interval` at least 1.
     pub fn validate(&self) -> Result<()> {
-        let (growth, backoff) = (self.growth_factor, self.backoff_factor);
-        let interval = self.growth_interval as f64;
-        let is_growth = growth.is_finite() && growth > 1.0;
-        let is_backoff = backoff > 0.0 && backoff < 1.0;
-        let larger = "2 is usual; a large growth_interval keeps the scale where it is";
-        for (is_fine, field, expected, got, hint) in [
-            (
-                is_scale(self.init_scale),
+        let refuse = |field, expected: &str, got: String, hint: &str| {
+            Err(Error::config("GradScalerConfig", field, got).must_be(expected, hint))
+        };
+        if !is_scale(self.init_scale) {
+            return refuse(
                 "init_scale",
                 SCALE_RANGE,
-                self.init_scale,
+                self.init_scale.to_string(),
                 "65536 is usual",
-            ),
-            (
-                is_growth,
+            );
+        }
+        if !(self.growth_factor.is_finite() && self.growth_factor > 1.0) {
+            return refuse(
                 "growth_factor",
                 "finite and over 1",
-                growth,
-                larger,
-            ),
-            (
-                is_backoff,
+                self.growth_factor.to_string(),
+                "2 is usual; a large growth_interval keeps the scale where it is",
+            );
+        }
+        if !(self.backoff_factor > 0.0 && self.backoff_factor < 1.0) {
+            return refuse(
                 "backoff_factor",
                 "over 0 and under 1",
-                backoff,
+                self.backoff_factor.to_string(),
                 "0.5 is usual",
-            ),
-            (
-                interval > 0.0,
-                "growth_interval",
-                "at least 1",
-                interval,
-                "2000 is usual",
-            ),
-        ] {
-            if !is_fine {
-                return Err(Error::config("GradScalerConfig", field, got).must_be(expected, hint));
-            }
+            );
+        }
+        if self.growth_interval == 0 {
+            return refuse("growth_interval", "at least 1", "0".into(), "2000 is usual");
         }
         Ok(())
     }
