@@ -15,30 +15,28 @@ mod device_pointers;
 mod exchanges;
 mod graph;
 mod inputs;
-mod launcher;
-mod results;
 mod segments;
-mod undisturbed;
 mod update;
-
-pub(in crate::compile) use undisturbed::Undisturbed;
 
 use super::executor::{Controls, Tensors, not_finite};
 use super::op::Op;
 use super::phase_times::{PhaseClock, PhaseTimes};
-use super::plan::Plan;
+use super::plan::{BufferRange, Plan};
 use crate::kernels::cuda::matmul::Products;
+use crate::ops::cuda as ops;
 use crate::{Error, Result, hardware, probe};
-use candle_core::Device;
-use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
+use candle_core::cuda_backend::cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use device_pointers::DevicePointers;
+use candle_core::{Device, Shape, Tensor, WithDType};
+use device_pointers::{DevicePointers, start_of};
 use exchanges::Exchanges;
 use graph::Recorded;
 use inputs::Inputs;
 use segments::Segment;
 use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use update::{OptimizerLayout, Updates};
 
@@ -165,8 +163,8 @@ impl Executor {
         };
         let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::MicroBatches)?;
         if let (Some(output), Some(buffer)) = (tensors.output, &self.output) {
-            let to = crate::ops::cuda::elements(output)?.pointer;
-            let from = device_pointers::start_of(buffer);
+            let to = ops::elements(output)?.pointer;
+            let from = start_of(buffer);
             let stream = self.gpu.cuda_stream();
             // SAFETY: both have the plan's output's bytes, and are used in the order of one stream.
             unsafe { memcpy_dtod_async(to, from, buffer.len(), stream.cu_stream()) }.w()?;
@@ -261,7 +259,7 @@ impl Executor {
     /// of this extent with others.
     fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: RunScope) -> Result<()> {
         let arguments = tensors.arguments.iter();
-        let arguments = arguments.map(|x| Ok::<_, Error>(crate::ops::cuda::elements(x)?.pointer));
+        let arguments = arguments.map(|x| Ok::<_, Error>(ops::elements(x)?.pointer));
         let arguments: Vec<u64> = arguments.collect::<Result<_>>()?;
         let place = extent as usize;
         if self.arguments[place] != arguments {
@@ -318,6 +316,48 @@ impl Executor {
     }
 }
 
+impl Executor {
+    /// What a run has left in an operand that the plan keeps; waits for the GPU.
+    pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Result<Vec<T>> {
+        let buffer = plan.buffer_of(operand);
+        assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
+        let mut values = vec![T::zero(); operand.elements.len()];
+        let from = self.address_of(plan, operand);
+        let stream = self.gpu.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        // SAFETY: the operand lies within its buffer, and that in the arena; the host waits before it reads.
+        unsafe { memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.w()?;
+        stream.synchronize().w()?;
+        Ok(values)
+    }
+
+    /// The same as a tensor of the model's device, copied in the order of its stream, which has waited for the run.
+    pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
+        let dtype = plan.buffer_of(operand).dtype;
+        let elements = operand.elements.len();
+        let room = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
+        let to = ops::whole(&room)?.pointer;
+        let (from, bytes) = (
+            self.address_of(plan, operand),
+            elements * dtype.size_in_bytes(),
+        );
+        // SAFETY: the operand lies within its buffer, and that in the arena; the room has as many bytes.
+        unsafe { memcpy_dtod_async(to, from, bytes, self.stream.cu_stream()) }.w()?;
+        Ok(ops::tensor(room, shape))
+    }
+
+    /// Where an operand of the arena begins.
+    fn address_of(&self, plan: &Plan, operand: &BufferRange) -> u64 {
+        let buffer = plan.buffer_of(operand);
+        let Some(range) = buffer.arena_range() else {
+            panic!("{} is not in the arena", buffer.name);
+        };
+        let first = operand.elements.start * buffer.dtype.size_in_bytes();
+        let arena = self.arena.as_ref().map_or(0, start_of);
+        arena + range.start + first as u64
+    }
+}
+
 /// An error unless a GPU has so many bytes left.
 fn check_room(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
     let on = Device::Cuda(gpu.clone());
@@ -337,5 +377,44 @@ impl fmt::Debug for Executor {
         f.debug_struct("cuda::Executor")
             .field("arena_bytes", &self.arena.as_ref().map(CudaSlice::len))
             .finish_non_exhaustive()
+    }
+}
+
+/// An executor that is dropped while no other thread makes, records or drops a stream. cuBLAS's handle waits for the
+/// whole context as it goes: the driver then walks all streams, and crashes where another thread frees one.
+pub(in crate::compile) struct Undisturbed(ManuallyDrop<Executor>);
+
+impl Undisturbed {
+    /// As [`Executor::new`].
+    pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
+        Ok(Self(ManuallyDrop::new(Executor::new(plan, gpu)?)))
+    }
+}
+
+impl Deref for Undisturbed {
+    type Target = Executor;
+
+    fn deref(&self) -> &Executor {
+        &self.0
+    }
+}
+
+impl DerefMut for Undisturbed {
+    fn deref_mut(&mut self) -> &mut Executor {
+        &mut self.0
+    }
+}
+
+impl Drop for Undisturbed {
+    fn drop(&mut self) {
+        let _undisturbed = hardware::cuda::undisturbed();
+        // SAFETY: nothing uses it after.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
+    }
+}
+
+impl fmt::Debug for Undisturbed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&*self.0, f)
     }
 }

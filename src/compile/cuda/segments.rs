@@ -1,7 +1,7 @@
 //! Runs in segments, each launched call by call or replayed as a graph.
 
+use super::call::Launcher;
 use super::graph::{self, Graph, Recorded};
-use super::launcher::Launcher;
 use super::{Executor, RunScope};
 use crate::compile::calls;
 use crate::compile::plan::Plan;
