@@ -2,7 +2,7 @@
 
 use super::first_step::FirstStep;
 use super::update::{LossScaling, Update};
-use super::{Lap, LapTimings, OptimizerChoice, Step, Stopwatch, Timing};
+use super::{Lap, LapTimings, OptimizerChoice, Step, Stopwatch, Timing, alternate};
 use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::precision::Precision;
@@ -134,17 +134,10 @@ impl EndToEnd {
     /// # Errors
     /// A configuration that cannot run; what is for planned training steps, with anything else; candle's optimizer with
     /// f16 parameters, for it takes no f32 gradients; the ops' errors.
-    pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
-        let estimate_bytes = self.estimate_bytes(device)?;
-        match self.refusal(estimate_bytes) {
-            Some(row) => Ok(vec![row]),
-            None => match self.measure(device, on_step) {
-                Err(error) if error.is_out_of_memory() => {
-                    Ok(vec![self.out_of_memory(device, estimate_bytes, &error)])
-                }
-                measured => self.rows(estimate_bytes, &measured?),
-            },
-        }
+    pub fn run(&self, device: &Device, mut on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
+        let runs = std::slice::from_ref(self);
+        let rows = alternate(runs, 1, device, |_, step, ms| on_step(step, ms))?;
+        Ok(rows.into_iter().flatten().collect())
     }
 
     /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads,

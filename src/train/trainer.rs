@@ -271,11 +271,6 @@ impl Trainer {
         &self.history
     }
 
-    /// Ends the run and gives its model.
-    pub fn into_model(self) -> TransformerLM {
-        self.model
-    }
-
     pub(super) fn training_batch(&self, i: usize) -> Result<Batch> {
         let index = self.step * self.config.accumulation + i;
         let batch = self.training.batch(index as u64, self.model.device())?;

@@ -101,24 +101,27 @@ impl Node for Segment {
 }
 
 impl InGraph {
-    /// The output that forward was made for, once.
-    fn take_output(&self) -> candle_core::Result<Tensor> {
-        let output = self
-            .output
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        match output {
-            Some(output) => Ok(output),
-            None => bail!("{NAME}: forward came a second time"),
-        }
-    }
-
-    fn elsewhere<T>(&self, output: &Tensor) -> candle_core::Result<T> {
-        bail!(
-            "{NAME}: the output is on {}, and not where its graph is",
-            device_name(output.device())
-        )
+    /// A copy of the output that forward was made for, once.
+    fn forward<S: BackendStorage>(
+        &self,
+        here: impl Fn(&Storage) -> Option<&S>,
+    ) -> candle_core::Result<(S, Shape)>
+    where
+        S::Device: BackendDevice<Storage = S>,
+    {
+        let mut output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(output) = output.take() else {
+            bail!("{NAME}: forward came a second time");
+        };
+        let (storage, layout) = output.storage_and_layout();
+        let Some(storage) = here(&storage) else {
+            let place = device_name(output.device());
+            bail!("{NAME}: the output is on {place}, and not where its graph is");
+        };
+        let shape = layout.shape().clone();
+        let mut copy = storage.device().zeros_impl(&shape, storage.dtype())?;
+        storage.copy_strided_src(&mut copy, 0, layout)?;
+        Ok((copy, shape))
     }
 }
 
@@ -128,21 +131,17 @@ impl CustomOp1 for InGraph {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let output = self.take_output()?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => copy(storage, layout),
-            _ => self.elsewhere(&output),
-        }
+        self.forward(|storage| match storage {
+            Storage::Cpu(storage) => Some(storage),
+            _ => None,
+        })
     }
 
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        let output = self.take_output()?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Cuda(storage) => copy(storage, layout),
-            _ => self.elsewhere(&output),
-        }
+        self.forward(|storage| match storage {
+            Storage::Cuda(storage) => Some(storage),
+            _ => None,
+        })
     }
 
     fn metal_fwd(
@@ -150,12 +149,10 @@ impl CustomOp1 for InGraph {
         _: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        let output = self.take_output()?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Metal(storage) => copy(storage, layout),
-            _ => self.elsewhere(&output),
-        }
+        self.forward(|storage| match storage {
+            Storage::Metal(storage) => Some(storage),
+            _ => None,
+        })
     }
 
     fn bwd(
@@ -170,17 +167,6 @@ impl CustomOp1 for InGraph {
         }
         Ok(Some(token.zeros_like()?))
     }
-}
-
-/// The elements in their order, in a storage of their own.
-fn copy<S: BackendStorage>(storage: &S, layout: &Layout) -> candle_core::Result<(S, Shape)>
-where
-    S::Device: BackendDevice<Storage = S>,
-{
-    let shape = layout.shape().clone();
-    let mut copy = storage.device().zeros_impl(&shape, storage.dtype())?;
-    storage.copy_strided_src(&mut copy, 0, layout)?;
-    Ok((copy, shape))
 }
 
 /// What held in forward, to hold again in backward.
