@@ -38,7 +38,7 @@ mod signals;
 
 use candle_core::{DType, Device};
 use clap::Parser;
-use common::ranks::{ExchangeFlags, RankFlags, Strategy, own_shard};
+use common::ranks::{ExchangeFlags, RankFlags, Strategy};
 use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
 use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, new_model};
@@ -495,11 +495,9 @@ impl Flags {
             _ if !several => StepRanks::Alone,
             Strategy::Replicated => StepRanks::Replicated(exchange.config()),
             Strategy::ShardedOptimizer => {
-                StepRanks::ShardedOptimizer(exchange.config(), own_shard(communicator))
+                StepRanks::ShardedOptimizer(exchange.config(), communicator.shard())
             }
-            Strategy::FullyShard => {
-                StepRanks::FullySharded(exchange.parts(), own_shard(communicator))
-            }
+            Strategy::FullyShard => StepRanks::FullySharded(exchange.parts(), communicator.shard()),
         };
         let wanted_bytes = planned_bytes(model, config, ranks, device)?;
         check_room(wanted_bytes, model, config, true, device)

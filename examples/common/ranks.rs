@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
 use tallow::distributed::{
-    self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig, Shard,
+    self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig,
 };
 use tallow::{Error, Result};
 
@@ -189,14 +189,6 @@ impl Strategy {
             Self::ShardedOptimizer => "sharded optimizer",
             Self::FullyShard => "fully shard",
         }
-    }
-}
-
-/// Which rank this is, of how many.
-pub fn own_shard(communicator: &Communicator) -> Shard {
-    Shard {
-        rank: communicator.rank(),
-        world_size: communicator.world_size(),
     }
 }
 

@@ -1,7 +1,6 @@
 //! What ranks do together, and on which numbers.
 
 use super::Shard;
-use candle_core::DType;
 use std::ops::Range;
 
 /// How the numbers of all ranks become one.
@@ -40,8 +39,6 @@ pub(crate) enum Collective {
     Send { to: usize },
     /// From the one rank `from`, which sends.
     Receive { from: usize },
-    /// Nobody goes on before all have come. The buffer is not used.
-    Barrier,
 }
 
 impl Collective {
@@ -75,6 +72,16 @@ impl Collective {
         parts.map(|(rank, part)| (each(rank), part)).collect()
     }
 
+    /// How it reduces, if it does.
+    pub(super) fn reduce(self) -> Option<Reduce> {
+        match self {
+            Self::AllReduce(reduce) | Self::ReduceScatter(reduce) | Self::Reduce { reduce, .. } => {
+                Some(reduce)
+            }
+            _ => None,
+        }
+    }
+
     /// As errors and reports call it.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -85,15 +92,6 @@ impl Collective {
             Self::Broadcast { .. } => "broadcast",
             Self::Send { .. } => "send",
             Self::Receive { .. } => "receive",
-            Self::Barrier => "barrier",
         }
     }
-}
-
-/// The dtypes that are exchanged: sums need floats, copies take integers too.
-pub(crate) fn is_exchanged(dtype: DType) -> bool {
-    matches!(
-        dtype,
-        DType::F64 | DType::F32 | DType::F16 | DType::BF16 | DType::U8 | DType::U32 | DType::I64
-    )
 }

@@ -2,14 +2,16 @@
 
 #[cfg(feature = "cuda")]
 use super::gpu_queue::GpuQueue;
+use super::host::{HostBuffer, validate};
 use super::host_queue::{Exchanged, HostQueue};
-use super::membership::{Membership, Watch, encoded};
+use super::membership::{Membership, Watch};
 use super::pending::Pending;
-use super::{Collective, Reduce, is_exchanged};
+use super::{Collective, Reduce, Shard};
 use crate::hardware::device_name;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, WithDType};
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 const OP: &str = "distributed::Communicator";
@@ -41,8 +43,7 @@ const OP: &str = "distributed::Communicator";
 pub struct Communicator(Arc<Shared>);
 
 struct Shared {
-    rank: usize,
-    world_size: usize,
+    shard: Shard,
     device: Device,
     // Before the membership: its collectives end before this rank says goodbye.
     backend: Backend,
@@ -60,34 +61,42 @@ pub(super) enum Backend {
 
 impl Communicator {
     pub(super) fn new(
-        (rank, world_size): (usize, usize),
+        shard: Shard,
         device: Device,
         backend: Backend,
-        membership: Arc<Membership>,
+        membership: Membership,
     ) -> Self {
         Self(Arc::new(Shared {
-            rank,
-            world_size,
+            shard,
             device,
             backend,
-            membership,
+            membership: Arc::new(membership),
         }))
     }
 
     /// A job of one rank, for code that runs with several and without.
     pub fn alone(device: &Device) -> Self {
-        let membership = Arc::new(Membership::alone());
-        Self::new((0, 1), device.clone(), Backend::Alone, membership)
+        Self::new(
+            Shard::ALONE,
+            device.clone(),
+            Backend::Alone,
+            Membership::alone(),
+        )
     }
 
     /// This process's number, from 0.
     pub fn rank(&self) -> usize {
-        self.0.rank
+        self.0.shard.rank
     }
 
     /// How many ranks there are.
     pub fn world_size(&self) -> usize {
-        self.0.world_size
+        self.0.shard.world_size
+    }
+
+    /// Which rank this is, of how many.
+    pub fn shard(&self) -> Shard {
+        self.0.shard
     }
 
     /// Where this rank's tensors are.
@@ -101,8 +110,7 @@ impl Communicator {
     /// [`Error::DType`] for one that is not exchanged, [`Error::Placement`] for a tensor elsewhere, [`Error::Shape`]
     /// for one that is not contiguous; [`Error::Rank`].
     pub fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<()> {
-        self.start_all_reduce(tensor, reduce)?.wait()?;
-        Ok(())
+        self.run(Collective::AllReduce(reduce), tensor)
     }
 
     /// Begins to [reduce](Self::all_reduce) a tensor: its elements are defined after [`Pending::wait`].
@@ -118,10 +126,7 @@ impl Communicator {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
     pub fn reduce(&self, tensor: &Tensor, reduce: Reduce, root: usize) -> Result<()> {
-        self.check_rank("root", root)?;
-        self.start(Collective::Reduce { reduce, root }, tensor)?
-            .wait()?;
-        Ok(())
+        self.run(Collective::Reduce { reduce, root }, tensor)
     }
 
     /// Gives every rank what `root` has in a contiguous tensor, in place.
@@ -129,9 +134,7 @@ impl Communicator {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
-        self.check_rank("root", root)?;
-        self.start(Collective::Broadcast { root }, tensor)?.wait()?;
-        Ok(())
+        self.run(Collective::Broadcast { root }, tensor)
     }
 
     /// All ranks' tensors (d0, ...) one after another: (world_size d0, ...).
@@ -183,9 +186,7 @@ impl Communicator {
     /// # Errors
     /// As [`broadcast`](Self::broadcast).
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.check_rank("to", to)?;
-        self.start(Collective::Send { to }, tensor)?.wait()?;
-        Ok(())
+        self.run(Collective::Send { to }, tensor)
     }
 
     /// Receives what a rank [sends](Self::send), into a contiguous tensor of that shape and dtype.
@@ -193,10 +194,7 @@ impl Communicator {
     /// # Errors
     /// As [`broadcast`](Self::broadcast).
     pub fn receive(&self, tensor: &Tensor, from: usize) -> Result<()> {
-        self.check_rank("from", from)?;
-        let receive = Collective::Receive { from };
-        self.start(receive, tensor)?.wait()?;
-        Ok(())
+        self.run(Collective::Receive { from }, tensor)
     }
 
     /// Waits until all ranks have come here, and what they gave their devices before is done.
@@ -248,37 +246,40 @@ impl Communicator {
     /// # Errors
     /// [`Error::Rank`] on every rank, naming the first that has another than rank 0, and both.
     pub fn agree(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
-        match &self.0.backend {
-            Backend::Host(_) if self.0.membership.is_alone() => {
-                self.agree_by_gathering(what, facts)
-            }
-            _ => self.0.membership.agree(what, facts),
+        let _watch = self.watch("agree");
+        let about = [("agreement", what)].into_iter();
+        let facts = about.chain(facts.iter().map(|(name, value)| (*name, value.as_str())));
+        let facts: Vec<String> = facts
+            .map(|(name, value)| format!("{name}{VALUE}{value}"))
+            .collect();
+        let own = facts.join(FACT);
+        // While all is well, ranks exchange a digest alone.
+        let mut digest = DefaultHasher::new();
+        own.hash(&mut digest);
+        let digest = Tensor::new(&[[digest.finish() as i64, own.len() as i64]], self.device())?;
+        let digests = self.all_gather(&digest)?.to_vec2::<i64>()?;
+        self.check()?; // else they are not defined
+        if let Some(rank) = digests.iter().position(|digest| *digest != digests[0]) {
+            let facts_of = |root: usize| {
+                let (mut facts, length) = (own.clone().into_bytes(), digests[root][1] as usize);
+                facts.resize(length, 0);
+                let facts = Tensor::from_vec(facts, length, self.device())?;
+                self.broadcast(&facts, root)?;
+                Ok::<_, Error>(String::from_utf8_lossy(&facts.to_vec1::<u8>()?).into_owned())
+            };
+            let problem = difference(&facts_of(0)?, &facts_of(rank)?);
+            let hint = "start all ranks with the same program, arguments and files";
+            self.0.membership.fail(rank, what, &problem, hint);
         }
+        self.check()
     }
 
-    /// [`agree`](Self::agree) of threads, which have no store: every rank gathers all facts and compares them.
-    fn agree_by_gathering(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
-        self.check()?;
-        let (rank, world_size) = (self.rank(), self.world_size());
-        let own = encoded(what, facts);
-        let mut lengths = vec![0i64; world_size];
-        lengths[rank] = own.len() as i64;
-        self.run_on_host(Collective::AllGather, &mut lengths)?;
-        let longest = lengths.iter().map(|length| *length as usize).max();
-        let longest = longest.unwrap_or_default();
-        let mut all = vec![0u8; longest * world_size];
-        all[rank * longest..][..own.len()].copy_from_slice(&own);
-        self.run_on_host(Collective::AllGather, &mut all)?;
-        let of_rank = |rank: usize| &all[rank * longest..][..lengths[rank] as usize];
-        (1..world_size).try_for_each(|rank| {
-            let membership = &self.0.membership;
-            membership.compare(what, of_rank(0), (rank, of_rank(rank)))
-        })
+    fn run(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
+        self.start(collective, tensor)?.wait().map(drop)
     }
 
     pub(crate) fn start(&self, collective: Collective, tensor: &Tensor) -> Result<Pending> {
-        self.check_tensor(tensor)?;
-        self.check()?;
+        self.check_tensor(collective, tensor)?;
         match &self.0.backend {
             Backend::Alone => Ok(Pending::done(tensor)),
             Backend::Host(queue) => {
@@ -300,8 +301,8 @@ impl Communicator {
     pub(crate) fn start_all(&self, all: &[(Collective, Tensor)]) -> Result<Vec<Pending>> {
         #[cfg(feature = "cuda")]
         if let (Backend::Gpu(queue), Some((first, tensor))) = (&self.0.backend, all.first()) {
-            all.iter().try_for_each(|(_, x)| self.check_tensor(x))?;
-            self.check()?;
+            let mut each = all.iter();
+            each.try_for_each(|(collective, x)| self.check_tensor(*collective, x))?;
             let _watch = self.0.membership.enter_for(*first);
             let done = queue.start_on_tensors(all)?;
             return Ok(vec![Pending::on_gpu(tensor, done)]);
@@ -320,11 +321,12 @@ impl Communicator {
         collective: Collective,
         memory: &mut [T],
     ) -> Result<()> {
+        validate(collective, memory.len(), T::DTYPE, self.shard())?;
         match &self.0.backend {
             Backend::Alone => Ok(()),
             Backend::Host(queue) => {
                 let membership = Arc::clone(&self.0.membership);
-                let exchanged = Exchanged::of_memory(memory);
+                let exchanged = Exchanged::Memory(HostBuffer::of(memory));
                 // It is waited for here, while the memory is lent.
                 HostQueue::wait(queue.start(membership, collective, exchanged))
             }
@@ -342,26 +344,9 @@ impl Communicator {
         }
     }
 
-    fn check_rank(&self, field: &'static str, rank: usize) -> Result<()> {
-        match rank < self.world_size() {
-            true => Ok(()),
-            false => Err(Error::config(OP, field, rank).must_be(
-                format!("under the number of ranks, {}", self.world_size()),
-                "ranks count from 0",
-            )),
-        }
-    }
-
-    fn check_tensor(&self, tensor: &Tensor) -> Result<()> {
-        let dtype = tensor.dtype();
-        if !is_exchanged(dtype) {
-            return Err(Error::DType {
-                op: OP,
-                expected: "f32, f64, bf16, f16, u8, u32 or i64".into(),
-                got: dtype.as_str().into(),
-                hint: "convert it with to_dtype".into(),
-            });
-        }
+    fn check_tensor(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
+        let (elements, dtype) = (tensor.elem_count(), tensor.dtype());
+        validate(collective, elements, dtype, self.shard())?;
         if !tensor.is_contiguous() {
             return Err(Error::Shape {
                 op: OP,
@@ -370,7 +355,8 @@ impl Communicator {
                 hint: "make it contiguous with contiguous()".into(),
             });
         }
-        self.check_device(tensor.device())
+        self.check_device(tensor.device())?;
+        self.check()
     }
 
     /// An error unless tensors on this device are those of this rank.
@@ -401,5 +387,27 @@ impl fmt::Debug for Communicator {
             .field("world_size", &self.world_size())
             .field("device", self.device())
             .finish_non_exhaustive()
+    }
+}
+
+/// The characters between facts, and between a fact's name and its value.
+const FACT: &str = "\u{1e}";
+const VALUE: &str = "\u{1f}";
+
+/// The first fact of a rank that is not rank 0's.
+fn difference(rank_0: &str, other: &str) -> String {
+    let (mut rank_0, mut other) = (rank_0.split(FACT), other.split(FACT));
+    loop {
+        let [ours, theirs] = [rank_0.next(), other.next()];
+        if ours != theirs || ours.is_none() {
+            let [(name, ours), (same, theirs)] = [ours, theirs].map(|fact| {
+                fact.and_then(|fact| fact.split_once(VALUE))
+                    .unwrap_or(("nothing", ""))
+            });
+            return match name == same {
+                true => format!("{name} is {theirs}, and {ours} on rank 0"),
+                false => format!("compares {same}, and rank 0 {name}"),
+            };
+        }
     }
 }

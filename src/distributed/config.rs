@@ -47,6 +47,17 @@ pub enum Exchange {
     },
 }
 
+impl Exchange {
+    /// A bucket is full with these.
+    pub(crate) fn bucket_bytes(self) -> u64 {
+        match self {
+            Self::PerParameter => 0,
+            Self::Flat => u64::MAX,
+            Self::Overlapped { bucket_bytes } => bucket_bytes,
+        }
+    }
+}
+
 impl fmt::Display for Exchange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

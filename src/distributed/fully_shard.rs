@@ -1,11 +1,11 @@
 //! Fully sharded data parallelism: weights divided over the ranks.
 
-use super::{Collective, Communicator, FullyShardConfig, Shard};
+use super::{Collective, Communicator, FullyShardConfig, Shard, locked};
 use crate::gradients::described;
 use crate::{Error, Result, graph, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The same model on every rank, none of which has all of it: of each weight, its gradient and its optimizer state a
 /// rank has its [part](Shard::part), and weights are there as a whole only while they are used (ZeRO, stage 3;
@@ -141,10 +141,7 @@ impl FullyShard {
 
     /// Which rank this is, of how many.
     pub fn shard(&self) -> Shard {
-        Shard {
-            rank: self.communicator.rank(),
-            world_size: self.communicator.world_size(),
-        }
+        self.communicator.shard()
     }
 
     /// This rank's part of something that lies as a weight does, on any device.
@@ -208,7 +205,7 @@ impl FullyShard {
     }
 
     fn weights(&self) -> MutexGuard<'_, Vec<Weight>> {
-        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.weights)
     }
 
     fn refuse(&self, problem: String) -> Error {

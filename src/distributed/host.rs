@@ -1,9 +1,12 @@
 //! What backends have in common: host memory, who runs collectives on it, and how it adds up.
 
-use super::collective::{Collective, Reduce, is_exchanged};
+use super::Shard;
+use super::collective::{Collective, Reduce};
+use crate::kernels::cpu::simd::{self, BLOCK};
 use crate::kernels::cpu::{Real, Stored};
 use crate::{Error, Result};
-use candle_core::DType;
+use candle_core::{DType, WithDType};
+use half::{bf16, f16};
 use std::ops::Range;
 use std::ptr;
 
@@ -18,7 +21,18 @@ pub(crate) struct HostBuffer {
     pub(crate) dtype: DType,
 }
 
+// SAFETY: a pointer alone; to use what it points to is unsafe, on any thread.
+unsafe impl Send for HostBuffer {}
+
 impl HostBuffer {
+    pub(super) fn of<T: WithDType>(memory: &mut [T]) -> Self {
+        Self {
+            start: memory.as_mut_ptr().cast(),
+            elements: memory.len(),
+            dtype: T::DTYPE,
+        }
+    }
+
     /// Some of the elements, which must be there.
     pub(super) fn range(self, range: Range<usize>) -> Self {
         let bytes = range.start * self.dtype.size_in_bytes();
@@ -40,7 +54,7 @@ impl HostBuffer {
     }
 
     /// `length` of the elements from `start` on, which must be there. They are of type `T`.
-    pub(super) fn slice<T>(self, start: usize, length: usize) -> *mut [T] {
+    fn slice<T>(self, start: usize, length: usize) -> *mut [T] {
         ptr::slice_from_raw_parts_mut(self.start.cast::<T>().wrapping_add(start), length)
     }
 
@@ -56,17 +70,14 @@ impl HostBuffer {
 
 /// A rank's way to the others, through host memory. One thread uses it at a time.
 pub(crate) trait HostBackend: Send {
-    /// This process's number, from 0.
-    fn rank(&self) -> usize;
+    /// The rank, and how many there are.
+    fn place(&self) -> Shard;
 
-    /// How many ranks there are.
-    fn world_size(&self) -> usize;
-
-    /// Runs a collective to its end, in place. `check` is asked now and then while it waits: an error of it ends the
-    /// wait, and what the buffer holds is not defined then.
+    /// Runs a [valid](validate) collective to its end, in place. `check` is called now and then while it waits: an error
+    /// of it ends the wait, and what the buffer holds is not defined then.
     ///
     /// # Errors
-    /// [`Error::Rank`]; what [`validate`] refuses, before anything is exchanged; what `check` says.
+    /// [`Error::Rank`]; what `check` says.
     fn run(
         &mut self,
         collective: Collective,
@@ -80,15 +91,15 @@ pub(super) fn validate(
     collective: Collective,
     elements: usize,
     dtype: DType,
-    (rank, world_size): (usize, usize),
+    Shard { rank, world_size }: Shard,
 ) -> Result<()> {
     use Collective::{AllGather, Broadcast, Receive, Reduce, ReduceScatter, Send};
-    if !is_exchanged(dtype) {
-        return Err(not_exchanged(dtype));
-    }
-    let is_integer = matches!(dtype, DType::U8 | DType::U32 | DType::I64);
-    if is_integer && collective.reduce().is_some() {
-        return Err(not_reduced(dtype));
+    // Sums need floats, copies take integers too.
+    match dtype {
+        DType::F64 | DType::F32 | DType::F16 | DType::BF16 => {}
+        DType::U8 | DType::U32 | DType::I64 if collective.reduce().is_none() => {}
+        DType::U8 | DType::U32 | DType::I64 => return Err(not_reduced(dtype)),
+        _ => return Err(not_exchanged(dtype)),
     }
     let refused = |field, other: usize, expected: String| {
         Err(Error::config(OP, field, other).must_be(expected, "ranks count from 0"))
@@ -113,18 +124,6 @@ pub(super) fn validate(
     }
 }
 
-impl Collective {
-    /// How it reduces, if it does.
-    pub(super) fn reduce(self) -> Option<Reduce> {
-        match self {
-            Self::AllReduce(reduce) | Self::ReduceScatter(reduce) | Self::Reduce { reduce, .. } => {
-                Some(reduce)
-            }
-            _ => None,
-        }
-    }
-}
-
 pub(super) fn not_exchanged(dtype: DType) -> Error {
     refused(dtype, "f32, f64, bf16, f16, u8, u32 or i64")
 }
@@ -142,39 +141,111 @@ fn refused(dtype: DType, expected: &str) -> Error {
     }
 }
 
-/// `reduced = reduced + x`, or the larger of both; of a number and NaN, the number. Slices of one length.
-#[inline(always)]
-pub(super) fn reduce_onto<T: Stored>(reduce: Reduce, reduced: &mut [T::Wide], x: &[T::Wide]) {
-    let pairs = reduced.iter_mut().zip(x);
-    match reduce {
-        Reduce::Sum | Reduce::Mean => pairs.for_each(|(sum, x)| *sum += *x),
-        Reduce::Max => pairs.for_each(|(max, x)| {
-            let so_far: f64 = (*max).into();
-            if *x > *max || so_far.is_nan() {
-                *max = *x;
+/// Reduces a range of buffers, in their order, divides it, and writes it to some of them. Half precision is rounded once.
+///
+/// # Errors
+/// [`Error::DType`] for one that is not reduced.
+///
+/// # Safety
+/// Nobody else uses the buffers, which have the range, and one dtype.
+pub(super) unsafe fn reduce_range(
+    reduce: Reduce,
+    from: &[HostBuffer],
+    range: Range<usize>,
+    into: &[HostBuffer],
+    divisor: usize,
+) -> Result<()> {
+    let run = match from[0].dtype {
+        DType::F64 => reduce_range_of::<f64>,
+        DType::F32 => reduce_range_of::<f32>,
+        DType::F16 => reduce_range_of::<f16>,
+        DType::BF16 => reduce_range_of::<bf16>,
+        other => return Err(not_reduced(other)),
+    };
+    // SAFETY: the caller's promise; the type is the dtype's.
+    unsafe { run(reduce, from, range, into, divisor) };
+    Ok(())
+}
+
+/// [`reduce_range`] of a dtype. Of a number and NaN the larger is the number.
+///
+/// # Safety
+/// As there; `T` is the dtype's.
+unsafe fn reduce_range_of<T: Stored>(
+    reduce: Reduce,
+    from: &[HostBuffer],
+    range: Range<usize>,
+    into: &[HostBuffer],
+    divisor: usize,
+) {
+    simd::vectorized(
+        #[inline(always)]
+        || {
+            let mut wide = [[T::Wide::ZERO; BLOCK]; 2];
+            for start in range.clone().step_by(BLOCK) {
+                let length = BLOCK.min(range.end - start);
+                let [reduced, x] = wide.each_mut().map(|block| &mut block[..length]);
+                for (rank, buffer) in from.iter().enumerate() {
+                    // SAFETY: elements of the buffer.
+                    T::load(unsafe { &*buffer.slice(start, length) }, x);
+                    let pairs = reduced.iter_mut().zip(&*x);
+                    match reduce {
+                        _ if rank == 0 => reduced.copy_from_slice(x),
+                        Reduce::Sum | Reduce::Mean => pairs.for_each(|(sum, x)| *sum += *x),
+                        Reduce::Max => pairs.for_each(|(max, x)| {
+                            let so_far: f64 = (*max).into();
+                            if *x > *max || so_far.is_nan() {
+                                *max = *x;
+                            }
+                        }),
+                    }
+                }
+                if divisor > 1 {
+                    let divisor = T::Wide::real(divisor as f64);
+                    reduced.iter_mut().for_each(|x| *x /= divisor);
+                }
+                for buffer in into {
+                    // SAFETY: as above.
+                    T::store(reduced, unsafe { &mut *buffer.slice(start, length) });
+                }
             }
-        }),
+        },
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case(
+        Collective::AllGather,
+        DType::F32,
+        3,
+        "elements that 2 ranks divide, got 3"
+    )]
+    #[case(
+        Collective::AllReduce(Reduce::Mean),
+        DType::I64,
+        2,
+        "to be reduced, got i64"
+    )]
+    #[case(Collective::AllGather, DType::I16, 2, "u32 or i64, got i16")]
+    #[case(Collective::Broadcast { root: 2 }, DType::F32, 2, "root must be under")]
+    #[case(Collective::Send { to: 1 }, DType::F32, 2, "to must be another of the 2 ranks than 1")]
+    #[case(Collective::Receive { from: 2 }, DType::F32, 2, "from must be another")]
+    fn what_cannot_be_is_refused(
+        #[case] collective: Collective,
+        #[case] dtype: DType,
+        #[case] elements: usize,
+        #[case] words: &str,
+    ) {
+        let place = Shard {
+            rank: 1,
+            world_size: 2,
+        };
+        let error = validate(collective, elements, dtype, place).unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
     }
 }
-
-/// `sum = sum / world_size`, which makes it the mean.
-#[inline(always)]
-pub(super) fn divide<T: Stored>(sums: &mut [T::Wide], world_size: usize) {
-    let world_size = T::Wide::real(world_size as f64);
-    sums.iter_mut().for_each(|sum| *sum /= world_size);
-}
-
-/// `generic::<T>` with the `T` of a dtype that is reduced, as a pointer to a function.
-macro_rules! of_dtype {
-    ($generic:ident as $pointer:ty, $dtype:expr) => {{
-        use candle_core::DType;
-        match $dtype {
-            DType::F64 => Ok($generic::<f64> as $pointer),
-            DType::F32 => Ok($generic::<f32> as $pointer),
-            DType::F16 => Ok($generic::<half::f16> as $pointer),
-            DType::BF16 => Ok($generic::<half::bf16> as $pointer),
-            other => Err($crate::distributed::host::not_reduced(other)),
-        }
-    }};
-}
-pub(super) use of_dtype;

@@ -1,11 +1,11 @@
 //! Collectives on host memory: a thread runs them in order, and whoever began one goes on meanwhile.
 
-use super::Collective;
 use super::host::{HostBackend, HostBuffer};
 use super::membership::Membership;
+use super::{Collective, Shard, spawn};
 use crate::inplace::with_mut_bytes;
 use crate::{Error, Result, probe};
-use candle_core::{Tensor, WithDType};
+use candle_core::Tensor;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -27,50 +27,27 @@ struct Job {
 /// What is exchanged, in place.
 pub(super) enum Exchanged {
     Tensor(Tensor),
-    Memory(LentMemory),
-}
-
-/// Memory of a caller who waits.
-pub(super) struct LentMemory(HostBuffer);
-
-// SAFETY: its caller waits for the collective's end, and nobody touches the memory meanwhile.
-unsafe impl Send for LentMemory {}
-
-impl Exchanged {
     /// Memory that the caller leaves alone until it has waited for the collective.
-    pub(super) fn of_memory<T: WithDType>(memory: &mut [T]) -> Self {
-        Self::Memory(LentMemory(HostBuffer {
-            start: memory.as_mut_ptr().cast(),
-            elements: memory.len(),
-            dtype: T::DTYPE,
-        }))
-    }
+    Memory(HostBuffer),
 }
 
 impl HostQueue {
     /// A thread that makes the backend, and is the only one that uses it.
     pub(super) fn new<B: HostBackend>(
         make: impl FnOnce() -> Result<B> + Send + 'static,
-    ) -> Result<(Self, Place)> {
+    ) -> Result<(Self, Shard)> {
         let (jobs, orders) = channel::<Job>();
         let (made, place) = channel();
-        let thread = std::thread::Builder::new().name("tallow collectives".into());
-        let thread = thread.spawn(move || {
+        let thread = spawn("tallow collectives", move || {
             let mut backend = match make() {
                 Ok(backend) => backend,
                 Err(error) => return drop(made.send(Err(error))),
             };
-            let place = (backend.rank(), backend.world_size());
-            drop(made.send(Ok(place)));
+            drop(made.send(Ok(backend.place())));
             for job in orders {
                 let result = job.run(&mut backend);
                 drop(job.done.send(result)); // nobody waits any more, if it is refused
             }
-        });
-        let thread = thread.map_err(|error| Error::Order {
-            op: "distributed::init",
-            problem: format!("the system gives no thread for collectives: {error}"),
-            hint: "raise the limit of threads (ulimit -u)".into(),
         })?;
         let place = place.recv().unwrap_or_else(|_| Err(ended()))?;
         let queue = Self {
@@ -106,9 +83,6 @@ impl HostQueue {
     }
 }
 
-/// Rank and world size.
-type Place = (usize, usize);
-
 fn ended() -> Error {
     Error::Order {
         op: "distributed::Communicator",
@@ -134,7 +108,7 @@ impl Job {
         let _range = probe::range(self.collective.name()); // of this thread: beside what the others compute
         let check = || self.membership.check();
         match &self.exchanged {
-            Exchanged::Memory(LentMemory(buffer)) => backend.run(self.collective, *buffer, &check),
+            Exchanged::Memory(buffer) => backend.run(self.collective, *buffer, &check),
             Exchanged::Tensor(tensor) => with_mut_bytes(tensor, |dtype, bytes| {
                 let buffer = HostBuffer {
                     start: bytes.cast(),

@@ -57,8 +57,8 @@
 //! torchrun --nnodes 2 --node-rank $N --master-addr host-0 --nproc-per-node 8 --no-python target/release/my-program
 //! ```
 //!
-//! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`, on
-//! the `store` that rank 0 serves), collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
+//! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`),
+//! collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
 //! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
 //! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]). What does not: the
 //! optimizer, whose state may be divided among ranks that have the whole model
@@ -78,7 +78,6 @@
 mod collective;
 mod communicator;
 mod config;
-mod environment;
 mod fully_shard;
 #[cfg(feature = "cuda")]
 mod gpu_queue;
@@ -98,12 +97,10 @@ mod pending;
 mod ranks;
 mod replicated;
 mod shard;
-#[cfg_attr(not(any(feature = "cuda", feature = "mpi")), allow(dead_code))]
-mod store;
 mod threads;
 
+pub(crate) use collective::Collective;
 pub use collective::Reduce;
-pub(crate) use collective::{Collective, is_exchanged};
 pub use communicator::Communicator;
 pub use config::{DistConfig, Exchange, FullyShardConfig, ReplicatedConfig};
 pub use fully_shard::FullyShard;
@@ -115,3 +112,28 @@ pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
 pub use shard::Shard;
+
+use crate::{Error, Result};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+
+/// Locks, whoever panicked meanwhile: what is kept under our locks is whole at any time.
+fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts a thread.
+///
+/// # Errors
+/// [`Error::Order`] if the system gives none.
+fn spawn<T: Send + 'static>(
+    name: &str,
+    run: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
+    let thread = Builder::new().name(name.into()).spawn(run);
+    thread.map_err(|error| Error::Order {
+        op: "distributed::init",
+        problem: format!("the system gives no thread ({name}): {error}"),
+        hint: "raise the limit of threads (ulimit -u)".into(),
+    })
+}

@@ -1,6 +1,6 @@
 //! Data parallelism: gradients averaged over the ranks.
 
-use super::{Communicator, Exchange, Reduce, ReplicatedConfig};
+use super::{Communicator, Reduce, ReplicatedConfig};
 use crate::gradients::{MissingGradients, described, distinct};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
@@ -94,11 +94,7 @@ impl Replicated {
     /// it; a rank that failed.
     pub fn average(&self, gradients: &mut GradStore) -> Result<()> {
         self.complete(gradients)?;
-        let bucket_bytes = match self.config.exchange {
-            Exchange::PerParameter => 0,
-            Exchange::Flat => u64::MAX,
-            Exchange::Overlapped { bucket_bytes } => bucket_bytes,
-        };
+        let bucket_bytes = self.config.exchange.bucket_bytes();
         let mut missing = None;
         let mut bucket: Vec<(&Var, Tensor)> = Vec::new();
         let mut bytes = 0;

@@ -17,6 +17,11 @@ pub struct Shard {
 }
 
 impl Shard {
+    pub(crate) const ALONE: Self = Self {
+        rank: 0,
+        world_size: 1,
+    };
+
     /// Whether there is such a rank.
     ///
     /// # Errors

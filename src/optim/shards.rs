@@ -119,11 +119,7 @@ impl AdamW {
 
     /// The share of this rank, if the optimizer is divided.
     pub(crate) fn own_shard(&self) -> Option<Shard> {
-        let communicator = &self.shards.as_ref()?.communicator;
-        Some(Shard {
-            rank: communicator.rank(),
-            world_size: communicator.world_size(),
-        })
+        Some(self.shards.as_ref()?.communicator.shard())
     }
 
     /// The state of all parameters; of a divided optimizer it is on rank 0, on the host, and the others have none. All

@@ -86,13 +86,9 @@ impl Averaged<'_> {
         let alone = gradients.into_iter().map(|gradient| self.alone(gradient));
         let mut alone: Vec<Bucket> = alone.collect();
         alone.sort_by_key(|bucket| bucket.position);
-        let bucket_bytes = match exchange {
-            Exchange::Flat => u64::MAX,
-            Exchange::Overlapped { bucket_bytes } => bucket_bytes,
-            Exchange::PerParameter => 0,
-        };
         let is_full = |bucket: &Bucket| {
-            (bucket.elements * bucket.dtype.size_in_bytes()) as u64 >= bucket_bytes
+            let bytes = bucket.elements * bucket.dtype.size_in_bytes();
+            bytes as u64 >= exchange.bucket_bytes()
         };
         let mut buckets: Vec<Bucket> = Vec::new();
         for next in alone {

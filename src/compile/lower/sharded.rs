@@ -92,7 +92,7 @@ impl Lower<'_> {
     }
 
     fn shard(&self) -> Shard {
-        self.job.config.ranks.shard().unwrap_or(ALONE)
+        self.job.config.ranks.shard().unwrap_or(Shard::ALONE)
     }
 
     /// Forward is over: what it has gathered is freed, and backward gathers it again; but not, on a GPU, the last
@@ -184,11 +184,6 @@ impl Lower<'_> {
         self.weights.gradients[number] = Some(own);
     }
 }
-
-const ALONE: Shard = Shard {
-    rank: 0,
-    world_size: 1,
-};
 
 /// A micro-batch's calls, with the weights that modules read gathered where the ones before begin: of so many modules
 /// together that the weights have `bucket_bytes`.

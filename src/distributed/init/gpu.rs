@@ -9,12 +9,9 @@ use crate::distributed::{Communicator, DistConfig, Ranks};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// What NCCL's identifier of the job is known by.
-const KEY: &str = "nccl";
-
 /// Each rank with the GPU of its local rank.
 pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
-    let place = (ranks.rank, ranks.world_size);
+    let place = ranks.shard();
     let Some(master) = ranks.master.clone() else {
         let unset = Error::config("environment", "MASTER_ADDR", "nothing");
         return Err(unset.must_be(
@@ -25,15 +22,12 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
     };
     let device = device_of(&ranks, config)?;
     let gpu = device.as_cuda_device()?;
-    let membership = Arc::new(Membership::join(&ranks, master, config.timeout)?);
+    // Rank 0 makes NCCL's identifier of the job; the others find out before they wait whether they have NCCL.
     let id = match ranks.rank {
-        0 => {
-            let id = nccl::unique_id()?;
-            membership.set(KEY, &id)?;
-            id.to_vec()
-        }
-        _ => membership.get(KEY, 0)?,
+        0 => nccl::unique_id()?,
+        _ => nccl::load().map(|()| String::new())?,
     };
+    let (membership, id) = Membership::join(&ranks, master, config.timeout, id)?;
     let context = gpu.cuda_stream().context().clone();
     let bind = move || Ok(context.bind_to_thread().map_err(candle_core::Error::wrap)?);
     let nccl = {

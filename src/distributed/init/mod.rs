@@ -17,7 +17,6 @@ use super::threads::group;
 use super::{Communicator, DistConfig, Ranks};
 use crate::{Error, Result};
 use candle_core::Device;
-use std::sync::Arc;
 
 /// Joins the job that this process was started in, and returns when all ranks are there. Without the
 /// [variables](Ranks::from_env) of torchrun, Slurm or mpirun it is a job of one rank.
@@ -65,9 +64,12 @@ pub fn threads(world_size: usize) -> Result<Vec<Communicator>> {
     let backends = group(world_size).into_iter();
     let ranks = backends.map(|backend| {
         let (queue, place) = HostQueue::new(|| Ok(backend))?;
-        let membership = Arc::new(Membership::alone());
-        let backend = Backend::Host(queue);
-        Ok(Communicator::new(place, Device::Cpu, backend, membership))
+        Ok(Communicator::new(
+            place,
+            Device::Cpu,
+            Backend::Host(queue),
+            Membership::alone(),
+        ))
     });
     ranks.collect()
 }

@@ -1,12 +1,13 @@
 //! The processes of the ranks, from their start to their common end.
 
 use super::FailedRank;
-use super::signals::Signals;
 use std::io::{self, ErrorKind};
+use std::mem::MaybeUninit;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
-use std::thread;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
+use std::{ptr, thread};
 
 const POLL: Duration = Duration::from_millis(10);
 
@@ -125,4 +126,64 @@ pub(super) fn end_with_parent(command: &mut Command) {
     };
     // SAFETY: between fork and exec it makes system calls only, and allocates nothing.
     unsafe { command.pre_exec(ask) };
+}
+
+/// The signal to hand on; 0 for none.
+static CAUGHT: AtomicI32 = AtomicI32::new(0);
+
+/// Catches SIGINT and SIGTERM until it is dropped: theirs to answer, not the launcher's to die of.
+pub(super) struct Signals(Vec<(libc::c_int, libc::sigaction)>);
+
+impl Signals {
+    pub(super) fn listen() -> Self {
+        let signals = [libc::SIGINT, libc::SIGTERM].into_iter();
+        Self(signals.filter_map(catch).collect())
+    }
+
+    /// What came since the last call, if the ranks do not have it already.
+    fn caught(&self) -> Option<libc::c_int> {
+        Some(CAUGHT.swap(0, Ordering::Relaxed)).filter(|signal| *signal != 0)
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        for (signal, before) in &self.0 {
+            // SAFETY: the action that the system gave.
+            unsafe { libc::sigaction(*signal, before, ptr::null_mut()) };
+        }
+    }
+}
+
+/// Handles `signal`, unless it is ignored (under nohup, say). Returns how it was handled before.
+fn catch(signal: libc::c_int) -> Option<(libc::c_int, libc::sigaction)> {
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: a valid signal, and memory that the system writes on success.
+    let before = unsafe {
+        if libc::sigaction(signal, ptr::null(), before.as_mut_ptr()) != 0 {
+            return None;
+        }
+        before.assume_init()
+    };
+    if before.sa_sigaction == libc::SIG_IGN {
+        return None;
+    }
+    let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = note;
+    // SAFETY: all zeros is a sigaction; the handler has the type that SA_SIGINFO asks for, and only stores an atomic.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler as libc::sighandler_t;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+        libc::sigaction(signal, &action, ptr::null_mut());
+    }
+    Some((signal, before))
+}
+
+extern "C" fn note(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // A terminal's Ctrl-C goes to the whole process group: the ranks have it. Linux says so by a positive code.
+    // SAFETY: the system hands over a valid siginfo.
+    let is_from_terminal = cfg!(target_os = "linux") && unsafe { (*info).si_code } > 0;
+    if !is_from_terminal {
+        CAUGHT.store(signal, Ordering::Relaxed);
+    }
 }

@@ -2,23 +2,18 @@
 #![cfg(unix)]
 
 mod children;
-mod relay;
-mod signals;
 #[cfg(test)]
 mod tests;
 
-use super::environment::outer_variables;
-use super::ranks::made_token;
+use super::ranks::{free_port, made_token, outer_variables};
+use super::{locked, spawn};
 use crate::{Error, Result};
-use children::{Children, GRACE, Grace, end_with_parent};
-use relay::{Sink, relay};
-use signals::Signals;
+use children::{Children, GRACE, Grace, Signals, end_with_parent};
 use std::fmt;
-use std::io;
-use std::net::{Ipv4Addr, TcpListener};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::mpsc;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -88,22 +83,17 @@ fn launch_commands(
         let error = Error::config("launch", "world_size", world_size);
         return Err(error.must_be("positive", "1 is one process"));
     }
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
-    let address = listener.and_then(|listener| listener.local_addr());
-    let port = address
-        .map_err(|error| Error::io("listen", "127.0.0.1", error))?
-        .port();
-    let token = made_token();
+    let (port, token) = (free_port("127.0.0.1")?, made_token());
 
     let signals = Signals::listen();
     let mut children = Children::default();
-    let (relaying, relayed) = mpsc::channel();
+    let (relaying, relayed) = channel();
     for rank in 0..world_size {
         let mut command = command(rank);
         let stdin = if rank == 0 {
-            Stdio::inherit()
+            Stdio::inherit
         } else {
-            Stdio::null()
+            Stdio::null
         };
         // Those of a torchrun or srun around this process.
         outer_variables().for_each(|name| _ = command.env_remove(name));
@@ -115,22 +105,55 @@ fn launch_commands(
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
             .env("TALLOW_JOB_TOKEN", &token)
-            .stdin(stdin)
+            .stdin(stdin())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         end_with_parent(&mut command);
+        let started = children.start(&mut command);
+        let (stdout, stderr) =
+            started.map_err(|error| Error::io("start", command.get_program(), error))?;
         let prefix = format!("[{rank}] ");
         let out_prefix = if rank == 0 { "" } else { &prefix };
-        let mut start = || {
-            let (stdout, stderr) = children.start(&mut command)?;
-            relay(stdout, out_prefix, out.clone(), relaying.clone())?;
-            relay(stderr, &prefix, err.clone(), relaying.clone())
-        };
-        start().map_err(|error| Error::io("start", command.get_program(), error))?;
+        relay(stdout, out_prefix.into(), out.clone(), relaying.clone())?;
+        relay(stderr, prefix, err.clone(), relaying.clone())?;
     }
     drop(relaying);
     let failed = children.wait(&signals, grace);
     // Until all relays have ended, and all lines are out. What a rank left behind may hold its pipe open: not for ever.
     let _ = relayed.recv_timeout(Duration::from_secs(2));
     failed.map_err(|error| Error::io("wait for", "the ranks", error))
+}
+
+/// What a line may have before it is cut in two.
+const MAX_LINE: u64 = 1 << 20;
+
+/// Where all ranks print, a line at a time.
+type Sink = Arc<Mutex<dyn Write + Send>>;
+
+/// Relays until the pipe or the sink is closed; `relaying` is dropped then.
+fn relay(
+    pipe: impl Read + Send + 'static,
+    prefix: String,
+    sink: Sink,
+    relaying: Sender<()>,
+) -> Result<()> {
+    let copy = move || -> io::Result<()> {
+        let _relaying = relaying;
+        let mut pipe = BufReader::new(pipe);
+        loop {
+            let mut line = prefix.clone().into_bytes();
+            let length = pipe.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)?;
+            if length == 0 {
+                return Ok(());
+            }
+            if !line.ends_with(b"\n") {
+                line.push(b'\n');
+            }
+            let mut sink = locked(&sink);
+            sink.write_all(&line)?;
+            sink.flush()?;
+        }
+    };
+    // A sink that takes no more ends the relay; the rank meets a closed pipe, as it would alone.
+    spawn("tallow-relay", copy).map(drop)
 }

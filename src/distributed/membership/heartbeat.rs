@@ -1,65 +1,45 @@
-//! The heartbeat: a thread that tells rank 0 what this rank is in, and hears of failures.
+//! The heartbeat: a thread that tells rank 0 what this rank is doing, and hears of failures.
 
+use super::roll::{Doing, ENDED, Failure, LEFT, Pace, SILENT, seconds};
+use super::wire::{Connection, Message, TICK};
 use crate::Result;
-use crate::distributed::store::{
-    Connection, Doing, ENDED, Failure, LEFT, Reply, Request, SILENT, locked, seconds,
-};
+use crate::distributed::locked;
 use std::io::ErrorKind;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long the last words of a rank may take: that it fails, or leaves.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Times, which tests shorten.
-#[derive(Clone, Copy)]
-pub(super) struct Pace {
-    /// For how long a rank may be in an operation.
-    pub(super) timeout: Duration,
-    /// From one heartbeat to the next.
-    pub(super) interval: Duration,
-    /// A heartbeat older than this is a sign of trouble, where ranks wait for too long.
-    pub(super) silence: Duration,
-}
-
-impl Pace {
-    pub(super) fn new(timeout: Duration) -> Self {
-        Self {
-            timeout,
-            interval: Duration::from_millis(250),
-            silence: Duration::from_secs(5),
-        }
-    }
-}
-
-/// What the heartbeat's thread and the others look at.
+/// What the heartbeat's thread and the others share.
 pub(super) struct Shared {
     rank: usize,
     pub(super) pace: Pace,
     has_failed: AtomicBool,
     pub(super) state: Mutex<State>,
-    changed: Condvar,
 }
-
-type Hook = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) failure: Option<Failure>,
-    /// The failure, while rank 0 does not know of it.
-    untold: Option<Failure>,
-    pub(super) hooks: Vec<Hook>,
+    /// Whether the failure is the job's first, as rank 0 says, or rank 0's own.
+    pub(super) is_known: bool,
+    /// Called when a failure is heard of.
+    pub(super) hooks: Vec<Box<dyn FnOnce() + Send>>,
+    /// What rank 0 tells all ranks once they have come.
+    pub(super) welcome: Option<String>,
     /// How many operations of all ranks, and how many of any, this rank has begun.
     entered: u64,
     opened: u64,
-    /// What it is in, the oldest first.
+    /// The operations that it is in, the oldest first.
     open: Vec<Open>,
     last: Option<Open>,
     /// When the heartbeat's thread ran last.
     ran: Option<Instant>,
-    is_leaving: bool,
-    /// The heartbeat's thread has ended, or there is none.
+    pub(super) is_leaving: bool,
+    /// Whether the heartbeat's thread has ended, or there is none.
     pub(super) has_ended: bool,
 }
 
@@ -72,7 +52,7 @@ struct Open {
     since: Instant,
 }
 
-/// A rank is in an operation while this lives, and the time counts against the timeout.
+/// Guard: while it is alive, the job's timeout applies to what this rank waits for.
 #[must_use = "the time counts while it lives"]
 pub struct Watch<'a> {
     shared: &'a Shared,
@@ -81,9 +61,8 @@ pub struct Watch<'a> {
 
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
-        locked(&self.shared.state)
-            .open
-            .retain(|open| open.id != self.id);
+        let mut state = locked(&self.shared.state);
+        state.open.retain(|open| open.id != self.id);
     }
 }
 
@@ -98,37 +77,33 @@ impl State {
             inside: open.map(|open| open.since.elapsed()),
         }
     }
-}
-
-impl State {
-    /// When the operation began that this rank is in.
-    #[cfg(test)]
-    pub(super) fn doing_since(&self) -> Option<Instant> {
-        self.open.first().map(|open| open.since)
-    }
 
     /// Notes that this process runs. Time in which it was stopped does not count as waiting for others: they may have
     /// been stopped with it, and done nothing wrong.
     pub(super) fn run(&mut self, now: Instant, silence: Duration) {
-        let gap = self.ran.map(|ran| now.saturating_duration_since(ran));
-        self.ran = Some(now);
-        if let Some(gap) = gap.filter(|gap| *gap > silence) {
+        let ran = self.ran.replace(now);
+        let gap = ran.map_or(Duration::ZERO, |ran| now.saturating_duration_since(ran));
+        if gap > silence {
             for open in &mut self.open {
                 open.since = (open.since + gap).min(now);
             }
         }
     }
+
+    /// When the operation began that this rank is in.
+    #[cfg(test)]
+    pub(super) fn doing_since(&self) -> Option<Instant> {
+        self.open.first().map(|open| open.since)
+    }
 }
 
 impl Shared {
     pub(super) fn new(rank: usize, pace: Pace) -> Self {
-        let (has_failed, changed) = (AtomicBool::new(false), Condvar::new());
         Self {
             rank,
             pace,
-            has_failed,
+            has_failed: AtomicBool::new(false),
             state: Mutex::default(),
-            changed,
         }
     }
 
@@ -136,17 +111,18 @@ impl Shared {
         let mut state = locked(&self.state);
         state.entered += u64::from(is_of_all);
         state.opened += 1;
-        let (id, number) = (state.opened, if is_of_all { state.entered } else { 0 });
-        let (what, since) = (what.to_owned(), Instant::now());
         let open = Open {
-            id,
-            what,
-            number,
-            since,
+            id: state.opened,
+            what: what.to_owned(),
+            number: if is_of_all { state.entered } else { 0 },
+            since: Instant::now(),
         };
         state.open.push(open.clone());
         state.last = Some(open);
-        Watch { shared: self, id }
+        Watch {
+            shared: self,
+            id: state.opened,
+        }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -157,122 +133,121 @@ impl Shared {
         failure.map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// Has a failure kept, if it is the first here. Returns what is to be called then, outside the lock.
-    pub(super) fn keep(&self, failure: &Failure) -> Option<Vec<Hook>> {
-        let mut state = locked(&self.state);
-        if state.failure.is_some() {
-            return None;
-        }
-        state.failure = Some(failure.clone());
+    /// Keeps this rank's own failure, unless there is one, and waits until rank 0 knows of it. The thread of the
+    /// heartbeat tells rank 0, whose answer is the job's first failure.
+    pub(super) fn declare(&self, failure: Failure) {
+        let hooks = {
+            let mut state = locked(&self.state);
+            if state.failure.is_some() {
+                return;
+            }
+            state.failure = Some(failure);
+            std::mem::take(&mut state.hooks)
+        };
         self.has_failed.store(true, Ordering::Release);
-        Some(std::mem::take(&mut state.hooks))
+        self.wait(LAST_WORDS, |state| state.is_known);
+        hooks.into_iter().for_each(|hook| hook());
     }
 
-    /// The job's first failure, which may not be this rank's.
-    pub(super) fn replace(&self, first: Failure) {
-        locked(&self.state).failure = Some(first);
+    /// Keeps the job's first failure.
+    fn hear(&self, failure: Failure) {
+        let hooks = {
+            let mut state = locked(&self.state);
+            if std::mem::replace(&mut state.is_known, true) {
+                return;
+            }
+            state.failure = Some(failure);
+            std::mem::take(&mut state.hooks)
+        };
+        self.has_failed.store(true, Ordering::Release);
+        hooks.into_iter().for_each(|hook| hook());
     }
 
-    /// Has the heartbeat's thread tell rank 0 of a failure.
-    pub(super) fn tell(&self, failure: Failure) {
-        locked(&self.state).untold = Some(failure);
-        self.wait(LAST_WORDS, |state| state.untold.is_some());
+    /// Waits until something is done or the heartbeat's thread has ended, for at most `left` of the time in which this
+    /// process runs: while it is stopped it hears of nothing.
+    pub(super) fn wait(&self, mut left: Duration, is_done: impl Fn(&State) -> bool) {
+        const POLL: Duration = Duration::from_millis(5);
+        let is_over = || {
+            let state = locked(&self.state);
+            state.has_ended || is_done(&state)
+        };
+        while !left.is_zero() && !is_over() {
+            thread::sleep(POLL);
+            left = left.saturating_sub(POLL);
+        }
     }
 
     /// Has the heartbeat's thread say goodbye. It is not joined: a hook may hang there, and a process must end.
     pub(super) fn leave(&self) {
         locked(&self.state).is_leaving = true;
-        self.wait(2 * LAST_WORDS, |_| true);
+        self.wait(2 * LAST_WORDS, |_| false);
     }
 
-    /// Wakes the heartbeat's thread, and waits while it lives and has not done what it is to do.
-    fn wait(&self, most: Duration, is_undone: impl Fn(&State) -> bool) {
-        self.changed.notify_all();
-        let goes_on = |state: &mut State| !state.has_ended && is_undone(state);
-        drop(
-            self.changed
-                .wait_timeout_while(locked(&self.state), most, goes_on),
-        );
-    }
-
-    fn hear(&self, failure: Failure) {
-        for hook in self.keep(&failure).into_iter().flatten() {
-            hook();
-        }
-    }
-
-    /// What the heartbeat's thread does until this rank leaves.
-    pub(super) fn beat(&self, mut connection: Connection) {
+    /// Runs the heartbeat until this rank leaves.
+    pub(super) fn beat(&self, connection: Connection) {
+        let mut hub = Some(connection);
         let mut rank_0_left = None;
+        let (mut asked, mut is_answered, mut is_declared) = (Instant::now(), true, false);
         loop {
-            let sleeps = |state: &mut State| !state.is_leaving && state.untold.is_none();
-            let woken =
-                self.changed
-                    .wait_timeout_while(locked(&self.state), self.pace.interval, sleeps);
-            let (mut state, _) = woken.unwrap_or_else(PoisonError::into_inner);
-            state.run(Instant::now(), self.pace.silence);
-            let untold = state.untold.clone();
-            let (is_leaving, has_failed, doing) =
-                (state.is_leaving, state.failure.is_some(), state.doing());
-            drop(state);
-            if let Some(failure) = untold {
-                if let Some(first) = tell(&mut connection, failure) {
-                    self.replace(first);
+            let (doing, has_failed, unknown, is_leaving) = {
+                let mut state = locked(&self.state);
+                state.run(Instant::now(), self.pace.silence);
+                let unknown = state.failure.clone().filter(|_| !state.is_known);
+                (
+                    state.doing(),
+                    state.failure.is_some(),
+                    unknown,
+                    state.is_leaving,
+                )
+            };
+            let Some(connection) = hub.as_mut().filter(|_| !is_leaving) else {
+                if is_leaving {
+                    break;
                 }
-                locked(&self.state).untold = None;
-                self.changed.notify_all();
-            } else if is_leaving {
-                break say_goodbye(connection, doing);
-            } else if has_failed {
-                // There is nothing more to say but goodbye.
-            } else if let Some(entered) = rank_0_left {
-                self.beat_alone(entered, &doing);
-            } else {
-                rank_0_left = self.beat_once(&mut connection, doing);
+                self.beat_alone(rank_0_left, &doing);
+                thread::sleep(TICK);
+                continue;
+            };
+            // What cannot be sent shows at the next read, after what rank 0 said before it ended.
+            if let Some(failure) = unknown.filter(|_| !std::mem::replace(&mut is_declared, true)) {
+                let _ = connection.send(&Message::Failure(failure));
+            } else if !has_failed && is_answered && asked.elapsed() >= self.pace.interval {
+                (asked, is_answered) = (Instant::now(), false);
+                let _ = connection.send(&Message::Beat(doing.clone()));
             }
+            let is_silent = !is_answered && asked.elapsed() > self.pace.silence;
+            let mut lost = None;
+            match connection.receive() {
+                Ok(Some(Message::Heard)) => is_answered = true,
+                Ok(Some(Message::Welcome(welcome))) => locked(&self.state).welcome = Some(welcome),
+                Ok(Some(Message::Failure(failure))) => self.hear(failure),
+                Ok(Some(Message::Left(entered))) => (rank_0_left, hub) = (Some(entered), None),
+                Ok(None) if is_silent && self.is_overdue(&doing) => {
+                    let time = seconds(asked.elapsed());
+                    lost = Some((format!("has not been heard of for {time}"), SILENT));
+                }
+                Ok(None) => {}
+                Err(error) if error.kind() != ErrorKind::InvalidData => {
+                    lost = Some(("its process has ended".into(), ENDED));
+                }
+                _ => lost = Some(("sends what rank 0 never does".into(), ENDED)),
+            }
+            if let Some((problem, hint)) = lost {
+                hub = None;
+                self.hear(Failure::new(0, "its own work", problem, hint));
+            }
+        }
+        if let Some(connection) = hub {
+            say_goodbye(connection, locked(&self.state).doing());
         }
         locked(&self.state).has_ended = true;
-        self.changed.notify_all();
     }
 
-    /// Has rank 0 know what this one is doing. Returns how many operations rank 0 has begun, if it has left.
-    fn beat_once(&self, connection: &mut Connection, doing: Doing) -> Option<u64> {
-        let asked = Instant::now();
-        let overdue = self.is_overdue(&doing);
-        let beat = Request::Beat { doing, overdue }.encode();
-        // What cannot be sent shows when the answer is read, behind what rank 0 said before it ended.
-        let _ = connection.send(&beat);
-        let answer = connection.frame(|| {
-            let mut state = locked(&self.state);
-            state.run(Instant::now(), self.pace.silence);
-            let is_lost = asked.elapsed() > self.pace.silence && self.is_overdue(&state.doing());
-            !(is_lost || state.is_leaving || state.failure.is_some())
-        });
-        let (problem, hint) = match answer.as_ref().map(|frame| Reply::decode(frame)) {
-            Ok(Some(Reply::Done)) => return None,
-            Ok(Some(Reply::Left { entered })) => return Some(entered),
-            Ok(Some(Reply::Failed(failure))) => {
-                self.hear(failure);
-                return None;
-            }
-            // If it was given up for another reason, this is not kept: there is a failure, or nobody to hear of it.
-            Err(error) if error.kind() == ErrorKind::TimedOut => {
-                let time = seconds(asked.elapsed());
-                (format!("has not been heard of for {time}"), SILENT)
-            }
-            Ok(_) => ("answers a heartbeat as no store does".into(), ENDED),
-            Err(_) => ("its process has ended".into(), ENDED),
-        };
-        if !locked(&self.state).is_leaving {
-            self.hear(Failure::new(0, "its own work", problem, hint));
-        }
-        None
-    }
-
-    /// Without rank 0 what it has not begun never ends.
-    fn beat_alone(&self, rank_0_entered: u64, doing: &Doing) {
-        let is_missed = rank_0_entered < doing.entered && doing.inside > Some(self.pace.silence);
-        if is_missed || self.is_overdue(doing) {
+    /// Judges what this rank waits for once rank 0 has left, after it had begun so many operations: what it has not
+    /// begun never ends.
+    fn beat_alone(&self, rank_0_left: Option<u64>, doing: &Doing) {
+        let is_missed = rank_0_left < Some(doing.entered) && doing.inside > Some(self.pace.silence);
+        if rank_0_left.is_some() && (is_missed || self.is_overdue(doing)) {
             let problem = format!("has left; rank {} waits in {doing}", self.rank);
             self.hear(Failure::new(0, "its own work", problem, LEFT));
         }
@@ -283,23 +258,9 @@ impl Shared {
     }
 }
 
-/// Tells rank 0 of a failure. Returns the job's first, unless rank 0 does not answer.
-fn tell(connection: &mut Connection, failure: Failure) -> Option<Failure> {
-    let began = Instant::now();
-    let _ = connection.send(&Request::Fail(failure).encode()); // as in `beat_once`
-    loop {
-        let frame = connection.frame(|| began.elapsed() < LAST_WORDS).ok()?;
-        if let Reply::Failed(first) = Reply::decode(&frame)? {
-            return Some(first);
-        }
-        // The answer to a heartbeat before.
-    }
-}
-
 /// Without it the connection's end is a failure. Waits for rank 0 to read it.
 fn say_goodbye(mut connection: Connection, doing: Doing) {
     let began = Instant::now();
-    if connection.send(&Request::Goodbye(doing).encode()).is_ok() {
-        while connection.frame(|| began.elapsed() < LAST_WORDS).is_ok() {}
-    }
+    let _ = connection.send(&Message::Goodbye(doing));
+    while began.elapsed() < LAST_WORDS && connection.receive().is_ok() {}
 }

@@ -1,5 +1,6 @@
 //! MPI itself: how it starts, what it answers, and how a request is waited for.
 
+use crate::distributed::Shard;
 use crate::{Error, Result};
 use ::mpi::ffi;
 use std::ffi::{c_char, c_int};
@@ -13,7 +14,7 @@ const SPINS: std::ops::Range<u32> = 0..200;
 const PAUSE: Duration = Duration::from_micros(50);
 
 /// Starts MPI: this process's rank, and the number of ranks.
-pub(super) fn start() -> Result<(usize, usize)> {
+pub(super) fn start() -> Result<Shard> {
     let (mut is_started, mut level, mut rank, mut world_size) = (0, 0, 0, 0);
     // SAFETY: the first may be called at any time, the others after the second.
     unsafe {
@@ -42,7 +43,8 @@ pub(super) fn start() -> Result<(usize, usize)> {
         answered(ffi::MPI_Comm_rank(world, &mut rank))?;
         answered(ffi::MPI_Comm_size(world, &mut world_size))?;
     }
-    Ok((rank as usize, world_size as usize))
+    let (rank, world_size) = (rank as usize, world_size as usize);
+    Ok(Shard { rank, world_size })
 }
 
 /// MPI's answer as an error, unless it is success.

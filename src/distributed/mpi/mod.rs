@@ -1,25 +1,23 @@
 //! Ranks that are processes on CPUs: collectives by MPI, whose `mpirun` started them.
 //!
-//! What lives here: MPI's calls that a collective is made of ([`plan`](mod@plan)), how one is waited for
-//! ([`library`]), and what they add with ([`operations`]).
-//!
-//! MPI does not say in which order it adds. Open MPI (libnbc, of 4.1 and 5.0) plans a collective that does not block
+//! MPI reduces with our own arithmetic: it knows neither f16 nor bf16, nor says what the larger of a number and NaN is.
+//! It does not say in which order it adds. Open MPI (libnbc, of 4.1 and 5.0) plans a collective that does not block
 //! from the ranks and the count alone: a number is added up on one rank, in the order of a tree, and goes to the others
 //! from there. So all ranks have the same bits, and so has every run of as many. Of hcoll and UCC, which take over
 //! where they are installed, it is not known.
 
 mod library;
-mod operations;
 mod plan;
 
+use super::Shard;
 use super::collective::{Collective, Reduce};
-use super::host::{HostBackend, HostBuffer, of_dtype, validate};
+use super::host::{HostBackend, HostBuffer, not_exchanged, not_reduced, reduce_range};
 use crate::{Error, Result};
 use ::mpi::ffi;
-use candle_core::DType;
-use library::{run_to_its_end, start};
-use operations::{Operations, datatype, make_means};
-use plan::{Call, Step, plan};
+use candle_core::{DType, WithDType};
+use half::{bf16, f16};
+use library::{answered, run_to_its_end, start};
+use plan::{Step, plan};
 use std::ffi::{c_int, c_void};
 
 /// So many elements MPI is given at once. Those that it has received are there twice for a while, and larger pieces
@@ -28,13 +26,10 @@ const PIECE: usize = 1 << 20;
 
 /// A process's way to the others. Dropping it ends MPI, which the ranks do together.
 pub(crate) struct MpiBackend {
-    rank: usize,
-    world_size: usize,
+    place: Shard,
     operations: Operations,
     /// Where MPI writes to, never the caller's memory: it may write after a collective has been given up.
     received: Vec<u64>,
-    /// [`PIECE`], or a test's.
-    pub(super) piece: usize,
     has_failed: bool,
 }
 
@@ -47,41 +42,12 @@ impl MpiBackend {
     /// # Errors
     /// [`Error::Order`] if it was started before, or serves one thread only.
     pub(crate) fn new() -> Result<Self> {
-        let (rank, world_size) = start()?;
         Ok(Self {
-            rank,
-            world_size,
+            place: start()?,
             operations: Operations::default(),
             received: Vec::new(),
-            piece: PIECE,
             has_failed: false,
         })
-    }
-
-    /// What `root` says, on every rank: what the others say is not heard.
-    ///
-    /// # Errors
-    /// As [`run`](HostBackend::run).
-    pub(crate) fn tell(
-        &mut self,
-        root: usize,
-        bytes: &[u8],
-        check: &dyn Fn() -> Result<()>,
-    ) -> Result<Vec<u8>> {
-        let mut broadcast = |bytes: &mut [u8]| {
-            let buffer = HostBuffer {
-                start: bytes.as_mut_ptr(),
-                elements: bytes.len(),
-                dtype: DType::U8,
-            };
-            self.run(Collective::Broadcast { root }, buffer, check)
-        };
-        let mut length = (bytes.len() as u64).to_ne_bytes();
-        broadcast(&mut length)?;
-        let mut told = bytes.to_vec();
-        told.resize(u64::from_ne_bytes(length) as usize, 0);
-        broadcast(&mut told)?;
-        Ok(told)
     }
 
     fn run_step(
@@ -106,25 +72,21 @@ impl MpiBackend {
             // been started.
             unsafe { begin(step, into.cast(), datatype, operation, request) }
         };
-        run_to_its_end(self.rank, during.name(), begin, check)?;
+        run_to_its_end(self.place.rank, during.name(), begin, check)?;
         // SAFETY: MPI has received as many elements.
         unsafe { step.into.copy_from(into.cast()) };
         if reduce == Some(Reduce::Mean) {
-            let make_means = of_dtype!(make_means as unsafe fn(HostBuffer, usize), dtype)?;
-            // SAFETY: the dtype is the buffer's own.
-            unsafe { make_means(step.into, self.world_size) };
+            let (sums, n) = (step.into, self.place.world_size);
+            // SAFETY: the buffer is the caller's, who waits.
+            unsafe { reduce_range(Reduce::Sum, &[sums], 0..sums.elements, &[sums], n)? };
         }
         Ok(())
     }
 }
 
 impl HostBackend for MpiBackend {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.world_size
+    fn place(&self) -> Shard {
+        self.place
     }
 
     fn run(
@@ -133,8 +95,6 @@ impl HostBackend for MpiBackend {
         buffer: HostBuffer,
         check: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
-        let place = (self.rank, self.world_size);
-        validate(collective, buffer.elements, buffer.dtype, place)?;
         if self.has_failed {
             return Err(Error::Order {
                 op: "distributed::Communicator",
@@ -143,7 +103,7 @@ impl HostBackend for MpiBackend {
             });
         }
         self.has_failed = true; // unless it comes to its end
-        for step in plan(collective, buffer, place, self.piece) {
+        for step in plan(collective, buffer, self.place, PIECE) {
             self.run_step(collective, &step, check)?;
         }
         self.has_failed = false;
@@ -183,19 +143,117 @@ unsafe fn begin(
         let world = ffi::RSMPI_COMM_WORLD;
         let with = operation.unwrap_or(ffi::RSMPI_SUM); // a reduction has its own
         match step.call {
-            Call::AllReduce(_) => ffi::MPI_Iallreduce(from, into, sent, of, with, world, request),
-            Call::AllGather => ffi::MPI_Iallgather(from, sent, of, into, sent, of, world, request),
-            Call::Broadcast { root } if received == 0 => {
+            Collective::AllReduce(_) | Collective::ReduceScatter(_) | Collective::Reduce { .. } => {
+                ffi::MPI_Iallreduce(from, into, sent, of, with, world, request)
+            }
+            Collective::AllGather => {
+                ffi::MPI_Iallgather(from, sent, of, into, sent, of, world, request)
+            }
+            Collective::Broadcast { root } if received == 0 => {
                 ffi::MPI_Ibcast(from, sent, of, root as c_int, world, request)
             }
-            Call::Broadcast { root } => {
+            Collective::Broadcast { root } => {
                 ffi::MPI_Ibcast(into, received, of, root as c_int, world, request)
             }
-            Call::Send { to } => ffi::MPI_Isend(from, sent, of, to as c_int, TAG, world, request),
-            Call::Receive { from } => {
+            Collective::Send { to } => {
+                ffi::MPI_Isend(from, sent, of, to as c_int, TAG, world, request)
+            }
+            Collective::Receive { from } => {
                 ffi::MPI_Irecv(into, received, of, from as c_int, TAG, world, request)
             }
-            Call::Barrier => ffi::MPI_Ibarrier(world, request),
         }
     }
+}
+
+type Function = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_int, *mut ffi::MPI_Datatype);
+
+/// The operations made so far, which live as long as MPI.
+#[derive(Default)]
+struct Operations(Vec<(Reduce, DType, ffi::MPI_Op)>);
+
+impl Operations {
+    /// A mean is a sum until all numbers are in it.
+    fn get(&mut self, reduce: Reduce, dtype: DType) -> Result<ffi::MPI_Op> {
+        let made =
+            |(made_reduce, made_dtype, _): &&_| (*made_reduce, *made_dtype) == (reduce, dtype);
+        if let Some((_, _, operation)) = self.0.iter().find(made) {
+            return Ok(*operation);
+        }
+        let [sum, max] = match dtype {
+            DType::F64 => functions::<f64>(),
+            DType::F32 => functions::<f32>(),
+            DType::F16 => functions::<f16>(),
+            DType::BF16 => functions::<bf16>(),
+            other => return Err(not_reduced(other)),
+        };
+        let function = if reduce == Reduce::Max { max } else { sum };
+        let commutes = 1;
+        // SAFETY: MPI has been started; the function is one for its elements. The first operation is overwritten.
+        let operation = unsafe {
+            let mut operation = ffi::RSMPI_SUM;
+            answered(ffi::MPI_Op_create(Some(function), commutes, &mut operation))?;
+            operation
+        };
+        self.0.push((reduce, dtype, operation));
+        Ok(operation)
+    }
+}
+
+/// MPI's type with a dtype's size and alignment: it is not asked to compute.
+fn datatype(dtype: DType) -> Result<ffi::MPI_Datatype> {
+    // SAFETY: constants.
+    unsafe {
+        match dtype {
+            DType::F64 => Ok(ffi::RSMPI_DOUBLE),
+            DType::F32 => Ok(ffi::RSMPI_FLOAT),
+            DType::F16 | DType::BF16 => Ok(ffi::RSMPI_UINT16_T),
+            DType::U8 => Ok(ffi::RSMPI_UINT8_T),
+            DType::U32 => Ok(ffi::RSMPI_UINT32_T),
+            DType::I64 => Ok(ffi::RSMPI_INT64_T),
+            other => Err(not_exchanged(other)),
+        }
+    }
+}
+
+/// MPI's sum and maximum of a type: half precision is rounded once an addition.
+fn functions<T: WithDType>() -> [Function; 2] {
+    [sum::<T>, max::<T>]
+}
+
+unsafe extern "C" fn sum<T: WithDType>(
+    from: *mut c_void,
+    into: *mut c_void,
+    count: *mut c_int,
+    _: *mut ffi::MPI_Datatype,
+) {
+    // SAFETY: as MPI calls its operations.
+    unsafe { combine::<T>(Reduce::Sum, from, into, *count) }
+}
+
+unsafe extern "C" fn max<T: WithDType>(
+    from: *mut c_void,
+    into: *mut c_void,
+    count: *mut c_int,
+    _: *mut ffi::MPI_Datatype,
+) {
+    // SAFETY: as MPI calls its operations.
+    unsafe { combine::<T>(Reduce::Max, from, into, *count) }
+}
+
+/// # Safety
+/// There are `count` elements at `from` and others at `into`.
+unsafe fn combine<T: WithDType>(
+    reduce: Reduce,
+    from: *mut c_void,
+    into: *mut c_void,
+    count: c_int,
+) {
+    let elements = count as usize;
+    let [from, into] = [from, into].map(|start| HostBuffer {
+        start: start.cast(),
+        elements,
+        dtype: T::DTYPE,
+    });
+    // SAFETY: the caller's promise. The dtype is one that is reduced.
+    let _ = unsafe { reduce_range(reduce, &[into, from], 0..elements, &[into], 1) };
 }

@@ -1,33 +1,25 @@
 //! The calls of MPI's that a collective is made of: in pieces, for their counts are of 31 bits.
 
-use crate::distributed::collective::{Collective, Reduce};
+use crate::distributed::Shard;
+use crate::distributed::collective::Collective;
 use crate::distributed::host::HostBuffer;
 use std::ops::Range;
 
 /// One call, and what it reads and makes of the buffer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
-    pub(super) call: Call,
+    /// One that reduces reduces on all ranks.
+    pub(super) call: Collective,
     pub(super) from: HostBuffer,
     /// Empty on a rank that gets nothing.
     pub(super) into: HostBuffer,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Call {
-    AllReduce(Reduce),
-    AllGather,
-    Broadcast { root: usize },
-    Send { to: usize },
-    Receive { from: usize },
-    Barrier,
 }
 
 /// Every rank's plan has the same steps.
 pub(super) fn plan(
     collective: Collective,
     buffer: HostBuffer,
-    (rank, world_size): (usize, usize),
+    Shard { rank, world_size }: Shard,
     piece: usize,
 ) -> Vec<Step> {
     let nothing = buffer.range(0..0);
@@ -35,32 +27,31 @@ pub(super) fn plan(
     let pieces = |of: HostBuffer| ranges(of.elements, piece).map(move |range| of.range(range));
     let broadcast = |root, of| {
         pieces(of).map(move |own| match rank == root {
-            true => step(Call::Broadcast { root }, own, nothing),
-            false => step(Call::Broadcast { root }, nothing, own),
+            true => step(Collective::Broadcast { root }, own, nothing),
+            false => step(Collective::Broadcast { root }, nothing, own),
         })
     };
     match collective {
-        Collective::Barrier => vec![step(Call::Barrier, nothing, nothing)],
         // Open MPI's own reduce-scatter has one rank add up everything and takes longer; this one has the bits of an
         // all-reduce, too. So has a reduction for one rank.
-        Collective::AllReduce(reduce)
-        | Collective::ReduceScatter(reduce)
-        | Collective::Reduce { reduce, .. } => pieces(buffer)
-            .map(|own| step(Call::AllReduce(reduce), own, own))
-            .collect(),
+        Collective::AllReduce(_) | Collective::ReduceScatter(_) | Collective::Reduce { .. } => {
+            pieces(buffer)
+                .map(|own| step(collective, own, own))
+                .collect()
+        }
         Collective::AllGather if (1..=piece).contains(&buffer.elements) => {
             let part = buffer.part(rank, world_size);
-            vec![step(Call::AllGather, part, buffer)]
+            vec![step(Collective::AllGather, part, buffer)]
         }
         Collective::AllGather => (0..world_size)
             .flat_map(|root| broadcast(root, buffer.part(root, world_size)))
             .collect(),
         Collective::Broadcast { root } => broadcast(root, buffer).collect(),
-        Collective::Send { to } => pieces(buffer)
-            .map(|own| step(Call::Send { to }, own, nothing))
+        Collective::Send { .. } => pieces(buffer)
+            .map(|own| step(collective, own, nothing))
             .collect(),
-        Collective::Receive { from } => pieces(buffer)
-            .map(|own| step(Call::Receive { from }, nothing, own))
+        Collective::Receive { .. } => pieces(buffer)
+            .map(|own| step(collective, nothing, own))
             .collect(),
     }
 }
@@ -73,22 +64,24 @@ fn ranges(elements: usize, piece: usize) -> impl Iterator<Item = Range<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::distributed::Reduce;
     use candle_core::DType;
 
     /// The calls of a rank's plan, with how many elements each has, and the ranges that it receives.
     fn planned(
         collective: Collective,
         elements: usize,
-        place: (usize, usize),
+        (rank, world_size): (usize, usize),
         piece: usize,
-    ) -> (Vec<(Call, usize)>, Vec<Range<usize>>) {
+    ) -> (Vec<(Collective, usize)>, Vec<Range<usize>>) {
         let buffer = HostBuffer {
             start: std::ptr::null_mut(),
             elements,
             dtype: DType::U8,
         };
         let (mut calls, mut received) = (Vec::new(), Vec::new());
-        for Step { call, from, into } in plan(collective, buffer, place, piece) {
+        for Step { call, from, into } in plan(collective, buffer, Shard { rank, world_size }, piece)
+        {
             calls.push((call, from.elements.max(into.elements)));
             if into.elements > 0 {
                 let start = into.start as usize;
@@ -118,8 +111,9 @@ mod tests {
                         for rank in 0..world_size {
                             let (calls, received) = of(rank);
                             assert_eq!(calls, of(0).0);
-                            let is_small =
-                                |(_, elements): &(Call, usize)| (1..=piece).contains(elements);
+                            let is_small = |(_, elements): &(Collective, usize)| {
+                                (1..=piece).contains(elements)
+                            };
                             assert!(calls.iter().all(is_small));
                             let own = match collective {
                                 Collective::AllGather if elements > piece => elements / world_size,
@@ -138,12 +132,13 @@ mod tests {
     #[test]
     fn pieces_of_a_pair_follow_each_other() {
         let (calls, received) = planned(Collective::Receive { from: 1 }, 8, (0, 2), 3);
-        assert_eq!(calls, [3, 3, 2].map(|n| (Call::Receive { from: 1 }, n)));
+        assert_eq!(
+            calls,
+            [3, 3, 2].map(|n| (Collective::Receive { from: 1 }, n))
+        );
         assert_eq!(received, [0..3, 3..6, 6..8]);
         let (calls, received) = planned(Collective::Send { to: 0 }, 8, (1, 2), 3);
-        assert_eq!(calls, [3, 3, 2].map(|n| (Call::Send { to: 0 }, n)));
+        assert_eq!(calls, [3, 3, 2].map(|n| (Collective::Send { to: 0 }, n)));
         assert!(received.is_empty());
-        let (calls, _) = planned(Collective::Barrier, 0, (1, 2), 3);
-        assert_eq!(calls, [(Call::Barrier, 0)]);
     }
 }

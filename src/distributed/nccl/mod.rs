@@ -10,6 +10,7 @@ mod tests;
 
 use super::collective::Collective;
 use super::host::validate;
+use super::{Shard, locked, spawn};
 use crate::{Error, Result};
 use candle_core::DType;
 use library::{
@@ -35,8 +36,7 @@ const ABORT: Duration = Duration::from_secs(10);
 /// A process's GPU among the others. Any thread may use it; dropping it ends the communicator.
 pub(crate) struct NcclBackend {
     nccl: &'static Nccl,
-    rank: usize,
-    world_size: usize,
+    place: Shard,
     /// Null once it is aborted.
     communicator: AtomicPtr<c_void>,
     /// Held in calls.
@@ -45,17 +45,25 @@ pub(crate) struct NcclBackend {
     aborting: Mutex<Option<Receiver<()>>>,
 }
 
-/// What rank 0 makes for a new communicator, and tells the others.
+/// Loads NCCL.
+///
+/// # Errors
+/// [`Error::Order`] if it is not found, or cannot be used.
+pub(crate) fn load() -> Result<()> {
+    Nccl::get().map(drop)
+}
+
+/// Returns the identifier, in hexadecimal digits, that rank 0 makes for a new communicator.
 ///
 /// # Errors
 /// [`Error::Order`] if NCCL is not found, or cannot be used.
-pub(crate) fn unique_id() -> Result<[u8; 128]> {
+pub(crate) fn unique_id() -> Result<String> {
     let nccl = Nccl::get()?;
     let mut id = UniqueId([0; 128]);
     // SAFETY: as NCCL declares it.
     let answer = nccl.check(unsafe { (nccl.get_unique_id)(&mut id) });
     answer.map_err(|answer| refusal(&answer))?;
-    Ok(id.0)
+    Ok(id.0.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 impl NcclBackend {
@@ -66,18 +74,29 @@ impl NcclBackend {
     /// [`Error::Order`] if NCCL is not found, or `id` is none of [`unique_id`]; [`Error::Rank`] if it fails; what
     /// `bind` and `check` say.
     pub(crate) fn new(
-        place: (usize, usize),
-        id: &[u8],
+        place: Shard,
+        id: &str,
         max_ctas: Option<u32>,
         bind: impl FnOnce() -> Result<()> + Send + 'static,
         check: &dyn Fn() -> Result<()>,
     ) -> Result<Self> {
-        Self::with(Nccl::get()?, place, id, max_ctas, bind, check)
+        let digits = (0..id.len())
+            .step_by(2)
+            .map(|start| id.get(start..start + 2));
+        let bytes = digits.map_while(|digits| u8::from_str_radix(digits?, 16).ok());
+        Self::with(
+            Nccl::get()?,
+            place,
+            &bytes.collect::<Vec<_>>(),
+            max_ctas,
+            bind,
+            check,
+        )
     }
 
     fn with(
         nccl: &'static Nccl,
-        (rank, world_size): (usize, usize),
+        place: Shard,
         id: &[u8],
         max_ctas: Option<u32>,
         bind: impl FnOnce() -> Result<()> + Send + 'static,
@@ -96,25 +115,23 @@ impl NcclBackend {
         let begin = move || {
             bind()?;
             let (mut communicator, mut config) = (ptr::null_mut(), Config::new(max_ctas));
-            let (ranks, rank_of) = (world_size as c_int, rank as c_int);
+            let (ranks, rank) = (place.world_size as c_int, place.rank as c_int);
             // SAFETY: as NCCL declares it.
             let code = unsafe {
-                (nccl.comm_init_rank_config)(&mut communicator, ranks, id, rank_of, &mut config)
+                (nccl.comm_init_rank_config)(&mut communicator, ranks, id, rank, &mut config)
             };
             let answer = nccl.check(code);
-            answer.map_err(|answer| failure(rank, "the beginning of NCCL", answer))?;
+            answer.map_err(|answer| failure(place.rank, "the beginning of NCCL", answer))?;
             Ok::<_, Error>(AtomicPtr::new(communicator))
         };
         // NCCL waits for the other ranks for ever: if one does not come, the thread is left to it.
         let (begun, result) = channel();
-        let thread = thread::Builder::new().name("tallow-nccl".into());
-        let thread = thread.spawn(move || {
+        spawn("tallow-nccl", move || {
             if let Err(SendError(Ok(late))) = begun.send(begin()) {
                 // SAFETY: nobody else has it.
                 unsafe { (nccl.comm_abort)(late.into_inner()) };
             }
-        });
-        thread.map_err(|error| refusal(&format!("there is no thread to begin it: {error}")))?;
+        })?;
         let communicator = loop {
             match result.recv_timeout(POLL) {
                 Ok(result) => break result?,
@@ -126,8 +143,7 @@ impl NcclBackend {
         };
         Ok(Self {
             nccl,
-            rank,
-            world_size,
+            place,
             communicator,
             in_call: Arc::default(),
             aborting: Mutex::default(),
@@ -138,8 +154,7 @@ impl NcclBackend {
     /// rounded as NCCL does it.
     ///
     /// # Errors
-    /// [`Error::Rank`] if NCCL refuses, or was [aborted](Self::abort); what [`validate`] refuses; a barrier, which NCCL
-    /// has none of.
+    /// [`Error::Rank`] if NCCL refuses, or was [aborted](Self::abort); what [`validate`] refuses.
     pub(crate) fn run(
         &self,
         collective: Collective,
@@ -148,20 +163,13 @@ impl NcclBackend {
         dtype: DType,
         stream: *mut c_void,
     ) -> Result<()> {
-        validate(collective, elements, dtype, (self.rank, self.world_size))?;
+        validate(collective, elements, dtype, self.place)?;
         let of = data_type(dtype)?;
-        if collective == Collective::Barrier {
-            return Err(Error::Order {
-                op: "distributed::Communicator",
-                problem: "NCCL has no barrier".into(),
-                hint: "reduce a number over all ranks, and wait for the stream".into(),
-            });
-        }
         if elements == 0 {
             return Ok(());
         }
-        let part = elements / self.world_size;
-        let own = pointer + (self.rank * part * dtype.size_in_bytes()) as u64;
+        let part = elements / self.place.world_size;
+        let own = pointer + (self.place.rank * part * dtype.size_in_bytes()) as u64;
         let peer = |rank: usize| rank as c_int;
         self.call(collective.name(), |nccl, comm| {
             // SAFETY: as NCCL declares them; memory and stream are the GPU's, as the caller says.
@@ -192,7 +200,6 @@ impl NcclBackend {
                     Collective::Receive { from } => {
                         (nccl.receive)(pointer, elements, of, peer(from), comm, stream)
                     }
-                    Collective::Barrier => 0,
                 }
             }
         })
@@ -242,9 +249,8 @@ impl NcclBackend {
             unsafe { (nccl.comm_abort)(communicator.into_inner()) };
         };
         // Without a thread for it what hangs stays so, until the process ends.
-        let thread = thread::Builder::new().name("tallow-nccl".into());
-        drop(thread.spawn(abort));
-        *self.aborting.lock().unwrap_or_else(PoisonError::into_inner) = Some(aborting);
+        drop(spawn("tallow-nccl", abort));
+        *locked(&self.aborting) = Some(aborting);
     }
 
     /// Runs several collectives as one: what `collectives` has NCCL do begins when it returns, all of it together.
@@ -262,8 +268,7 @@ impl NcclBackend {
     }
 
     fn call(&self, during: &str, call: impl FnOnce(&Nccl, Comm) -> Code) -> Result<()> {
-        let in_call = self.in_call.lock().unwrap_or_else(PoisonError::into_inner);
-        self.call_in(in_call, during, call)
+        self.call_in(locked(&self.in_call), during, call)
     }
 
     fn call_in(
@@ -275,14 +280,14 @@ impl NcclBackend {
         let communicator = self.communicator.load(Ordering::Acquire);
         if communicator.is_null() {
             let problem = "NCCL was aborted, for a rank failed".into();
-            return Err(failure(self.rank, during, problem));
+            return Err(failure(self.place.rank, during, problem));
         }
         self.answered(during, call(self.nccl, communicator))
     }
 
     fn answered(&self, during: &str, code: Code) -> Result<()> {
         let answer = self.nccl.check(code);
-        answer.map_err(|answer| failure(self.rank, during, answer))
+        answer.map_err(|answer| failure(self.place.rank, during, answer))
     }
 }
 

@@ -1,5 +1,6 @@
 use super::*;
 use crate::distributed::collective::Reduce;
+use rstest::rstest;
 use std::ffi::c_char;
 use std::sync::Condvar;
 
@@ -139,6 +140,10 @@ static DOUBLE: Nccl = Nccl {
     receive,
 };
 
+fn of(rank: usize, world_size: usize) -> Shard {
+    Shard { rank, world_size }
+}
+
 /// Rank 1 of 3.
 fn begin(id: &[u8], max_ctas: Option<u32>, patience: Duration) -> Result<NcclBackend> {
     let began = Instant::now();
@@ -146,7 +151,7 @@ fn begin(id: &[u8], max_ctas: Option<u32>, patience: Duration) -> Result<NcclBac
         true => Ok(()),
         false => Err(Error::Plot("too late".into())),
     };
-    NcclBackend::with(&DOUBLE, (1, 3), id, max_ctas, || Ok(()), &check)
+    NcclBackend::with(&DOUBLE, of(1, 3), id, max_ctas, || Ok(()), &check)
 }
 
 fn begun() -> (NcclBackend, &'static Log) {
@@ -161,71 +166,53 @@ fn stream() -> *mut c_void {
     ptr::dangling_mut()
 }
 
-#[test]
-fn collectives_are_in_place() {
+#[rstest]
+#[case(SUM, DType::F32, "all_reduce 1000 1000 6 7 0")]
+#[case(
+    Collective::AllReduce(Reduce::Mean),
+    DType::BF16,
+    "all_reduce 1000 1000 6 9 4"
+)]
+#[case(
+    Collective::AllReduce(Reduce::Max),
+    DType::F64,
+    "all_reduce 1000 1000 6 8 2"
+)]
+#[case(
+    Collective::ReduceScatter(Reduce::Sum),
+    DType::F16,
+    "reduce_scatter 1000 1004 2 6 0"
+)]
+#[case(Collective::AllGather, DType::I64, "all_gather 1016 1000 2 4")]
+#[case(Collective::Broadcast { root: 2 }, DType::U32, "broadcast 1000 1000 6 3 2")]
+#[case(Collective::Reduce { reduce: Reduce::Mean, root: 1 }, DType::BF16, "reduce 1000 1000 6 9 4 1")]
+#[case(Collective::Send { to: 0 }, DType::U8, "send 1000 6 1 0")]
+#[case(Collective::Receive { from: 2 }, DType::U8, "receive 1000 6 1 2")]
+fn collectives_are_in_place(
+    #[case] collective: Collective,
+    #[case] dtype: DType,
+    #[case] call: &str,
+) {
     let (nccl, log) = begun();
-    for (collective, dtype, call) in [
-        (SUM, DType::F32, "all_reduce 1000 1000 6 7 0"),
-        (
-            Collective::AllReduce(Reduce::Mean),
-            DType::BF16,
-            "all_reduce 1000 1000 6 9 4",
-        ),
-        (
-            Collective::AllReduce(Reduce::Max),
-            DType::F64,
-            "all_reduce 1000 1000 6 8 2",
-        ),
-        (
-            Collective::ReduceScatter(Reduce::Sum),
-            DType::F16,
-            "reduce_scatter 1000 1004 2 6 0",
-        ),
-        (
-            Collective::AllGather,
-            DType::I64,
-            "all_gather 1016 1000 2 4",
-        ),
-        (
-            Collective::Broadcast { root: 2 },
-            DType::U32,
-            "broadcast 1000 1000 6 3 2",
-        ),
-        (
-            Collective::Reduce {
-                reduce: Reduce::Mean,
-                root: 1,
-            },
-            DType::BF16,
-            "reduce 1000 1000 6 9 4 1",
-        ),
-        (Collective::Send { to: 0 }, DType::U8, "send 1000 6 1 0"),
-        (
-            Collective::Receive { from: 2 },
-            DType::U8,
-            "receive 1000 6 1 2",
-        ),
-    ] {
-        nccl.run(collective, 1000, 6, dtype, stream()).unwrap();
-        assert_eq!(log.calls.lock().unwrap().pop().unwrap(), call);
-    }
+    nccl.run(collective, 1000, 6, dtype, stream()).unwrap();
     nccl.run(SUM, 0, 0, DType::F32, stream()).unwrap();
-    assert!(log.calls.lock().unwrap().is_empty());
-    for (collective, dtype, words) in [
-        (
-            Collective::AllGather,
-            DType::F32,
-            "elements that 3 ranks divide",
-        ),
-        (SUM, DType::I64, "to be reduced, got i64"),
-        (Collective::Barrier, DType::F32, "NCCL has no barrier"),
-    ] {
-        let refused = nccl.run(collective, 1000, 7, dtype, stream());
-        let text = refused.unwrap_err().to_string();
-        assert!(text.contains(words), "{text}");
-    }
     drop(nccl);
-    assert_eq!(*log.calls.lock().unwrap(), ["destroy"]);
+    assert_eq!(*log.calls.lock().unwrap(), [call, "destroy"]);
+}
+
+#[rstest]
+#[case(Collective::AllGather, DType::F32, "elements that 3 ranks divide")]
+#[case(SUM, DType::I64, "to be reduced, got i64")]
+fn what_cannot_be_is_refused(
+    #[case] collective: Collective,
+    #[case] dtype: DType,
+    #[case] words: &str,
+) {
+    let (nccl, log) = begun();
+    let refused = nccl.run(collective, 1000, 7, dtype, stream());
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains(words), "{text}");
+    assert!(log.calls.lock().unwrap().is_empty());
 }
 
 #[test]
@@ -292,6 +279,6 @@ fn what_fails_is_told() {
         assert!(text.contains(words), "{text}");
     }
     let unbound = || Err(Error::Plot("no context".into()));
-    let unbound = NcclBackend::with(&DOUBLE, (0, 1), &[0; 128], None, unbound, &|| Ok(()));
+    let unbound = NcclBackend::with(&DOUBLE, of(0, 1), &[0; 128], None, unbound, &|| Ok(()));
     assert_eq!(unbound.err().unwrap().to_string(), "plot: no context");
 }

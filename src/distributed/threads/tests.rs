@@ -1,17 +1,14 @@
-mod failures;
-
 use super::*;
 use crate::distributed::collective::Reduce;
 use crate::kernels::cpu::{Real, Stored};
-use candle_core::DType;
+use candle_core::WithDType;
 use half::{bf16, f16};
-use std::fmt::Debug;
+use rstest::rstest;
 use std::thread;
 use std::time::Instant;
 
 /// What each rank's call on its buffer made of it.
-fn together<T: Copy + Send + 'static>(
-    dtype: DType,
+fn together<T: WithDType>(
     buffers: Vec<Vec<T>>,
     call: impl Fn(usize) -> Collective + Sync,
 ) -> Vec<Result<Vec<T>>> {
@@ -20,8 +17,8 @@ fn together<T: Copy + Send + 'static>(
         let ranks = group(buffers.len()).into_iter().zip(buffers);
         let ranks = ranks.map(|(mut backend, mut buffer)| {
             scope.spawn(move || {
-                let collective = call(backend.rank);
-                run(&mut backend, collective, dtype, &mut buffer)?;
+                let collective = call(backend.place.rank);
+                run(&mut backend, collective, &mut buffer)?;
                 Ok(buffer)
             })
         });
@@ -30,23 +27,12 @@ fn together<T: Copy + Send + 'static>(
     })
 }
 
-fn run<T>(
+fn run<T: WithDType>(
     backend: &mut ThreadBackend,
     collective: Collective,
-    dtype: DType,
     buffer: &mut [T],
 ) -> Result<()> {
-    let patience = patience(5000);
-    backend.run(collective, host(dtype, buffer), &patience)
-}
-
-fn host<T>(dtype: DType, buffer: &mut [T]) -> HostBuffer {
-    assert_eq!(dtype.size_in_bytes(), size_of::<T>());
-    HostBuffer {
-        start: buffer.as_mut_ptr().cast(),
-        elements: buffer.len(),
-        dtype,
-    }
+    backend.run(collective, HostBuffer::of(buffer), &patience(5000))
 }
 
 /// A check whose error comes after some milliseconds.
@@ -59,8 +45,7 @@ fn patience(milliseconds: u64) -> impl Fn() -> Result<()> {
 }
 
 /// Every collective on buffers in which rank `r` has `number(r, i)`; `reduced` says what all numbers make.
-fn every<T: Copy + PartialEq + Debug + Send + 'static>(
-    dtype: DType,
+fn every<T: WithDType + fmt::Debug>(
     number: impl Fn(usize, usize) -> T,
     reduces: &[Reduce],
     reduced: impl Fn(Reduce, Vec<T>) -> T,
@@ -75,23 +60,23 @@ fn every<T: Copy + PartialEq + Debug + Send + 'static>(
             for reduce in reduces {
                 let at = |i| reduced(*reduce, (0..world_size).map(|r| number(r, i)).collect());
                 let odd = elements + world_size / 2;
-                for got in together(dtype, buffers(odd), |_| Collective::AllReduce(*reduce)) {
+                for got in together(buffers(odd), |_| Collective::AllReduce(*reduce)) {
                     assert!(got.unwrap().into_iter().eq((0..odd).map(at)));
                 }
                 let scatter = |_| Collective::ReduceScatter(*reduce);
-                let scattered = together(dtype, buffers(elements), scatter);
+                let scattered = together(buffers(elements), scatter);
                 for (rank, got) in scattered.into_iter().enumerate() {
                     let range = rank * part..(rank + 1) * part;
                     let got = &got.unwrap()[range.clone()];
                     assert!(got.iter().copied().eq(range.map(at)));
                 }
             }
-            for got in together(dtype, buffers(elements), |_| Collective::AllGather) {
+            for got in together(buffers(elements), |_| Collective::AllGather) {
                 let want = (0..elements).map(|i| number(i / part, i));
                 assert!(got.unwrap().into_iter().eq(want));
             }
             let root = world_size / 2;
-            for got in together(dtype, buffers(elements), |_| Collective::Broadcast { root }) {
+            for got in together(buffers(elements), |_| Collective::Broadcast { root }) {
                 assert_eq!(got.unwrap(), buffers(elements)[root]);
             }
             // The last one sends to the first; who is between them does nothing together.
@@ -100,20 +85,15 @@ fn every<T: Copy + PartialEq + Debug + Send + 'static>(
                     0 => Collective::Receive { from: 1 },
                     _ => Collective::Send { to: 0 },
                 };
-                for got in together(dtype, buffers(part), pass) {
+                for got in together(buffers(part), pass) {
                     assert_eq!(got.unwrap(), buffers(part)[1]);
                 }
             }
         }
-        for got in together(dtype, vec![vec![number(0, 0)]; world_size], |_| {
-            Collective::Barrier
-        }) {
-            assert_eq!(got.unwrap(), [number(0, 0)]);
-        }
     }
 }
 
-fn every_float<T: Stored + Debug>(dtype: DType) {
+fn every_float<T: Stored + WithDType + fmt::Debug>() {
     let reduced = |reduce, numbers: Vec<T>| {
         let wide = numbers.into_iter().map(|x| {
             let mut wide = [T::Wide::ZERO];
@@ -133,24 +113,19 @@ fn every_float<T: Stored + Debug>(dtype: DType) {
     };
     let wave = |rank, i| T::from_f64(((rank * 1009 + i) as f64 * 0.37).sin());
     let reduces = [Reduce::Sum, Reduce::Mean, Reduce::Max];
-    every::<T>(dtype, wave, &reduces, reduced);
+    every::<T>(wave, &reduces, reduced);
 }
 
 #[test]
 fn every_collective_of_every_dtype() {
-    every_float::<f64>(DType::F64);
-    every_float::<f32>(DType::F32);
-    every_float::<f16>(DType::F16);
-    every_float::<bf16>(DType::BF16);
+    every_float::<f64>();
+    every_float::<f32>();
+    every_float::<f16>();
+    every_float::<bf16>();
     let number = |rank, i| rank * 91 + i;
-    every(DType::U8, |rank, i| number(rank, i) as u8, &[], |_, _| 0);
-    every(DType::U32, |rank, i| number(rank, i) as u32, &[], |_, _| 0);
-    every(
-        DType::I64,
-        |rank, i| -(number(rank, i) as i64),
-        &[],
-        |_, _| 0,
-    );
+    every(|rank, i| number(rank, i) as u8, &[], |_, _| 0);
+    every(|rank, i| number(rank, i) as u32, &[], |_, _| 0);
+    every(|rank, i| -(number(rank, i) as i64), &[], |_, _| 0);
 }
 
 #[test]
@@ -158,13 +133,13 @@ fn ranks_are_added_in_order_and_halves_rounded_once() {
     for _ in 0..20 {
         // (1 + 1e8) - 1e8 is 0 in f32; any other order gives 1.
         let buffers = vec![vec![1f32], vec![1e8], vec![-1e8]];
-        for got in together(DType::F32, buffers, |_| Collective::AllReduce(Reduce::Sum)) {
+        for got in together(buffers, |_| Collective::AllReduce(Reduce::Sum)) {
             assert_eq!(got.unwrap(), [0.0]);
         }
         // In bf16, 256 + 1 is 256.
         let buffers = [256.0, 1.0, 1.0].map(|x| vec![bf16::from_f32(x)]);
         let sum = |_| Collective::AllReduce(Reduce::Sum);
-        for got in together(DType::BF16, buffers.to_vec(), sum) {
+        for got in together(buffers.to_vec(), sum) {
             assert_eq!(got.unwrap(), [bf16::from_f32(258.0)]);
         }
     }
@@ -176,7 +151,7 @@ fn the_largest_leaves_out_nan() {
         let mut buffers = vec![vec![1f32], vec![2.0], vec![3.0]];
         buffers[place] = vec![f32::NAN];
         let largest = if place == 2 { 2.0 } else { 3.0 };
-        for got in together(DType::F32, buffers, |_| Collective::AllReduce(Reduce::Max)) {
+        for got in together(buffers, |_| Collective::AllReduce(Reduce::Max)) {
             assert_eq!(got.unwrap(), [largest]);
         }
     }
@@ -187,7 +162,7 @@ fn pairs_meet_beside_others() {
     thread::scope(|scope| {
         for mut backend in group(4) {
             scope.spawn(move || {
-                let (rank, other) = (backend.rank, backend.rank ^ 1);
+                let (rank, other) = (backend.place.rank, backend.place.rank ^ 1);
                 for round in 0..50u32 {
                     let mut x = [round, rank as u32];
                     let send = Collective::Send { to: other };
@@ -197,15 +172,101 @@ fn pairs_meet_beside_others() {
                         false => [receive, send],
                     };
                     for call in calls {
-                        run(&mut backend, call, DType::U32, &mut x).unwrap();
+                        run(&mut backend, call, &mut x).unwrap();
                     }
                     assert_eq!(x, [round, (rank & !1) as u32]);
                 }
                 let mut x = [1f32];
                 let sum = Collective::AllReduce(Reduce::Sum);
-                run(&mut backend, sum, DType::F32, &mut x).unwrap();
+                run(&mut backend, sum, &mut x).unwrap();
                 assert_eq!(x, [4.0]);
             });
         }
     });
+}
+
+fn assert_all_say<T: fmt::Debug>(results: Vec<Result<T>>, words: &str) {
+    for result in results {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains(words), "{text}");
+    }
+}
+
+const SUM: Collective = Collective::AllReduce(Reduce::Sum);
+const MEAN: Collective = Collective::AllReduce(Reduce::Mean);
+
+/// Each rank's call, and its elements.
+#[rstest]
+#[case(&[(SUM, 3), (SUM, 3), (SUM, 4)], "rank 2, in all_reduce: calls AllReduce(Sum) of 4 f32, while rank 0 calls \
+    AllReduce(Sum) of 3 f32")]
+#[case(&[(SUM, 3), (MEAN, 3), (SUM, 3)], "rank 1, in all_reduce: calls AllReduce(Mean)")]
+#[case(&[0, 0, 1].map(|root| (Collective::Broadcast { root }, 3)), "rank 2, in broadcast: calls Broadcast { root: 1 }")]
+#[case(&[(Collective::Send { to: 1 }, 3), (SUM, 3)], "rank 1, in ")]
+#[case(&[(Collective::Send { to: 1 }, 3), (Collective::Receive { from: 0 }, 2)], "Receive { from: 0 } of 2 f32")]
+#[case(&[1, 0].map(|to| (Collective::Send { to }, 3)), "rank 1, in send")]
+fn ranks_that_disagree_are_named_on_all(
+    #[case] calls: &[(Collective, usize)],
+    #[case] words: &str,
+) {
+    let buffers = calls.iter().map(|(_, elements)| vec![0f32; *elements]);
+    let results = together(buffers.collect(), |rank| calls[rank].0);
+    assert_all_say(results, words);
+}
+
+#[test]
+fn dtypes_of_one_size_are_told_apart() {
+    let mut ranks = group(2);
+    let mut other = ranks.pop().unwrap();
+    thread::scope(|scope| {
+        let other = scope.spawn(move || run(&mut other, SUM, &mut [bf16::ONE]));
+        let first = run(&mut ranks[0], SUM, &mut [f16::ONE]);
+        let results = vec![first, other.join().unwrap()];
+        assert_all_say(results, "rank 1, in all_reduce: calls ");
+    });
+}
+
+#[test]
+fn whoever_waits_for_a_dropped_rank_is_told() {
+    let mut ranks = group(3);
+    let last = ranks.pop().unwrap();
+    thread::scope(|scope| {
+        let wait = |mut backend: ThreadBackend| {
+            let mut x = [0f32];
+            let result = run(&mut backend, SUM, &mut x);
+            (backend, result)
+        };
+        let waiting = ranks
+            .into_iter()
+            .map(|rank| scope.spawn(move || wait(rank)));
+        let waiting: Vec<_> = waiting.collect();
+        thread::sleep(Duration::from_millis(20));
+        drop(last);
+        let ranks = waiting.into_iter().map(|rank| rank.join().unwrap());
+        let (ranks, results): (Vec<_>, Vec<_>) = ranks.unzip();
+        assert_all_say(results, "rank 2, in all_reduce: has ended");
+        for mut backend in ranks {
+            // They still have each other.
+            scope.spawn(move || {
+                let pair = match backend.place.rank {
+                    0 => Collective::Send { to: 1 },
+                    _ => Collective::Receive { from: 0 },
+                };
+                run(&mut backend, pair, &mut [0f32]).unwrap();
+            });
+        }
+    });
+}
+
+#[test]
+fn an_error_of_check_ends_a_wait() {
+    let mut ranks = group(2);
+    let mut x = [1f32];
+    let sum = Collective::AllReduce(Reduce::Sum);
+    let alone = ranks[0].run(sum, HostBuffer::of(&mut x), &patience(20));
+    assert_all_say(vec![alone], "too late");
+    // It left nothing behind.
+    let mut late = ranks.pop().unwrap();
+    let alone = late.run(sum, HostBuffer::of(&mut x), &patience(20));
+    assert_all_say(vec![alone], "too late");
+    assert_eq!(x, [1.0]);
 }

@@ -1,0 +1,236 @@
+//! Rank 0's hub: a thread that admits ranks, keeps the roll, and reports to all how the job ends.
+
+use super::roll::{Pace, Roll};
+use super::wire::{Connection, Hello, Message, TICK};
+use crate::Result;
+use crate::distributed::spawn;
+use std::hint::black_box;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How long a stranger may take for its first line.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// Connections without a first line, in addition to those that the ranks themselves may just be making.
+const STRANGERS: usize = 64;
+
+/// The hub while it serves. Dropping it tells the ranks, and closes the port.
+pub(super) struct Hub {
+    address: SocketAddr,
+    is_ending: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Serving {
+    listener: TcpListener,
+    token: String,
+    world_size: usize,
+    welcome: Message,
+    roll: Roll,
+    peers: Vec<Peer>,
+}
+
+struct Peer {
+    connection: Connection,
+    /// `None` for one that has not said who it is.
+    rank: Option<usize>,
+    since: Instant,
+    is_welcome: bool,
+    /// Whether it was told how the job ends.
+    is_told: bool,
+}
+
+impl Hub {
+    /// Serves until it is dropped. Once all ranks have come, each gets `welcome`.
+    ///
+    /// # Errors
+    /// [`Error::Order`](crate::Error::Order) if the system gives no address or thread.
+    pub(super) fn start(
+        listener: TcpListener,
+        token: &str,
+        world_size: usize,
+        pace: Pace,
+        welcome: String,
+    ) -> Result<Self> {
+        let address = listener
+            .set_nonblocking(true)
+            .and_then(|()| listener.local_addr());
+        let mut address =
+            address.map_err(|error| crate::Error::io("listen", "rank 0's port", error))?;
+        match address.ip() {
+            IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+            IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
+            _ => {}
+        }
+        let serving = Serving {
+            listener,
+            token: token.into(),
+            world_size,
+            welcome: Message::Welcome(welcome),
+            roll: Roll::new(world_size, pace),
+            peers: Vec::new(),
+        };
+        let is_ending = Arc::new(AtomicBool::new(false));
+        let ends = is_ending.clone();
+        let thread = Some(spawn("tallow-hub", move || serving.run(&ends))?);
+        Ok(Self {
+            address,
+            is_ending,
+            thread,
+        })
+    }
+
+    /// Where rank 0 itself reaches it.
+    pub(super) fn master(&self) -> (String, u16) {
+        (self.address.ip().to_string(), self.address.port())
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        self.is_ending.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Serving {
+    fn run(mut self, is_ending: &AtomicBool) {
+        loop {
+            let is_last = is_ending.load(Ordering::Acquire);
+            self.accept();
+            let mut peers = std::mem::take(&mut self.peers);
+            peers.retain_mut(|peer| self.serve(peer));
+            self.peers = peers;
+            self.tell_all(is_last);
+            if is_last {
+                return;
+            }
+            thread::sleep(TICK);
+        }
+    }
+
+    fn accept(&mut self) {
+        while let Ok((stream, _)) = self.listener.accept() {
+            let strangers = self.peers.iter().filter(|peer| peer.rank.is_none()).count();
+            if strangers <= STRANGERS + self.world_size
+                && let Ok(connection) = Connection::new(stream, None)
+            {
+                self.peers.push(Peer {
+                    connection,
+                    rank: None,
+                    since: Instant::now(),
+                    is_welcome: false,
+                    is_told: false,
+                });
+            }
+        }
+    }
+
+    /// Reads all that a peer has sent. Returns whether its connection stays open.
+    fn serve(&mut self, peer: &mut Peer) -> bool {
+        loop {
+            let message = match peer.connection.receive() {
+                Ok(Some(message)) => message,
+                Ok(None) => return peer.rank.is_some() || peer.since.elapsed() < HANDSHAKE,
+                Err(error) if error.kind() == ErrorKind::InvalidData => {
+                    return self.end(peer, "sends what no rank does");
+                }
+                Err(_) => return self.end(peer, "its process has ended"),
+            };
+            // What cannot be sent shows at the next read.
+            let _: io::Result<()> = match (message, peer.rank) {
+                (Message::Hello(hello), None) => {
+                    if let Err(problem) = self.admit(&hello) {
+                        let _ = peer.connection.send(&Message::Refused(problem));
+                        return false;
+                    }
+                    peer.rank = Some(hello.rank);
+                    peer.connection.send(&Message::Heard)
+                }
+                (Message::Beat(doing), Some(rank)) => {
+                    self.roll.beat(rank, doing, Instant::now());
+                    peer.connection.send(&Message::Heard)
+                }
+                (Message::Failure(failure), Some(_)) => {
+                    self.roll.declare(failure);
+                    Ok(())
+                }
+                (Message::Goodbye(doing), Some(rank)) => {
+                    self.roll.leave(rank, doing);
+                    return false;
+                }
+                _ => return self.end(peer, "sends what no rank does"),
+            };
+        }
+    }
+
+    /// Closes a connection that ends without a goodbye.
+    fn end(&mut self, peer: &Peer, problem: &str) -> bool {
+        if let Some(rank) = peer.rank {
+            self.roll.end(rank, problem);
+        }
+        false
+    }
+
+    /// Gives the rank its place, or says why not.
+    fn admit(&mut self, hello: &Hello) -> std::result::Result<(), String> {
+        let Hello {
+            version,
+            rank,
+            world_size,
+            token,
+        } = hello;
+        // First of all: one who does not know the token learns nothing else.
+        if !is_same(token, &self.token) {
+            return Err("the job's token is another".into());
+        }
+        let own = env!("CARGO_PKG_VERSION");
+        if version != own {
+            return Err(format!(
+                "rank 0 runs tallow {own}, and this rank {}",
+                version.escape_default()
+            ));
+        }
+        if *world_size != self.world_size || rank >= world_size {
+            return Err(format!(
+                "rank 0 has a world size of {}, and this rank {world_size}",
+                self.world_size
+            ));
+        }
+        match self.roll.come(*rank, Instant::now()) {
+            true => Ok(()),
+            false => Err(format!("rank {rank} is already there")),
+        }
+    }
+
+    /// Tells each rank once that all have come, and how the job ends.
+    fn tell_all(&mut self, is_last: bool) {
+        let is_complete = self.roll.is_complete();
+        let end = match self.roll.failure() {
+            Some(failure) => Some(Message::Failure(failure.clone())),
+            None => is_last.then(|| Message::Left(self.roll.entered(0))),
+        };
+        for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
+            if is_complete && !std::mem::replace(&mut peer.is_welcome, true) {
+                let _ = peer.connection.send(&self.welcome);
+            }
+            if let Some(end) = &end
+                && !std::mem::replace(&mut peer.is_told, true)
+            {
+                let _ = peer.connection.send(end);
+            }
+        }
+    }
+}
+
+/// Compares tokens in a time that does not depend on how much of them is right.
+fn is_same(token: &str, other: &str) -> bool {
+    let pairs = token.bytes().zip(other.bytes());
+    let difference = pairs.fold(0, |difference, (a, b)| black_box(difference | (a ^ b)));
+    token.len() == other.len() && difference == 0
+}

@@ -1,0 +1,347 @@
+//! The roll of a job: what each rank is doing, and whose failure it is when ranks wait.
+
+use super::wire::SEPARATOR;
+use crate::Error;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+/// Characters of a failure's text: what a person reads.
+const MAX_TEXT: usize = 4 << 10;
+
+pub(super) const ENDED: &str =
+    "its own output or the system's log says why (killed for want of memory?); start the job again";
+pub(super) const LEFT: &str =
+    "do all ranks take the same number of steps? one that ends early says why in its output";
+pub(super) const SILENT: &str =
+    "is the process stopped, or its host out of reach? start the job again";
+const MISSING: &str = "are all processes started, with this WORLD_SIZE? their own output says more";
+const BEHIND: &str =
+    "do all ranks take the same steps, and is this one only slow? then set a longer timeout";
+const STUCK: &str = "is a network between the hosts stuck, or a GPU? if an operation may take so long, set a longer \
+                     timeout";
+
+/// How long ranks are waited for, which tests shorten.
+#[derive(Clone, Copy)]
+pub(super) struct Pace {
+    /// The most time that a rank may be in an operation.
+    pub timeout: Duration,
+    /// From one heartbeat to the next.
+    pub interval: Duration,
+    /// A heartbeat older than this is a sign of trouble, where ranks wait for too long. So is it to wait for this long
+    /// for a rank that has left.
+    pub silence: Duration,
+}
+
+impl Pace {
+    pub(super) fn new(timeout: Duration) -> Self {
+        Self {
+            timeout,
+            interval: Duration::from_millis(250),
+            silence: Duration::from_secs(5),
+        }
+    }
+}
+
+/// What a rank is doing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Doing {
+    /// How many operations of all ranks it has begun.
+    pub entered: u64,
+    /// The operation that it has been in for longest; outside, its last one.
+    pub what: String,
+    /// Its number among the operations of all ranks, from 1; 0 if it is of some ranks only.
+    pub number: u64,
+    /// For how long it has been inside, if it is.
+    pub inside: Option<Duration>,
+}
+
+impl fmt::Display for Doing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.inside, self.what.as_str()) {
+            (None, "") => return f.write_str("its own work"),
+            (None, _) => f.write_str("its own work after ")?,
+            (Some(_), _) => {}
+        }
+        f.write_str(&self.what)?;
+        match self.number {
+            0 => Ok(()),
+            number => write!(f, " (operation {number})"),
+        }
+    }
+}
+
+/// Why the job cannot continue, and whose failure it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub rank: usize,
+    /// During what, the problem, and a hint.
+    pub texts: [String; 3],
+}
+
+impl Failure {
+    pub(super) fn new(
+        rank: usize,
+        during: impl ToString,
+        problem: impl ToString,
+        hint: impl ToString,
+    ) -> Self {
+        let cut = |text: String| match text.char_indices().nth(MAX_TEXT) {
+            Some((end, _)) => format!("{}...", &text[..end]),
+            None => text,
+        };
+        let texts = [during.to_string(), problem.to_string(), hint.to_string()];
+        let texts = texts.map(|text| cut(text.replace(SEPARATOR, " ")));
+        Self { rank, texts }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(Failure { rank, texts }: Failure) -> Self {
+        let [during, problem, hint] = texts;
+        Self::Rank {
+            rank,
+            during,
+            problem,
+            hint,
+        }
+    }
+}
+
+/// A rank that came. Its place is never free again: a process that comes later would know nothing of the job.
+struct Member {
+    doing: Doing,
+    /// When its last heartbeat came.
+    heard: Instant,
+    /// Whether its last heartbeat said that it has waited for too long.
+    is_overdue: bool,
+    has_left: bool,
+}
+
+/// What the hub knows of all ranks.
+pub(super) struct Roll {
+    world_size: usize,
+    pace: Pace,
+    members: BTreeMap<usize, Member>,
+    failure: Option<Failure>,
+}
+
+impl Roll {
+    pub(super) fn new(world_size: usize, pace: Pace) -> Self {
+        let (members, failure) = (BTreeMap::new(), None);
+        Self {
+            world_size,
+            pace,
+            members,
+            failure,
+        }
+    }
+
+    /// Returns whether the rank's place was free.
+    pub(super) fn come(&mut self, rank: usize, now: Instant) -> bool {
+        let is_free = !self.members.contains_key(&rank);
+        self.members.entry(rank).or_insert(Member {
+            doing: Doing::default(),
+            heard: now,
+            is_overdue: false,
+            has_left: false,
+        });
+        is_free
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.members.len() == self.world_size
+    }
+
+    pub(super) fn failure(&self) -> Option<&Failure> {
+        self.failure.as_ref()
+    }
+
+    /// The first failure counts: others follow from it.
+    pub(super) fn declare(&mut self, failure: Failure) {
+        self.failure.get_or_insert(failure);
+    }
+
+    /// Notes a heartbeat. The second in a row that is overdue has a failure declared: if rank 0 was stopped, it learns
+    /// between them of ranks that have ended or continued meanwhile, and judges by what is true now.
+    pub(super) fn beat(&mut self, rank: usize, doing: Doing, now: Instant) {
+        let Some(member) = self.members.get_mut(&rank) else {
+            return;
+        };
+        let was_stopped = now.saturating_duration_since(member.heard) > self.pace.silence;
+        let was_overdue = member.is_overdue && !was_stopped;
+        member.is_overdue = doing.inside > Some(self.pace.timeout);
+        member.heard = now;
+        member.doing = doing;
+        let is_certain = was_overdue && member.is_overdue;
+        let failure = self.waits_for_left(rank);
+        let failure = failure.or_else(|| is_certain.then(|| self.culprit(rank, now))?);
+        failure
+            .into_iter()
+            .for_each(|failure| self.declare(failure));
+    }
+
+    /// Notes a goodbye.
+    pub(super) fn leave(&mut self, rank: usize, doing: Doing) {
+        if let Some(member) = self.members.get_mut(&rank) {
+            member.doing = doing;
+            member.has_left = true;
+        }
+    }
+
+    /// Notes the end of a rank's connection without a goodbye, which is a failure.
+    pub(super) fn end(&mut self, rank: usize, problem: &str) {
+        let doing = self.members.get(&rank).map(|member| member.doing.clone());
+        self.declare(Failure::new(
+            rank,
+            doing.unwrap_or_default(),
+            problem,
+            ENDED,
+        ));
+    }
+
+    /// How many operations of all ranks the rank has begun.
+    pub(super) fn entered(&self, rank: usize) -> u64 {
+        let member = self.members.get(&rank);
+        member.map_or(0, |member| member.doing.entered)
+    }
+
+    /// An operation that a rank has left before never ends: known some seconds after, without a timeout.
+    fn waits_for_left(&self, rank: usize) -> Option<Failure> {
+        let waiting = &self.members.get(&rank)?.doing;
+        let is_waiting = waiting.inside? > self.pace.silence;
+        self.left(rank, |left| {
+            is_waiting && left.doing.entered < waiting.entered
+        })
+    }
+
+    /// Whose failure it is that `asker` waits for too long.
+    fn culprit(&self, asker: usize, now: Instant) -> Option<Failure> {
+        let mut missing = (0..self.world_size).filter(|rank| !self.members.contains_key(rank));
+        if let Some(first) = missing.next() {
+            let mut problem = format!("has not come within {}", seconds(self.pace.timeout));
+            let others: Vec<_> = missing.take(16).map(|rank| rank.to_string()).collect();
+            if !others.is_empty() {
+                problem += &format!(", nor has {} of {}", others.join(", "), self.world_size);
+            }
+            return Some(Failure::new(first, "rendezvous", problem, MISSING));
+        }
+        let asking = self.members.get(&asker)?;
+        let there = || self.members.iter().filter(|(_, member)| !member.has_left);
+        let silence = |member: &Member| now.saturating_duration_since(member.heard);
+        let (rank, silent) = there().max_by_key(|(_, member)| silence(member))?;
+        if silence(silent) > self.pace.silence {
+            let problem = format!("has not been heard of for {}", seconds(silence(silent)));
+            return Some(Failure::new(*rank, &silent.doing, problem, SILENT));
+        }
+        let (rank, behind) = there().min_by_key(|(_, member)| member.doing.entered)?;
+        let (first, ahead) =
+            there().max_by_key(|(rank, member)| (member.doing.entered, **rank == asker))?;
+        if behind.doing.entered < ahead.doing.entered {
+            let here = behind
+                .doing
+                .inside
+                .map(|time| format!("has been there for {}; ", seconds(time)));
+            let problem = here.unwrap_or_default() + &waits(*first, ahead);
+            return Some(Failure::new(*rank, &behind.doing, problem, BEHIND));
+        }
+        // The same operation by its number, under another name.
+        let differs = |doing: &Doing| {
+            let same =
+                doing.inside.is_some() && doing.number > 0 && doing.number == asking.doing.number;
+            same && doing.what != asking.doing.what
+        };
+        if let Some((rank, member)) = there().find(|(_, member)| differs(&member.doing)) {
+            return Some(Failure::new(
+                *rank,
+                &member.doing,
+                waits(asker, asking),
+                BEHIND,
+            ));
+        }
+        let stuck = "has waited too long, though no rank is behind";
+        self.left(asker, |_| true)
+            .or_else(|| Some(Failure::new(asker, &asking.doing, stuck, STUCK)))
+    }
+
+    /// The failure of a rank that has left, one that `is_missed` by `waiting`.
+    fn left(&self, waiting: usize, is_missed: impl Fn(&Member) -> bool) -> Option<Failure> {
+        let mut left = self.members.iter().filter(|(_, member)| member.has_left);
+        let (rank, member) = left.find(|(_, member)| is_missed(member))?;
+        let problem = format!("has left; {}", waits(waiting, self.members.get(&waiting)?));
+        Some(Failure::new(*rank, &member.doing, problem, LEFT))
+    }
+}
+
+fn waits(rank: usize, member: &Member) -> String {
+    let doing = &member.doing;
+    match doing.inside {
+        Some(time) => format!("rank {rank} has waited for {} in {doing}", seconds(time)),
+        None => format!("rank {rank} is in {doing}"),
+    }
+}
+
+pub(super) fn seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SILENCE: Duration = Duration::from_secs(5);
+
+    fn doing(operation: u64, inside: Option<u64>) -> Doing {
+        Doing {
+            entered: operation,
+            what: "all_reduce".into(),
+            number: operation,
+            inside: inside.map(Duration::from_secs),
+        }
+    }
+
+    /// Ranks 0, 1 and 2, of which rank 1 has begun an operation. More than two seconds are too long.
+    fn roll(now: Instant) -> Roll {
+        let mut roll = Roll::new(3, Pace::new(Duration::from_secs(2)));
+        for rank in 0..3 {
+            assert!(roll.come(rank, now));
+            roll.beat(rank, doing(1, None), now);
+        }
+        roll.beat(1, doing(2, Some(0)), now);
+        roll
+    }
+
+    /// Rank 0, which keeps the roll, was stopped while rank 2 died. Rank 1's heartbeat may be read first.
+    #[test]
+    fn a_rank_0_that_was_stopped_is_not_blamed_for_the_one_that_died() {
+        let began = Instant::now();
+        for stopped in [4, 60] {
+            let mut roll = roll(began);
+            let resumed = began + Duration::from_secs(stopped);
+            roll.beat(1, doing(2, Some(stopped)), resumed);
+            assert_eq!(roll.failure(), None);
+            roll.end(2, "its process has ended");
+            roll.beat(1, doing(2, Some(stopped)), resumed + SILENCE / 20);
+            let failure = roll.failure().unwrap();
+            assert_eq!(
+                (failure.rank, failure.texts[1].as_str()),
+                (2, "its process has ended")
+            );
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_behind_is_declared_at_the_second_heartbeat() {
+        let began = Instant::now();
+        let mut roll = roll(began);
+        roll.beat(0, doing(2, Some(0)), began);
+        for (seconds, rank) in [(3, None), (4, Some(2))] {
+            roll.beat(
+                1,
+                doing(2, Some(seconds)),
+                began + Duration::from_secs(seconds),
+            );
+            assert_eq!(roll.failure().map(|failure| failure.rank), rank);
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Ranks that are threads of one process: for tests and documentation, and for jobs without a network.
+
+#[cfg(test)]
+mod tests;
+
+use super::collective::{Collective, Reduce};
+use super::host::{HostBackend, HostBuffer, reduce_range};
+use super::{Shard, locked};
+use crate::{Error, Result};
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How often a rank that waits asks whether it still should.
+const POLL: Duration = Duration::from_millis(3);
+
+/// The ranks of a job, in order. Each is for a thread of its own.
+///
+/// Numbers are added in the order of ranks, by one of them: the bits are the same on all, and in every run.
+pub(crate) fn group(world_size: usize) -> Vec<ThreadBackend> {
+    let shared = Arc::new(Shared {
+        slots: Mutex::new(vec![Slot::Idle; world_size]),
+        changed: Condvar::new(),
+    });
+    let rank = |rank| ThreadBackend {
+        place: Shard { rank, world_size },
+        shared: Arc::clone(&shared),
+    };
+    (0..world_size).map(rank).collect()
+}
+
+/// One rank of a [`group`].
+#[derive(Debug)]
+pub(crate) struct ThreadBackend {
+    place: Shard,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// One for each rank.
+    slots: Mutex<Vec<Slot>>,
+    changed: Condvar,
+}
+
+/// What a rank is in.
+#[derive(Clone, Debug)]
+enum Slot {
+    Idle,
+    Waiting(Call),
+    /// Its call is over, unless a rank called something else: that rank, and both calls.
+    Done(std::result::Result<(), (usize, String)>),
+    /// It does not come again.
+    Gone,
+}
+
+/// While it is in a slot, its caller waits in `run` and leaves the buffer to whoever has the lock.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    collective: Collective,
+    buffer: HostBuffer,
+}
+
+impl HostBackend for ThreadBackend {
+    fn place(&self) -> Shard {
+        self.place
+    }
+
+    fn run(
+        &mut self,
+        collective: Collective,
+        buffer: HostBuffer,
+        check: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let Shard { rank, world_size } = self.place;
+        let failure = |rank, problem, hint: &str| Error::Rank {
+            rank,
+            during: collective.name().into(),
+            problem,
+            hint: hint.into(),
+        };
+        let partners = collective.partners(rank, world_size);
+        let _posted = Posted::new(self, Call { collective, buffer });
+        let mut slots = locked(&self.shared.slots);
+        loop {
+            if let Slot::Done(outcome) = &slots[rank] {
+                let hint = "all ranks have to make the same calls in the same order";
+                let outcome = outcome.clone();
+                return outcome.map_err(|(rank, problem)| failure(rank, problem, hint));
+            }
+            let is_gone = |rank: &&usize| matches!(slots[**rank], Slot::Gone);
+            if let Some(gone) = partners.iter().find(is_gone) {
+                let problem = format!("has ended, and rank {rank} waits for it");
+                return Err(failure(*gone, problem, "its own error says why"));
+            }
+            (slots, _) = (self.shared.changed)
+                .wait_timeout(slots, POLL)
+                .unwrap_or_else(PoisonError::into_inner);
+            drop(slots);
+            check()?;
+            slots = locked(&self.shared.slots);
+        }
+    }
+}
+
+impl Drop for ThreadBackend {
+    fn drop(&mut self) {
+        locked(&self.shared.slots)[self.place.rank] = Slot::Gone;
+        self.shared.changed.notify_all();
+    }
+}
+
+/// A call in its slot, which is withdrawn however the caller leaves: its buffer must not be used any more then.
+struct Posted<'a>(&'a ThreadBackend);
+
+impl<'a> Posted<'a> {
+    /// The last of those who wait for each other does the work, under the lock.
+    fn new(backend: &'a ThreadBackend, call: Call) -> Self {
+        let mut slots = locked(&backend.shared.slots);
+        slots[backend.place.rank] = Slot::Waiting(call);
+        for rank in 0..slots.len() {
+            settle(&mut slots, rank);
+        }
+        backend.shared.changed.notify_all();
+        Self(backend)
+    }
+}
+
+impl Drop for Posted<'_> {
+    fn drop(&mut self) {
+        locked(&self.0.shared.slots)[self.0.place.rank] = Slot::Idle;
+    }
+}
+
+impl Collective {
+    /// Who takes part, `rank` among them, in order.
+    fn partners(self, rank: usize, world_size: usize) -> Vec<usize> {
+        match self {
+            Self::Send { to: other } | Self::Receive { from: other } => {
+                vec![rank.min(other), rank.max(other)]
+            }
+            _ => (0..world_size).collect(),
+        }
+    }
+
+    /// What a partner of `rank` has to call.
+    fn counterpart(self, rank: usize) -> Self {
+        match self {
+            Self::Send { .. } => Self::Receive { from: rank },
+            Self::Receive { .. } => Self::Send { to: rank },
+            same => same,
+        }
+    }
+}
+
+/// Ends a rank's call if all that it waits for wait for it.
+fn settle(slots: &mut [Slot], rank: usize) {
+    let Slot::Waiting(call) = slots[rank] else {
+        return;
+    };
+    let world_size = slots.len();
+    let partners = call.collective.partners(rank, world_size);
+    let waiting = partners.iter().map(|partner| match slots[*partner] {
+        Slot::Waiting(call) => {
+            let waits_for = call.collective.partners(*partner, world_size);
+            waits_for.contains(&rank).then_some((*partner, call))
+        }
+        _ => None,
+    });
+    let Some(calls) = waiting.collect::<Option<Vec<_>>>() else {
+        return;
+    };
+    let (first, call) = calls[0];
+    let size = |call: Call| (call.buffer.elements, call.buffer.dtype);
+    let counterpart = call.collective.counterpart(first);
+    let mut others = calls[1..].iter();
+    let other =
+        others.find(|(_, other)| other.collective != counterpart || size(*other) != size(call));
+    let outcome = match other {
+        Some((rank, other)) => Err((
+            *rank,
+            format!("calls {other}, while rank {first} calls {call}"),
+        )),
+        None => {
+            let buffers: Vec<_> = calls.iter().map(|(_, call)| call.buffer).collect();
+            // SAFETY: the buffers' owners wait, and the lock is held; they have one size and dtype.
+            unsafe { exchange(call.collective, &buffers) }
+            Ok(())
+        }
+    };
+    for partner in partners {
+        slots[partner] = Slot::Done(outcome.clone());
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let HostBuffer {
+            elements, dtype, ..
+        } = self.buffer;
+        write!(f, "{:?} of {elements} {}", self.collective, dtype.as_str())
+    }
+}
+
+/// Does what the first rank calls, with the buffers of all that take part, in order.
+///
+/// # Safety
+/// Nobody else uses the buffers, which have one size, that the ranks divide where they have parts, and one dtype, which
+/// is reduced if the collective reduces.
+unsafe fn exchange(collective: Collective, buffers: &[HostBuffer]) {
+    let (world_size, elements) = (buffers.len(), buffers[0].elements);
+    let reduced = |reduce, range, into: &[HostBuffer]| {
+        let divisor = if reduce == Reduce::Mean {
+            world_size
+        } else {
+            1
+        };
+        // SAFETY: a range of the buffers. Their dtype is one that is reduced.
+        let _ = unsafe { reduce_range(reduce, buffers, range, into, divisor) };
+    };
+    // SAFETY: parts of the buffers, which have one size and dtype.
+    let copy = |from: HostBuffer, into: HostBuffer| unsafe { into.copy_from(from.start) };
+    match collective {
+        Collective::AllReduce(reduce) => reduced(reduce, 0..elements, buffers),
+        Collective::Reduce { reduce, root } => reduced(reduce, 0..elements, &[buffers[root]]),
+        Collective::ReduceScatter(reduce) => {
+            let part = elements / world_size;
+            for (rank, buffer) in buffers.iter().enumerate() {
+                reduced(reduce, rank * part..(rank + 1) * part, &[*buffer]);
+            }
+        }
+        Collective::AllGather => {
+            for (rank, from) in buffers.iter().enumerate() {
+                let part = |buffer: &HostBuffer| buffer.part(rank, world_size);
+                buffers.iter().for_each(|into| copy(part(from), part(into)));
+            }
+        }
+        Collective::Broadcast { root } => {
+            buffers.iter().for_each(|into| copy(buffers[root], *into))
+        }
+        Collective::Send { .. } => copy(buffers[0], buffers[1]),
+        Collective::Receive { .. } => copy(buffers[1], buffers[0]),
+    }
+}
