@@ -274,7 +274,7 @@ impl Communicator {
         self.check()
     }
 
-    fn run(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
+    pub(super) fn run(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
         self.start(collective, tensor)?.wait().map(drop)
     }
 
@@ -291,25 +291,10 @@ impl Communicator {
             #[cfg(feature = "cuda")]
             Backend::Gpu(queue) => {
                 let _watch = self.0.membership.enter_for(collective);
-                let done = queue.start_on_tensors(&[(collective, tensor.clone())])?;
+                let done = queue.start_on(collective, tensor)?;
                 Ok(Pending::on_gpu(tensor, done))
             }
         }
-    }
-
-    /// As [`start`](Self::start), several as one, whose ranks may send and receive at the same time. Wait for all.
-    pub(crate) fn start_all(&self, all: &[(Collective, Tensor)]) -> Result<Vec<Pending>> {
-        #[cfg(feature = "cuda")]
-        if let (Backend::Gpu(queue), Some((first, tensor))) = (&self.0.backend, all.first()) {
-            let mut each = all.iter();
-            each.try_for_each(|(collective, x)| self.check_tensor(*collective, x))?;
-            let _watch = self.0.membership.enter_for(*first);
-            let done = queue.start_on_tensors(all)?;
-            return Ok(vec![Pending::on_gpu(tensor, done)]);
-        }
-        let each = all.iter();
-        each.map(|(collective, tensor)| self.start(*collective, tensor))
-            .collect()
     }
 
     /// Runs a collective on host memory to its end.

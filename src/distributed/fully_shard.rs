@@ -117,14 +117,9 @@ impl FullyShard {
         if !own.is_empty() {
             flat.slice_set(&part.flatten_all()?, 0, own.start)?;
         }
-        let collectives = Collective::gathering(shard.world_size, elements);
-        let collectives = collectives.into_iter().map(|(collective, some)| {
+        for (collective, some) in Collective::gathering(shard.world_size, elements) {
             let some = flat.narrow(0, some.start, some.len())?;
-            Ok((collective, some))
-        });
-        let collectives = collectives.collect::<Result<Vec<_>>>()?;
-        for pending in self.communicator.start_all(&collectives)? {
-            pending.wait()?;
+            self.communicator.run(collective, &some)?;
         }
         Ok(whole)
     }

@@ -26,18 +26,12 @@ impl GpuQueue {
         Ok(Self { nccl, stream })
     }
 
-    /// Has collectives come, as one, after what the tensors' stream has been given; the event comes when they are over.
-    pub(super) fn start_on_tensors(&self, all: &[(Collective, Tensor)]) -> Result<CudaEvent> {
-        let [(_, first), ..] = all else {
-            return Ok(self.stream.record_event(None).w()?);
-        };
-        let after = cuda::gpu(first)?.cuda_stream();
-        let collectives = all.iter().map(|(collective, tensor)| {
-            let view = cuda::elements(tensor)?;
-            Ok((*collective, (view.pointer, view.len, view.dtype)))
-        });
-        let collectives: Vec<_> = collectives.collect::<Result<_>>()?;
-        self.start_all(&collectives, &after)
+    /// Has a collective come after what the tensor's stream has been given; the event comes when it is over.
+    pub(super) fn start_on(&self, collective: Collective, tensor: &Tensor) -> Result<CudaEvent> {
+        let view = cuda::elements(tensor)?;
+        let elements = (view.pointer, view.len, view.dtype);
+        let after = cuda::gpu(tensor)?.cuda_stream();
+        self.start_all(&[(collective, elements)], &after)
     }
 
     /// Has collectives on elements of a dtype come, as one, after what a stream has been given: ranks may send and

@@ -57,16 +57,10 @@
 //! torchrun --nnodes 2 --node-rank $N --master-addr host-0 --nproc-per-node 8 --no-python target/release/my-program
 //! ```
 //!
-//! What lives here: a process's place ([`Ranks`]), who is there and what becomes of a rank that fails (`membership`),
-//! collectives on tensors ([`Communicator`]) with what runs them (`nccl`, `mpi`, and
-//! [`threads()`] for tests), and how ranks train together: every rank has the whole model, and gradients are averaged
-//! ([`Replicated`]), or a part of each weight, its gradient and its state ([`FullyShard`]). What does not: the
-//! optimizer, whose state may be divided among ranks that have the whole model
-//! ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage), the step, whose plan has collectives among its
-//! calls ([`compile`](crate::compile)), and the training loop
-//! ([`Trainer::replicate`](crate::train::Trainer::replicate),
-//! [`shard_optimizer`](crate::train::Trainer::shard_optimizer),
-//! [`fully_sharded`](crate::train::Trainer::fully_sharded)).
+//! Ranks train together in three ways: every rank has all weights, and gradients are averaged ([`Replicated`]); beyond
+//! that the optimizer's state is divided ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage); or each has a
+//! part of each weight, its gradient and its state ([`FullyShard`]). [`compile::Step`](crate::compile::Step) has the
+//! exchanges in its plan, and [`Trainer`](crate::train::Trainer) the training loop.
 //!
 //! # Failures
 //!

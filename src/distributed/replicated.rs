@@ -104,10 +104,8 @@ impl Replicated {
                 continue;
             };
             let dtype = self.exchanged(&gradient);
-            if bucket
-                .first()
-                .is_some_and(|(_, first)| self.exchanged(first) != dtype)
-            {
+            let first = bucket.first();
+            if first.is_some_and(|(_, first)| self.exchanged(first) != dtype) {
                 self.average_bucket(std::mem::take(&mut bucket), gradients)?;
                 bytes = 0;
             }

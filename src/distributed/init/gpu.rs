@@ -22,11 +22,7 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
     };
     let device = device_of(&ranks, config)?;
     let gpu = device.as_cuda_device()?;
-    // Rank 0 makes NCCL's identifier of the job; the others find out before they wait whether they have NCCL.
-    let id = match ranks.rank {
-        0 => nccl::unique_id()?,
-        _ => nccl::load().map(|()| String::new())?,
-    };
+    let id = nccl::unique_id(ranks.rank)?;
     let (membership, id) = Membership::join(&ranks, master, config.timeout, id)?;
     let context = gpu.cuda_stream().context().clone();
     let bind = move || Ok(context.bind_to_thread().map_err(candle_core::Error::wrap)?);

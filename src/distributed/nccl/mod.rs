@@ -1,8 +1,7 @@
 //! Ranks on GPUs: collectives by NCCL, on memory and streams of the device.
 //!
-//! What lives here: the library ([`library`]), and a communicator that another thread may abort. What does not:
-//! streams, and who waits for them. NCCL reads environment variables of its own: NCCL_DEBUG=INFO has it say what it
-//! does, and NCCL_NVLS_ENABLE=0 keeps it from NVLink's multicast, which not every machine has right.
+//! NCCL reads environment variables of its own: NCCL_DEBUG=INFO has it say what it does, and NCCL_NVLS_ENABLE=0 keeps
+//! it from NVLink's multicast, which not every machine has right.
 
 mod library;
 #[cfg(test)]
@@ -45,25 +44,25 @@ pub(crate) struct NcclBackend {
     aborting: Mutex<Option<Receiver<()>>>,
 }
 
-/// Loads NCCL.
-///
-/// # Errors
-/// [`Error::Order`] if it is not found, or cannot be used.
-pub(crate) fn load() -> Result<()> {
-    Nccl::get().map(drop)
-}
-
-/// Returns the identifier, in hexadecimal digits, that rank 0 makes for a new communicator.
+/// Returns the identifier, in hexadecimal digits, that rank 0 makes for a new communicator; the other ranks have none,
+/// and find out here whether they have NCCL.
 ///
 /// # Errors
 /// [`Error::Order`] if NCCL is not found, or cannot be used.
-pub(crate) fn unique_id() -> Result<String> {
+pub(crate) fn unique_id(rank: usize) -> Result<String> {
     let nccl = Nccl::get()?;
+    if rank > 0 {
+        return Ok(String::new());
+    }
     let mut id = UniqueId([0; 128]);
     // SAFETY: as NCCL declares it.
     let answer = nccl.check(unsafe { (nccl.get_unique_id)(&mut id) });
     answer.map_err(|answer| refusal(&answer))?;
-    Ok(id.0.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hexadecimal(&id.0))
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl NcclBackend {
@@ -80,32 +79,22 @@ impl NcclBackend {
         bind: impl FnOnce() -> Result<()> + Send + 'static,
         check: &dyn Fn() -> Result<()>,
     ) -> Result<Self> {
-        let digits = (0..id.len())
-            .step_by(2)
-            .map(|start| id.get(start..start + 2));
-        let bytes = digits.map_while(|digits| u8::from_str_radix(digits?, 16).ok());
-        Self::with(
-            Nccl::get()?,
-            place,
-            &bytes.collect::<Vec<_>>(),
-            max_ctas,
-            bind,
-            check,
-        )
+        Self::with(Nccl::get()?, place, id, max_ctas, bind, check)
     }
 
     fn with(
         nccl: &'static Nccl,
         place: Shard,
-        id: &[u8],
+        id: &str,
         max_ctas: Option<u32>,
         bind: impl FnOnce() -> Result<()> + Send + 'static,
         check: &dyn Fn() -> Result<()>,
     ) -> Result<Self> {
-        let id = UniqueId(
-            id.try_into()
-                .map_err(|_| refusal(&format!("its id has 128 bytes, and {} came", id.len())))?,
-        );
+        let digits = (0..id.len()).step_by(2).map(|at| id.get(at..at + 2));
+        let bytes = digits.map_while(|digits| u8::from_str_radix(digits?, 16).ok());
+        let wrong = |id: Vec<u8>| format!("its id has 128 bytes, and {} came", id.len());
+        let id = <[u8; 128]>::try_from(bytes.collect::<Vec<_>>());
+        let id = UniqueId(id.map_err(|id| refusal(&wrong(id)))?);
         let number = |number: u32| match c_int::try_from(number) {
             Ok(number @ 1..) => Ok(number),
             _ => Err(Error::config("DistConfig", "nccl_max_ctas", number)

@@ -151,7 +151,14 @@ fn begin(id: &[u8], max_ctas: Option<u32>, patience: Duration) -> Result<NcclBac
         true => Ok(()),
         false => Err(Error::Plot("too late".into())),
     };
-    NcclBackend::with(&DOUBLE, of(1, 3), id, max_ctas, || Ok(()), &check)
+    NcclBackend::with(
+        &DOUBLE,
+        of(1, 3),
+        &hexadecimal(id),
+        max_ctas,
+        || Ok(()),
+        &check,
+    )
 }
 
 fn begun() -> (NcclBackend, &'static Log) {
@@ -247,38 +254,36 @@ fn an_abort_ends_a_call_that_hangs() {
     });
 }
 
+/// An id that takes some milliseconds, and what it comes to.
+fn id(milliseconds: u8, code: u8) -> [u8; 128] {
+    let mut id = [0; 128];
+    [id[0], id[1]] = [milliseconds, code];
+    id
+}
+
+#[rstest]
+#[case(&id(200, 0), None, "too late")]
+#[case(&id(0, 1), None, "in the beginning of NCCL: NCCL answers a failure")]
+#[case(&[0; 127], None, "its id has 128 bytes, and 127 came")]
+#[case(&[0; 128], Some(0), "nccl_max_ctas must be from 1")]
+#[case(&[0; 128], Some(u32::MAX), "nccl_max_ctas must be from 1")]
+fn what_cannot_begin_is_told(
+    #[case] id: &[u8],
+    #[case] max_ctas: Option<u32>,
+    #[case] words: &str,
+) {
+    let begun = begin(id, max_ctas, Duration::from_millis(30));
+    let text = begun.err().unwrap().to_string();
+    assert!(text.contains(words), "{text}");
+}
+
 #[test]
 fn what_fails_is_told() {
     let (nccl, _) = begun();
     let text = nccl.async_error().unwrap_err().to_string();
     assert!(text.contains("NCCL answers a failure"), "{text}");
-
-    let soon = Duration::from_millis(30);
-    let (mut slow, mut failing) = ([0; 128], [0; 128]);
-    (slow[0], failing[1]) = (200, 1);
-    for (begun, words) in [
-        (begin(&slow, None, soon), "too late"),
-        (
-            begin(&failing, None, soon),
-            "in the beginning of NCCL: NCCL answers a failure",
-        ),
-        (
-            begin(&[0; 127], None, soon),
-            "its id has 128 bytes, and 127 came",
-        ),
-        (
-            begin(&[0; 128], Some(0), soon),
-            "nccl_max_ctas must be from 1",
-        ),
-        (
-            begin(&[0; 128], Some(u32::MAX), soon),
-            "nccl_max_ctas must be from 1",
-        ),
-    ] {
-        let text = begun.err().unwrap().to_string();
-        assert!(text.contains(words), "{text}");
-    }
+    let (place, id) = (of(0, 1), hexadecimal(&[0; 128]));
     let unbound = || Err(Error::Plot("no context".into()));
-    let unbound = NcclBackend::with(&DOUBLE, of(0, 1), &[0; 128], None, unbound, &|| Ok(()));
+    let unbound = NcclBackend::with(&DOUBLE, place, &id, None, unbound, &|| Ok(()));
     assert_eq!(unbound.err().unwrap().to_string(), "plot: no context");
 }
