@@ -1,4 +1,4 @@
-//! What ranks do together, and on which numbers.
+//! Collectives: operations that all ranks run together.
 
 use super::Shard;
 use std::ops::Range;
@@ -15,7 +15,7 @@ pub enum Reduce {
     Max,
 }
 
-/// What all ranks do at once, in place, on a buffer of `elements` numbers on each of them.
+/// An operation that all ranks run at once, in place, on a buffer of `elements` numbers on each of them.
 ///
 /// Of reduce-scatter and all-gather the buffer is in as many parts of one size as there are ranks; rank r's is part r.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,7 +33,7 @@ pub(crate) enum Collective {
     ReduceScatter(Reduce),
     /// Each rank's part, on every rank.
     AllGather,
-    /// What `root` has, on every rank.
+    /// Copies what `root` has to every rank.
     Broadcast { root: usize },
     /// To the one rank `to`, which receives.
     Send { to: usize },
@@ -42,13 +42,13 @@ pub(crate) enum Collective {
 }
 
 impl Collective {
-    /// What gives every rank all of a tensor of which each has its [part](Shard::part), by the elements that it is of.
+    /// Collectives that give every rank all of a tensor of which each has its [part](Shard::part), by elements.
     pub(crate) fn gathering(world_size: usize, elements: usize) -> Vec<(Self, Range<usize>)> {
         let from = |root| Self::Broadcast { root };
         Self::by_parts(world_size, elements, Self::AllGather, from)
     }
 
-    /// What gives each rank the mean over all of its [part](Shard::part) of a tensor, by the elements that it is of;
+    /// Collectives that give each rank the mean over all of its [part](Shard::part) of a tensor, by elements;
     /// the other parts hold nothing of use afterwards.
     pub(crate) fn scattering(world_size: usize, elements: usize) -> Vec<(Self, Range<usize>)> {
         let reduce = Reduce::Mean;
@@ -82,7 +82,7 @@ impl Collective {
         }
     }
 
-    /// As errors and reports call it.
+    /// The name in errors and reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::AllReduce(_) => "all_reduce",

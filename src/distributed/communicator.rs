@@ -50,7 +50,7 @@ struct Shared {
     membership: Arc<Membership>,
 }
 
-/// Who runs collectives.
+/// The implementation that runs collectives.
 pub(super) enum Backend {
     /// A job of one: there is nothing to do.
     Alone,
@@ -94,12 +94,12 @@ impl Communicator {
         self.0.shard.world_size
     }
 
-    /// Which rank this is, of how many.
+    /// This rank, and the number of ranks.
     pub fn shard(&self) -> Shard {
         self.0.shard
     }
 
-    /// Where this rank's tensors are.
+    /// The device of this rank's tensors.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
@@ -312,7 +312,7 @@ impl Communicator {
             Backend::Host(queue) => {
                 let membership = Arc::clone(&self.0.membership);
                 let exchanged = Exchanged::Memory(HostBuffer::of(memory));
-                // It is waited for here, while the memory is lent.
+                // It is waited for here, while the memory is borrowed.
                 HostQueue::wait(queue.start(membership, collective, exchanged))
             }
             #[cfg(feature = "cuda")]

@@ -134,7 +134,7 @@ impl FullyShard {
         self.config
     }
 
-    /// Which rank this is, of how many.
+    /// This rank, and the number of ranks.
     pub fn shard(&self) -> Shard {
         self.communicator.shard()
     }

@@ -10,7 +10,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
-/// Where elements begin, how many there are, and of which dtype.
+/// The address of elements, their number and dtype.
 pub(crate) type Elements = (u64, usize, DType);
 
 /// A communicator of NCCL's, and the stream that it works on.

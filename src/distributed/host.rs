@@ -1,4 +1,4 @@
-//! What backends have in common: host memory, who runs collectives on it, and how it adds up.
+//! Host memory of collectives, the trait of those who run them on it, and their arithmetic.
 
 use super::Shard;
 use super::collective::{Collective, Reduce};
@@ -73,8 +73,8 @@ pub(crate) trait HostBackend: Send {
     /// The rank, and how many there are.
     fn place(&self) -> Shard;
 
-    /// Runs a [valid](validate) collective to its end, in place. `check` is called now and then while it waits: an error
-    /// of it ends the wait, and what the buffer holds is not defined then.
+    /// Runs a [valid](validate) collective to its end, in place. `check` is called now and then while it waits: an
+    /// error of it ends the wait, and the buffer's elements are not defined then.
     ///
     /// # Errors
     /// [`Error::Rank`]; what `check` says.
@@ -141,7 +141,8 @@ fn refused(dtype: DType, expected: &str) -> Error {
     }
 }
 
-/// Reduces a range of buffers, in their order, divides it, and writes it to some of them. Half precision is rounded once.
+/// Reduces a range of buffers, in their order, divides it, and writes it to some of them. Half precision is rounded
+/// once.
 ///
 /// # Errors
 /// [`Error::DType`] for one that is not reduced.

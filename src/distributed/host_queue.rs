@@ -1,4 +1,4 @@
-//! Collectives on host memory: a thread runs them in order, and whoever began one goes on meanwhile.
+//! Collectives on host memory: a thread runs them in order, and whoever began one continues meanwhile.
 
 use super::host::{HostBackend, HostBuffer};
 use super::membership::Membership;
@@ -24,7 +24,7 @@ struct Job {
     done: Sender<Result<()>>,
 }
 
-/// What is exchanged, in place.
+/// The memory that is exchanged, in place.
 pub(super) enum Exchanged {
     Tensor(Tensor),
     /// Memory that the caller leaves alone until it has waited for the collective.

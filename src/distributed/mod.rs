@@ -58,9 +58,10 @@
 //! ```
 //!
 //! Ranks train together in three ways: every rank has all weights, and gradients are averaged ([`Replicated`]); beyond
-//! that the optimizer's state is divided ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage); or each has a
-//! part of each weight, its gradient and its state ([`FullyShard`]). [`compile::Step`](crate::compile::Step) has the
-//! exchanges in its plan, and [`Trainer`](crate::train::Trainer) the training loop.
+//! that the optimizer's state is divided ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage); or each
+//! has a part of each weight, its gradient and its state ([`FullyShard`]).
+//! [`compile::Step`](crate::compile::Step) has the exchanges in its plan, and [`Trainer`](crate::train::Trainer) the
+//! training loop.
 //!
 //! # Failures
 //!

@@ -23,11 +23,11 @@ pub struct Ranks {
     pub master: Option<(String, u16)>,
     /// Whether all ranks are known to be on this host.
     pub(crate) is_one_host: bool,
-    /// What the processes of one job have in common.
+    /// The text that the processes of one job have in common.
     pub(crate) token: Token,
 }
 
-/// What the processes of one job have in common, and show when they connect.
+/// The text that the processes of one job have in common, and show when they connect.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) enum Token {
     /// Only this job's ranks know it.

@@ -43,7 +43,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// What a rank is in.
+/// The state of a rank.
 #[derive(Clone, Debug)]
 enum Slot {
     Idle,
@@ -133,7 +133,7 @@ impl Drop for Posted<'_> {
 }
 
 impl Collective {
-    /// Who takes part, `rank` among them, in order.
+    /// The ranks that take part, `rank` among them, in order.
     fn partners(self, rank: usize, world_size: usize) -> Vec<usize> {
         match self {
             Self::Send { to: other } | Self::Receive { from: other } => {
@@ -143,7 +143,7 @@ impl Collective {
         }
     }
 
-    /// What a partner of `rank` has to call.
+    /// The collective that a partner of `rank` has to call.
     fn counterpart(self, rank: usize) -> Self {
         match self {
             Self::Send { .. } => Self::Receive { from: rank },

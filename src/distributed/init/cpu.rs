@@ -33,8 +33,8 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
     Ok(Communicator::new(place, Device::Cpu, backend, membership))
 }
 
-/// Where rank 0 will listen, and the job's secret, which becomes that of `ranks`: rank 0 tells all by MPI what its
-/// environment says, or what it makes.
+/// Returns where rank 0 will listen, and sets the job's secret: rank 0 sends all by MPI what its environment says, or
+/// what it makes.
 fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(String, u16)> {
     /// More than the longest host, port and token have together.
     const BYTES: usize = 1 << 10;

@@ -128,7 +128,7 @@ pub(super) fn end_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(ask) };
 }
 
-/// The signal to hand on; 0 for none.
+/// The signal to pass on; 0 for none.
 static CAUGHT: AtomicI32 = AtomicI32::new(0);
 
 /// Catches SIGINT and SIGTERM until it is dropped: theirs to answer, not the launcher's to die of.
@@ -140,7 +140,7 @@ impl Signals {
         Self(signals.filter_map(catch).collect())
     }
 
-    /// What came since the last call, if the ranks do not have it already.
+    /// The signal that came since the last call, if the ranks do not have it already.
     fn caught(&self) -> Option<libc::c_int> {
         Some(CAUGHT.swap(0, Ordering::Relaxed)).filter(|signal| *signal != 0)
     }

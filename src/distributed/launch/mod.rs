@@ -72,7 +72,7 @@ pub fn launch(world_size: usize) -> Result<Option<FailedRank>> {
     launch_commands(world_size, command, [Arc::new(out), Arc::new(err)], GRACE)
 }
 
-/// The same for any commands, into any sinks for standard output and error.
+/// Launches any commands, into any sinks for standard output and error.
 fn launch_commands(
     world_size: usize,
     command: impl Fn(usize) -> Command,
@@ -124,10 +124,10 @@ fn launch_commands(
     failed.map_err(|error| Error::io("wait for", "the ranks", error))
 }
 
-/// What a line may have before it is cut in two.
+/// The bytes of a line before it is cut in two.
 const MAX_LINE: u64 = 1 << 20;
 
-/// Where all ranks print, a line at a time.
+/// The output of all ranks, a line at a time.
 type Sink = Arc<Mutex<dyn Write + Send>>;
 
 /// Relays until the pipe or the sink is closed; `relaying` is dropped then.

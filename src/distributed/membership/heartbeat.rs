@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// How long the last words of a rank may take: that it fails, or leaves.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What the heartbeat's thread and the others share.
+/// The state that the heartbeat's thread and the others share.
 pub(super) struct Shared {
     rank: usize,
     pub(super) pace: Pace,
@@ -28,7 +28,7 @@ pub(super) struct State {
     pub(super) is_known: bool,
     /// Called when a failure is heard of.
     pub(super) hooks: Vec<Box<dyn FnOnce() + Send>>,
-    /// What rank 0 tells all ranks once they have come.
+    /// The text that rank 0 sends all ranks once they have come.
     pub(super) welcome: Option<String>,
     /// How many operations of all ranks, and how many of any, this rank has begun.
     entered: u64,
@@ -243,8 +243,8 @@ impl Shared {
         locked(&self.state).has_ended = true;
     }
 
-    /// Judges what this rank waits for once rank 0 has left, after it had begun so many operations: what it has not
-    /// begun never ends.
+    /// Judges what this rank waits for once rank 0 has left, after it had begun a number of operations: one that it has
+    /// not begun never ends.
     fn beat_alone(&self, rank_0_left: Option<u64>, doing: &Doing) {
         let is_missed = rank_0_left < Some(doing.entered) && doing.inside > Some(self.pace.silence);
         if rank_0_left.is_some() && (is_missed || self.is_overdue(doing)) {

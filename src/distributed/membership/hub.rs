@@ -47,7 +47,8 @@ impl Hub {
     /// Serves until it is dropped. Once all ranks have come, each gets `welcome`.
     ///
     /// # Errors
-    /// [`Error::Order`](crate::Error::Order) if the system gives no address or thread.
+    /// [`Error::Io`](crate::Error::Io) if the system gives no address, [`Error::Order`](crate::Error::Order) if it gives
+    /// no thread.
     pub(super) fn start(
         listener: TcpListener,
         token: &str,
@@ -83,7 +84,7 @@ impl Hub {
         })
     }
 
-    /// Where rank 0 itself reaches it.
+    /// The address at which rank 0 itself reaches it.
     pub(super) fn master(&self) -> (String, u16) {
         (self.address.ip().to_string(), self.address.port())
     }

@@ -43,7 +43,7 @@ impl Pace {
     }
 }
 
-/// What a rank is doing.
+/// The operation that a rank is in, and its progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Doing {
     /// How many operations of all ranks it has begun.
@@ -118,7 +118,7 @@ struct Member {
     has_left: bool,
 }
 
-/// What the hub knows of all ranks.
+/// The hub's knowledge of all ranks.
 pub(super) struct Roll {
     world_size: usize,
     pace: Pace,
@@ -215,7 +215,7 @@ impl Roll {
         })
     }
 
-    /// Whose failure it is that `asker` waits for too long.
+    /// Finds whose failure it is that `asker` waits for too long.
     fn culprit(&self, asker: usize, now: Instant) -> Option<Failure> {
         let mut missing = (0..self.world_size).filter(|rank| !self.members.contains_key(rank));
         if let Some(first) = missing.next() {

@@ -20,15 +20,15 @@ use library::{answered, run_to_its_end, start};
 use plan::{Step, plan};
 use std::ffi::{c_int, c_void};
 
-/// So many elements MPI is given at once. Those that it has received are there twice for a while, and larger pieces
-/// were not faster.
+/// The most elements of one call of MPI. Those that it has received are there twice for a while, and larger pieces were
+/// not faster.
 const PIECE: usize = 1 << 20;
 
 /// A process's way to the others. Dropping it ends MPI, which the ranks do together.
 pub(crate) struct MpiBackend {
     place: Shard,
     operations: Operations,
-    /// Where MPI writes to, never the caller's memory: it may write after a collective has been given up.
+    /// The memory that MPI writes to, never the caller's memory: it may write after a collective has been given up.
     received: Vec<u64>,
     has_failed: bool,
 }

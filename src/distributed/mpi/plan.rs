@@ -8,7 +8,7 @@ use std::ops::Range;
 /// One call, and what it reads and makes of the buffer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
-    /// One that reduces reduces on all ranks.
+    /// A reduction is one for all ranks.
     pub(super) call: Collective,
     pub(super) from: HostBuffer,
     /// Empty on a rank that gets nothing.
