@@ -523,18 +523,8 @@ mod tests {
                 problem: raw(),
                 hint: "b".into(),
             },
-            Error::Weight {
-                path: path().into(),
-                name: raw(),
-                expected: raw(),
-                got: raw(),
-                hint: raw(),
-            },
-            Error::Format {
-                path: path(),
-                problem: raw(),
-                hint: raw(),
-            },
+            Error::weight(path(), raw(), raw()).must_be(raw(), raw()),
+            Error::format(path(), raw(), raw()),
             Error::data(raw(), raw()).must_be(raw(), raw()),
             Error::Resume {
                 path: path(),

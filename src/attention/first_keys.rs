@@ -62,20 +62,12 @@ impl FirstKeys {
     /// Another dtype; no dimension; a first key that lies before that of the query before.
     pub fn new(first_keys: &Tensor) -> Result<Self> {
         if first_keys.dtype() != DType::U32 {
-            return Err(Error::DType {
-                op: OP,
-                expected: "first keys in u32".into(),
-                got: first_keys.dtype().as_str().into(),
-                hint: "convert with to_dtype(DType::U32)".into(),
-            });
+            return Err(Error::dtype(OP, first_keys.dtype().as_str())
+                .must_be("first keys in u32", "convert with to_dtype(DType::U32)"));
         }
         if first_keys.rank() == 0 {
-            return Err(Error::Shape {
-                op: OP,
-                expected: "first keys (B, Tq)".into(),
-                got: "a scalar".into(),
-                hint: "one for each query of each sequence".into(),
-            });
+            return Err(Error::shape(OP, "a scalar")
+                .must_be("first keys (B, Tq)", "one for each query of each sequence"));
         }
         if !graph::is_hollow(first_keys) {
             check(OP, first_keys)?;
@@ -90,20 +82,14 @@ impl FirstKeys {
     /// Tokens of another dtype or rank.
     pub fn of_documents(tokens: &Tensor, separator: u32) -> Result<Self> {
         let &[batch, length] = tokens.dims() else {
-            return Err(Error::Shape {
-                op: OP,
-                expected: "tokens (B, T)".into(),
-                got: format!("{:?}", tokens.dims()),
-                hint: "several sequences, each of one document or more".into(),
-            });
+            return Err(Error::shape(OP, format!("{:?}", tokens.dims())).must_be(
+                "tokens (B, T)",
+                "several sequences, each of one document or more",
+            ));
         };
         if !matches!(tokens.dtype(), DType::U32 | DType::I64) {
-            return Err(Error::DType {
-                op: OP,
-                expected: "tokens in u32 or i64".into(),
-                got: tokens.dtype().as_str().into(),
-                hint: "convert with to_dtype(DType::U32)".into(),
-            });
+            return Err(Error::dtype(OP, tokens.dtype().as_str())
+                .must_be("tokens in u32 or i64", "convert with to_dtype(DType::U32)"));
         }
         let ids = inside_storage(OP, tokens)?.flatten_all()?;
         let ids = ids.to_dtype(DType::I64)?.to_vec1::<i64>()?;
@@ -146,12 +132,10 @@ impl FirstKeys {
             _ => {
                 let sum_of = |sum: &Option<usize>| sum.map_or("too many".into(), |n| n.to_string());
                 let sums: Vec<String> = sums.iter().map(sum_of).collect();
-                return Err(Error::Shape {
-                    op: OP,
-                    expected: "documents that are as many tokens together in each sequence".into(),
-                    got: sums.join(", "),
-                    hint: "end a sequence with a document of padding".into(),
-                });
+                return Err(Error::shape(OP, sums.join(", ")).must_be(
+                    "documents that are as many tokens together in each sequence",
+                    "end a sequence with a document of padding",
+                ));
             }
         };
         let mut first_keys = Vec::with_capacity(lengths.len() * length);
@@ -201,12 +185,10 @@ impl FirstKeys {
         };
         match self.0.dims() == wanted {
             true => Ok(()),
-            false => Err(Error::Shape {
-                op,
-                expected: format!("first keys {wanted:?}, one for each query of each sequence"),
-                got: format!("{:?}", self.0.dims()),
-                hint: format!("q is {:?}; all heads have the same first keys", q.dims()),
-            }),
+            false => Err(Error::shape(op, format!("{:?}", self.0.dims())).must_be(
+                format!("first keys {wanted:?}, one for each query of each sequence"),
+                format!("q is {:?}; all heads have the same first keys", q.dims()),
+            )),
         }
     }
 

@@ -64,12 +64,11 @@ impl Shapes {
         config: &AttentionConfig,
     ) -> Result<Self> {
         let refuse = |hint: String| {
-            Err(Error::Shape {
+            Err(Error::shape(
                 op,
-                expected: "q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)".into(),
-                got: format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
-                hint,
-            })
+                format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
+            )
+            .must_be("q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)", hint))
         };
         let (Some(q_dims), Some(k_dims), Some(v_dims)) = (split(q), split(k), split(v)) else {
             return refuse("two dimensions at least: length and head dimension".into());

@@ -144,12 +144,10 @@ impl Communicator {
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
         let mut dims = tensor.dims().to_vec();
         let Some(first) = dims.first_mut() else {
-            return Err(Error::Shape {
-                op: OP,
-                expected: "a tensor of at least one dimension, to gather along".into(),
-                got: "a scalar".into(),
-                hint: "reshape it to (1)".into(),
-            });
+            return Err(Error::shape(OP, "a scalar").must_be(
+                "a tensor of at least one dimension, to gather along",
+                "reshape it to (1)",
+            ));
         };
         let rows = *first;
         *first *= self.world_size();
@@ -166,12 +164,10 @@ impl Communicator {
         let world_size = self.world_size();
         let rows = tensor.dims().first().copied().unwrap_or(0);
         if rows == 0 || !rows.is_multiple_of(world_size) {
-            return Err(Error::Shape {
-                op: OP,
-                expected: format!("rows that {world_size} ranks divide"),
-                got: format!("{:?}", tensor.dims()),
-                hint: "fill it up with rows of zeros".into(),
-            });
+            return Err(Error::shape(OP, format!("{:?}", tensor.dims())).must_be(
+                format!("rows that {world_size} ranks divide"),
+                "fill it up with rows of zeros",
+            ));
         }
         let all = tensor.force_contiguous()?;
         let all = self
@@ -353,15 +349,13 @@ impl Communicator {
     }
 
     fn elsewhere(&self, got: String) -> Error {
-        Error::Placement {
-            op: OP,
-            expected: format!(
+        Error::placement(OP, got).must_be(
+            format!(
                 "tensors on this rank's device, {}",
                 device_name(self.device())
             ),
-            got,
-            hint: "make the model on Communicator::device".into(),
-        }
+            "make the model on Communicator::device",
+        )
     }
 }
 

@@ -133,12 +133,7 @@ pub(super) fn not_reduced(dtype: DType) -> Error {
 }
 
 fn refused(dtype: DType, expected: &str) -> Error {
-    Error::DType {
-        op: OP,
-        expected: expected.into(),
-        got: dtype.as_str().into(),
-        hint: "convert the tensor with to_dtype".into(),
-    }
+    Error::dtype(OP, dtype.as_str()).must_be(expected, "convert the tensor with to_dtype")
 }
 
 /// Reduces a range of buffers, in their order, divides it, and writes it to some of them. Half precision is rounded

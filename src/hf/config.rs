@@ -56,11 +56,7 @@ fn in_file(error: Error, path: &Path) -> Error {
             got,
             hint,
             ..
-        } => Error::Format {
-            path: path.into(),
-            problem: format!("{field} must be {expected}, got {got}"),
-            hint,
-        },
+        } => Error::format(path, format!("{field} must be {expected}, got {got}"), hint),
         other => other,
     }
 }

@@ -156,11 +156,7 @@ impl<'a> Settings<'a> {
     }
 
     fn refuse_with<T>(&self, problem: String, hint: &str) -> Result<T> {
-        Err(Error::Format {
-            path: self.path.into(),
-            problem,
-            hint: hint.into(),
-        })
+        Err(Error::format(self.path, problem, hint))
     }
 
     /// Whether the file has this key, be its value null.

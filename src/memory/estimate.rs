@@ -165,13 +165,11 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
     let output = graph.outputs.first();
     let is_tracked = output.is_some_and(|output| output.tracked);
     if mode.has_backward() && !is_tracked {
-        return Err(Error::Order {
-            op: "memory::estimate_graph",
-            problem: "no gradient leaves the function's first output".into(),
-            hint:
-                "trace it outside of no_grad with a weight that it reads, or ask for Mode::Forward"
-                    .into(),
-        });
+        return Err(Error::order(
+            "memory::estimate_graph",
+            "no gradient leaves the function's first output",
+            "trace it outside of no_grad with a weight that it reads, or ask for Mode::Forward",
+        ));
     }
     let weights = graph.weights().map(|(id, _)| graph.value(id));
     let parameter_bytes =

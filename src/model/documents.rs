@@ -65,12 +65,10 @@ impl MaskedTargets {
 fn ids(what: &str, x: &Tensor) -> Result<Vec<i64>> {
     const OP: &str = "TransformerLM";
     if !matches!(x.dtype(), DType::U32 | DType::I64) {
-        return Err(Error::DType {
-            op: OP,
-            expected: format!("{what} in u32 or i64"),
-            got: x.dtype().as_str().into(),
-            hint: "convert with to_dtype(DType::U32)".into(),
-        });
+        return Err(Error::dtype(OP, x.dtype().as_str()).must_be(
+            format!("{what} in u32 or i64"),
+            "convert with to_dtype(DType::U32)",
+        ));
     }
     let flat = inside_storage(OP, x)?.flatten_all()?;
     Ok(flat.to_dtype(DType::I64)?.to_vec1()?)

@@ -189,13 +189,11 @@ impl TransformerLM {
                 saved,
                 given,
             } = difference;
-            return Err(Error::Format {
-                path: file.path().into(),
-                problem: format!(
-                    "a model with {field} {saved}, and the configuration says {given}"
-                ),
-                hint: "TransformerLM::open takes the file's own configuration".into(),
-            });
+            return Err(Error::format(
+                file.path(),
+                format!("a model with {field} {saved}, and the configuration says {given}"),
+                "TransformerLM::open takes the file's own configuration",
+            ));
         }
         Ok(model)
     }
@@ -212,12 +210,9 @@ impl TransformerLM {
         check_float(options.dtype)?;
         check_room(config, device)?;
         let shapes = config.parameter_shapes();
-        let refuse = |name: &str, expected: String, got: String| Error::Weight {
-            path: file.path_of(name).into(),
-            name: file.name_there(name),
-            expected,
-            got,
-            hint: "does the configuration belong to this file?".into(),
+        let refuse = |name: &str, expected: String, got: String| {
+            Error::weight(file.path_of(name), file.name_there(name), got)
+                .must_be(expected, "does the configuration belong to this file?")
         };
         let known: HashSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
         let mut names = HashMap::new(); // a weight's in the file
@@ -310,13 +305,11 @@ impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
         device: &Device,
     ) -> candle_core::Result<Tensor> {
         let stored = self.names.get(name).map_or(name, String::as_str);
-        let refused = |expected: &str, got: &str| Error::Weight {
-            path: self.file.path_of(stored).into(),
-            name: self.file.name_there(stored),
-            expected: expected.into(),
-            got: got.into(),
-            hint: "take a file whose weights can be trained, or another dtype to load them in"
-                .into(),
+        let refused = |expected: &str, got: &str| {
+            Error::weight(self.file.path_of(stored), self.file.name_there(stored), got).must_be(
+                expected,
+                "take a file whose weights can be trained, or another dtype to load them in",
+            )
         };
         let Some(weight) = self.file.get(stored, &Device::Cpu)? else {
             return Err(refused("a weight", "no such weight").into());

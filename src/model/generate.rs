@@ -78,12 +78,10 @@ impl TransformerLM {
     pub fn generate(&self, prompt: &[u32], config: &GenerateConfig) -> Result<Vec<u32>> {
         config.validate()?;
         if prompt.is_empty() {
-            return Err(Error::Data {
-                what: "generate".into(),
-                expected: "a prompt of at least one token".into(),
-                got: "none".into(),
-                hint: "start from a newline, say".into(),
-            });
+            return Err(Error::data("generate", "none").must_be(
+                "a prompt of at least one token",
+                "start from a newline, say",
+            ));
         }
         let vocab_size = self.config().vocab_size;
         if let Some(position) = prompt.iter().position(|id| *id as usize >= vocab_size) {

@@ -354,13 +354,12 @@ impl TransformerLM {
         match *tokens.dims() {
             [batch, length] if batch > 0 && (1..=limit).contains(&length) => {}
             _ => {
-                return Err(Error::Shape {
-                    op: "TransformerLM",
-                    expected: format!("tokens (B, T) with B from 1 and T from 1 to {limit}"),
-                    got: format!("{:?}", tokens.dims()),
-                    hint: "shorten the sequence, or build the model with a longer context_length"
-                        .into(),
-                });
+                return Err(
+                    Error::shape("TransformerLM", format!("{:?}", tokens.dims())).must_be(
+                        format!("tokens (B, T) with B from 1 and T from 1 to {limit}"),
+                        "shorten the sequence, or build the model with a longer context_length",
+                    ),
+                );
             }
         }
         let embed = || self.token_embeddings.forward(tokens);
@@ -441,12 +440,10 @@ pub(super) fn check_float(dtype: DType) -> Result<()> {
     if dtype.is_float() {
         return Ok(());
     }
-    Err(Error::DType {
-        op: "TransformerLM",
-        expected: "parameters of a floating-point dtype".into(),
-        got: dtype.as_str().into(),
-        hint: "build or load it as f32, say".into(),
-    })
+    Err(Error::dtype("TransformerLM", dtype.as_str()).must_be(
+        "parameters of a floating-point dtype",
+        "build or load it as f32, say",
+    ))
 }
 
 impl Layer for TransformerLM {

@@ -178,12 +178,8 @@ fn check_weight(op: &'static str, expected: &str, weight: &Tensor, fits: bool) -
     if fits {
         return Ok(());
     }
-    Err(Error::Shape {
-        op,
-        expected: expected.into(),
-        got: format!("{:?}", weight.dims()),
-        hint: "weights are stored (out, in)".into(),
-    })
+    Err(Error::shape(op, format!("{:?}", weight.dims()))
+        .must_be(expected, "weights are stored (out, in)"))
 }
 
 /// candle's `Module`, for `.apply(&layer)` and `Sequential`.

@@ -72,11 +72,9 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
 
 fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
     let shapes = || inputs.iter().map(|x| x.dims());
-    let refuse = |expected: String| Error::Shape {
-        op: "concat",
-        expected,
-        got: format!("{:?}", shapes().collect::<Vec<_>>()),
-        hint: "all dimensions but that one are equal".into(),
+    let refuse = |expected: String| {
+        Error::shape("concat", format!("{:?}", shapes().collect::<Vec<_>>()))
+            .must_be(expected, "all dimensions but that one are equal")
     };
     let Some(first) = shapes().next() else {
         return Err(refuse("at least one tensor".into()));

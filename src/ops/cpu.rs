@@ -164,12 +164,8 @@ pub(crate) fn ids(
             ids.collect::<crate::Result<_>>()?
         }
         dtype => {
-            return Err(crate::Error::DType {
-                op,
-                expected: "ids in u32 or i64".into(),
-                got: dtype.as_str().into(),
-                hint: "convert with to_dtype(DType::U32)".into(),
-            });
+            return Err(crate::Error::dtype(op, dtype.as_str())
+                .must_be("ids in u32 or i64", "convert with to_dtype(DType::U32)"));
         }
     };
     Ok(Tensor::from_vec(checked, ids.elem_count(), &Device::Cpu)?)

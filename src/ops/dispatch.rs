@@ -150,15 +150,13 @@ fn check_operands(
             });
         }
         if !graph::are_on_one_device(tensor, first) {
-            return Err(Error::Placement {
-                op,
-                expected: format!(
+            return Err(Error::placement(op, device_name(tensor.device())).must_be(
+                format!(
                     "{name} on {}, where {first_name} is",
                     device_name(first.device())
                 ),
-                got: device_name(tensor.device()),
-                hint: "move one with to_device".into(),
-            });
+                "move one with to_device",
+            ));
         }
     }
     Ok(())

@@ -97,12 +97,8 @@ fn plain(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Ten
 /// The op with checked ids.
 fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Embedding> {
     let &[vocab_size, width] = table.dims() else {
-        return Err(Error::Shape {
-            op: "embedding",
-            expected: "table (V, D)".into(),
-            got: format!("{:?}", table.dims()),
-            hint: "one row for each token".into(),
-        });
+        return Err(Error::shape("embedding", format!("{:?}", table.dims()))
+            .must_be("table (V, D)", "one row for each token"));
     };
     check_float("embedding", table)?;
     check_size("embedding", table.dims(), table.dtype(), table.device())?;

@@ -111,12 +111,10 @@ fn check(op: &'static str, gate: &Tensor, up: &Tensor) -> Result<()> {
     if gate.shape() == up.shape() {
         return Ok(());
     }
-    Err(Error::Shape {
-        op,
-        expected: format!("up {:?}, as gate", gate.dims()),
-        got: format!("{:?}", up.dims()),
-        hint: "both come from the same input".into(),
-    })
+    Err(Error::shape(op, format!("{:?}", up.dims())).must_be(
+        format!("up {:?}, as gate", gate.dims()),
+        "both come from the same input",
+    ))
 }
 
 const SWIGLU: OpInfo = per_element!(

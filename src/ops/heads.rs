@@ -64,12 +64,8 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
 /// A tensor that is not (B, H, T, Dh).
 pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
     let &[batch, heads, length, head_dim] = x.dims() else {
-        return Err(Error::Shape {
-            op: "merge_heads",
-            expected: "x (B, H, T, Dh)".into(),
-            got: format!("{:?}", x.dims()),
-            hint: "as split_heads returns it".into(),
-        });
+        return Err(Error::shape("merge_heads", format!("{:?}", x.dims()))
+            .must_be("x (B, H, T, Dh)", "as split_heads returns it"));
     };
     let sizes = HeadSizes {
         batch,

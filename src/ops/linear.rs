@@ -81,12 +81,11 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         ([_, depth], _) => format!("x (..., {depth}) for the weight {:?}", weight.dims()),
         _ => "weight (out, in)".into(),
     };
-    Err(Error::Shape {
-        op: LINEAR,
-        expected: wanted,
-        got: format!("x {:?}, weight {:?}", x.dims(), weight.dims()),
-        hint: "weights are stored (out, in)".into(),
-    })
+    Err(Error::shape(
+        LINEAR,
+        format!("x {:?}, weight {:?}", x.dims(), weight.dims()),
+    )
+    .must_be(wanted, "weights are stored (out, in)"))
 }
 
 /// The op's name.
@@ -179,10 +178,7 @@ pub(crate) fn with_last_dim(dims: &[usize], last: usize) -> Vec<usize> {
 /// The last dimension of `x`, for ops that work along it.
 pub(super) fn last_dim(op: &'static str, x: &Tensor) -> Result<usize> {
     check_size(op, x.dims(), x.dtype(), x.device())?;
-    x.dim(D::Minus1).map_err(|_| Error::Shape {
-        op,
-        expected: "at least one dimension".into(),
-        got: "a scalar".into(),
-        hint: "reshape it to one row".into(),
+    x.dim(D::Minus1).map_err(|_| {
+        Error::shape(op, "a scalar").must_be("at least one dimension", "reshape it to one row")
     })
 }

@@ -90,17 +90,16 @@ fn check(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
         }
         _ => "weight (out, in)".into(),
     };
-    Err(Error::Shape {
-        op: "linear_bias",
-        expected: wanted,
-        got: format!(
+    Err(Error::shape(
+        "linear_bias",
+        format!(
             "x {:?}, weight {:?}, bias {:?}",
             x.dims(),
             weight.dims(),
             bias.dims()
         ),
-        hint: "weights are stored (out, in)".into(),
-    })
+    )
+    .must_be(wanted, "weights are stored (out, in)"))
 }
 
 pub(crate) const INFO: OpInfo = OpInfo::new("linear_bias")

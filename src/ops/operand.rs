@@ -33,12 +33,7 @@ fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -
     if is_right {
         return Ok(());
     }
-    Err(Error::DType {
-        op,
-        expected: expected.into(),
-        got: x.dtype().as_str().into(),
-        hint: "convert with to_dtype".into(),
-    })
+    Err(Error::dtype(op, x.dtype().as_str()).must_be(expected, "convert with to_dtype"))
 }
 
 /// `x` as `op` can read it: its elements can be counted and would fit into memory, one by one, and if there are none,

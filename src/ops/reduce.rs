@@ -36,12 +36,8 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 /// A dtype that is not a float, an empty tensor.
 pub fn mean(x: &Tensor) -> Result<Tensor> {
     if x.dims().contains(&0) {
-        return Err(Error::Shape {
-            op: "mean",
-            expected: "at least one element".into(),
-            got: format!("{:?}", x.dims()),
-            hint: "a mean of nothing is no number".into(),
-        });
+        return Err(Error::shape("mean", format!("{:?}", x.dims()))
+            .must_be("at least one element", "a mean of nothing is no number"));
     }
     in_f32(&MEAN_INFO, x, (), Tensor::mean_all)
 }

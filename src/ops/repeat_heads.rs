@@ -61,12 +61,10 @@ pub fn reference(x: &Tensor, times: usize) -> Result<Tensor> {
 
 fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
     let refuse = |expected: &str, got: String| {
-        Err(Error::Shape {
-            op: "repeat_heads",
-            expected: expected.into(),
-            got,
-            hint: "as split_heads returns it; each head is repeated once or more".into(),
-        })
+        Err(Error::shape("repeat_heads", got).must_be(
+            expected,
+            "as split_heads returns it; each head is repeated once or more",
+        ))
     };
     check_size("repeat_heads", x.dims(), x.dtype(), x.device())?;
     if x.rank() < 3 {

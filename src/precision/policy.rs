@@ -164,12 +164,10 @@ impl Autocast {
     pub(super) fn check(&self) -> Result<()> {
         match self.lower {
             None | Some(DType::F16 | DType::BF16) => Ok(()),
-            Some(other) => Err(Error::DType {
-                op: "autocast",
-                expected: "f16 or bf16".into(),
-                got: other.as_str().into(),
-                hint: "f32 needs no region; Autocast::disabled() casts nothing".into(),
-            }),
+            Some(other) => Err(Error::dtype("autocast", other.as_str()).must_be(
+                "f16 or bf16",
+                "f32 needs no region; Autocast::disabled() casts nothing",
+            )),
         }
     }
 

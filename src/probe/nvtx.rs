@@ -38,13 +38,10 @@ pub fn emit_nvtx() -> Result<Listening> {
 /// Always, here.
 #[cfg(not(feature = "nvtx"))]
 pub fn emit_nvtx() -> Result<Listening> {
-    Err(crate::Error::Config {
-        config: "profile",
-        field: "nvtx",
-        expected: "off".into(),
-        got: "on".into(),
-        hint: "this build has no NVTX; build with --features nvtx, which cuda includes".into(),
-    })
+    Err(crate::Error::config("profile", "nvtx", "on").must_be(
+        "off",
+        "this build has no NVTX; build with --features nvtx, which cuda includes",
+    ))
 }
 
 #[cfg(feature = "nvtx")]

@@ -34,12 +34,11 @@ impl Alone {
     fn new() -> Result<Self> {
         match RUNNING.swap(true, Ordering::AcqRel) {
             false => Ok(Self),
-            true => Err(Error::Order {
-                op: "Profiler::start",
-                problem: "another profiler is running".into(),
-                hint: "finish or drop that one first; one recording can be reported in many ways"
-                    .into(),
-            }),
+            true => Err(Error::order(
+                "Profiler::start",
+                "another profiler is running",
+                "finish or drop that one first; one recording can be reported in many ways",
+            )),
         }
     }
 }
@@ -141,15 +140,11 @@ impl Profiler {
             Some(gpu) => gpu.finish(recorder.start)?,
         };
         if let Some([ended, inside]) = state.disorder {
-            return Err(Error::Order {
-                op: "Profiler::finish",
-                problem: format!(
-                    "range {ended} ended while {inside}, inside of it, was still open"
-                ),
-                hint:
-                    "drop ranges in the opposite order of opening them; a block around each does it"
-                        .into(),
-            });
+            return Err(Error::order(
+                "Profiler::finish",
+                format!("range {ended} ended while {inside}, inside of it, was still open"),
+                "drop ranges in the opposite order of opening them; a block around each does it",
+            ));
         }
         for thread in &state.threads {
             for &open in &thread.open {

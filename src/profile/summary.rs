@@ -376,12 +376,13 @@ fn ranges(
 /// The kernels that the selected ranges launched, and their time.
 fn kernels(recording: &Recording, tree: &Tree<'_>, selection: &Selection) -> Result<(Groups, u64)> {
     if recording.kernels.is_empty() {
-        return Err(Error::Data {
-            what: "profile report".into(),
-            expected: "kernels".into(),
-            got: "a recording without any".into(),
-            hint: "record a GPU of NVIDIA's with Profiler::start_on; on the CPU group ops by name or place".into(),
-        });
+        return Err(
+            Error::data("profile report", "a recording without any").must_be(
+                "kernels",
+                "record a GPU of NVIDIA's with Profiler::start_on; on the CPU group ops by name or \
+             place",
+            ),
+        );
     }
     let (mut groups, mut sum_ns) = (Groups::default(), 0);
     for kernel in &recording.kernels {

@@ -99,14 +99,12 @@ impl Report {
                 titles.push(heading);
             }
         }
-        Err(Error::Config {
-            config: "select columns",
-            field: "names",
-            expected: format!("among {}", titles.join(", ")),
-            got: names.join(", "),
-            hint: "name columns of one table by their headings, or by their fields in CSV and JSON"
-                .into(),
-        })
+        Err(
+            Error::config("select columns", "names", names.join(", ")).must_be(
+                format!("among {}", titles.join(", ")),
+                "name columns of one table by their headings, or by their fields in CSV and JSON",
+            ),
+        )
     }
 
     fn keep(&mut self, names: &[String]) -> bool {

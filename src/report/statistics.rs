@@ -59,20 +59,15 @@ impl Statistics {
     /// [`Error::Data`] if there is no sample, or one is NaN or infinite.
     pub fn new(samples_ms: &[f64]) -> Result<Self> {
         if samples_ms.is_empty() {
-            return Err(Error::Data {
-                what: "statistics".into(),
-                expected: "at least one sample".into(),
-                got: "none".into(),
-                hint: "measure at least one step".into(),
-            });
+            return Err(Error::data("statistics", "none")
+                .must_be("at least one sample", "measure at least one step"));
         }
         if let Some(position) = samples_ms.iter().position(|x| !x.is_finite()) {
-            return Err(Error::Data {
-                what: "statistics".into(),
-                expected: "finite samples".into(),
-                got: format!("{} at position {position}", samples_ms[position]),
-                hint: "leave out what could not be measured".into(),
-            });
+            return Err(Error::data(
+                "statistics",
+                format!("{} at position {position}", samples_ms[position]),
+            )
+            .must_be("finite samples", "leave out what could not be measured"));
         }
 
         let mut sorted_ms = samples_ms.to_vec();

@@ -75,13 +75,10 @@ impl FromStr for Format {
             .find(|format| format.name().eq_ignore_ascii_case(name))
             .ok_or_else(|| {
                 let names: Vec<_> = Format::ALL.iter().map(|format| format.name()).collect();
-                Error::Config {
-                    config: "format",
-                    field: "name",
-                    expected: format!("one of {}", names.join(", ")),
-                    got: format!("{name:?}"),
-                    hint: "choose one of these names".into(),
-                }
+                Error::config("format", "name", format!("{name:?}")).must_be(
+                    format!("one of {}", names.join(", ")),
+                    "choose one of these names",
+                )
             })
     }
 }

@@ -114,12 +114,11 @@ impl Trainer {
                 if let Some(parameter) = &done.non_finite
                     && scale <= SMALLEST_SCALE
                 {
-                    return Err(Error::Data {
-                        what: format!("the gradient of parameter {parameter} in step {number}"),
-                        expected: "finite numbers at some loss scale".into(),
-                        got: format!("infinity or NaN, down to a scale of {scale:e}"),
-                        hint: DIVERGED.into(),
-                    });
+                    return Err(Error::data(
+                        format!("the gradient of parameter {parameter} in step {number}"),
+                        format!("infinity or NaN, down to a scale of {scale:e}"),
+                    )
+                    .must_be("finite numbers at some loss scale", DIVERGED));
                 }
                 (f64::from(done.loss), !done.stepped())
             }

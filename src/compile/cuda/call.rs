@@ -204,12 +204,8 @@ fn whole_of(operands: &[&BufferRange]) -> BufferRange {
 /// [`Error::Config`] with what it would take.
 pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
     let refuse = |what: &str, got: String, hint: &str| {
-        Err(Error::Placement {
-            op: "compile",
-            expected: format!("{what}, for a step that is planned on a GPU"),
-            got,
-            hint: hint.into(),
-        })
+        Err(Error::placement("compile", got)
+            .must_be(format!("{what}, for a step that is planned on a GPU"), hint))
     };
     if !source::runs_on(gpu) {
         let got = "an older GPU".into();

@@ -31,12 +31,7 @@ impl Lower<'_> {
                     "return what an op of tallow::ops gives",
                 ),
             };
-            Err(Error::Shape {
-                op,
-                expected: expected.into(),
-                got,
-                hint: hint.into(),
-            })
+            Err(Error::shape(op, got).must_be(expected, hint))
         };
         let Some(output) = self.program.outputs.first() else {
             return refuse("no output".into());

@@ -16,16 +16,14 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
     let place = ranks.shard();
     let (queue, of_mpi) = HostQueue::new(MpiBackend::new)?;
     if of_mpi != place {
-        return Err(Error::Order {
-            op: "distributed::init",
-            problem: format!(
+        return Err(Error::order(
+            "distributed::init",
+            format!(
                 "the environment says rank {} of {}, and MPI rank {} of {}",
                 place.rank, place.world_size, of_mpi.rank, of_mpi.world_size
             ),
-            hint:
-                "start ranks on CPUs with mpirun, or with srun --mpi=pmix, which MPI knows them by"
-                    .into(),
-        });
+            "start ranks on CPUs with mpirun, or with srun --mpi=pmix, which MPI knows them by",
+        ));
     }
     let master = meet(&queue, &mut ranks, config.timeout)?;
     let (membership, _) = Membership::join(&ranks, master, config.timeout, String::new())?;

@@ -199,13 +199,12 @@ pub(super) fn connect(
         let problem = match attempt(master, &hello, left) {
             Ok((connection, Message::Heard)) => return Ok(connection),
             Ok((_, Message::Refused(problem))) => {
-                return Err(Error::Order {
-                    op: "rendezvous",
-                    problem: format!("rank 0 at {at} refuses rank {rank}: {problem}"),
-                    hint: "give each job a MASTER_PORT of its own, and all its ranks the same program, WORLD_SIZE and \
-                           TALLOW_JOB_TOKEN"
-                        .into(),
-                });
+                return Err(Error::order(
+                    "rendezvous",
+                    format!("rank 0 at {at} refuses rank {rank}: {problem}"),
+                    "give each job a MASTER_PORT of its own, and all its ranks the same program, WORLD_SIZE and \
+                           TALLOW_JOB_TOKEN",
+                ));
             }
             Ok(_) => "another program answers there".into(),
             Err(error) => match error.kind() {

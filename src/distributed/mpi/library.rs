@@ -108,9 +108,5 @@ fn text(code: c_int) -> String {
 }
 
 fn refusal(problem: &str, hint: &str) -> Error {
-    Error::Order {
-        op: "distributed::init",
-        problem: format!("MPI: {problem}"),
-        hint: hint.into(),
-    }
+    Error::order("distributed::init", format!("MPI: {problem}"), hint)
 }

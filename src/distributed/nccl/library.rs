@@ -222,13 +222,12 @@ fn text(text: *const c_char) -> String {
 }
 
 pub(super) fn refusal(problem: &str) -> Error {
-    Error::Order {
-        op: "distributed::init",
-        problem: format!("ranks on GPUs exchange by NCCL, and {problem}"),
-        hint: "put the folder of libnccl.so.2 on LD_LIBRARY_PATH, or its path in TALLOW_NCCL_LIBRARY (pip's \
-               nvidia-nccl-cu12 and -cu13 have it in nvidia/nccl/lib)"
-            .into(),
-    }
+    Error::order(
+        "distributed::init",
+        format!("ranks on GPUs exchange by NCCL, and {problem}"),
+        "put the folder of libnccl.so.2 on LD_LIBRARY_PATH, or its path in TALLOW_NCCL_LIBRARY (pip's \
+               nvidia-nccl-cu12 and -cu13 have it in nvidia/nccl/lib)",
+    )
 }
 
 #[cfg(test)]

@@ -236,12 +236,8 @@ pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
     );
 
 pub(crate) fn nothing_counts(op: &'static str, targets: usize) -> Error {
-    Error::Data {
-        what: op.into(),
-        expected: "at least one target that counts".into(),
-        got: format!("{targets} targets, all ignored"),
-        hint: "skip this batch".into(),
-    }
+    Error::data(op, format!("{targets} targets, all ignored"))
+        .must_be("at least one target that counts", "skip this batch")
 }
 
 struct CrossEntropy(Targets);
