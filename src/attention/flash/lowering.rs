@@ -4,16 +4,16 @@ use crate::attention::lowering::{
     GRADIENTS, checked, dropout_mask, first_keys, inputs, sized_as, sizes, with_workspace,
 };
 #[cfg(feature = "cuda")]
-use crate::attention::{in_rows, lowering::dropped};
+use crate::attention::{
+    in_rows::{DQKV, QKV, as_q, as_qkv},
+    lowering::dropped,
+};
 use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::attention::flash::{self as kernel, Heads, Tiles};
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::{
-    View,
-    flash_attention::{self as gpu_kernel, Heads as GpuHeads},
-};
+use crate::kernels::cuda::flash_attention as gpu_kernel;
 use crate::kernels::workspace;
 use crate::ops::dropout::of_attributes;
 #[cfg(feature = "cuda")]
@@ -155,12 +155,13 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
 #[cfg(feature = "cuda")]
 fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
+    let [of_q, of_k] = [of_queries(&sizes), of_keys(&sizes)];
     let outputs = gpu_kernel::Outputs {
-        out: as_q(k, &sizes, l.y("out")?),
+        out: as_q(k, &sizes, l.y("out")?, of_q),
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
-    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, [of_q, of_k, of_k]);
     let inputs = gpu_kernel::ForwardInputs {
         q,
         k: keys,
@@ -177,48 +178,24 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 #[cfg(feature = "cuda")]
 fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
+    let [of_q, of_k] = [of_queries(&sizes), of_keys(&sizes)];
+    let dims = [of_q, of_k, of_k];
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, dims);
     let inputs = gpu_kernel::Inputs {
-        d_out: as_q(k, &sizes, l.lying("d_out")?),
+        d_out: as_q(k, &sizes, l.lying("d_out")?, of_q),
         q,
         k: keys,
         v,
-        out: as_q(k, &sizes, l.x("out")?),
+        out: as_q(k, &sizes, l.x("out")?, of_q),
         lse: l.x("lse")?,
         rounding_error: l.some_x("rounding_error"),
         first_keys: l.some_x("first_keys"),
         dropout: dropped(of_attributes(k.attributes()), l)?,
     };
-    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, ["dq", "dk", "dv"], "dqkv");
+    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, DQKV, dims);
     let gradients = gpu_kernel::Gradients { dq, dk, dv };
     let workspace = l.y("workspace")?;
     gpu_kernel::backward(l.gpu, &sizes, l.tf32(k), inputs, gradients, workspace)
-}
-
-/// Returns q, k and v or their gradients with their strides.
-#[cfg(feature = "cuda")]
-fn as_qkv<'a>(
-    k: &Kernel,
-    sizes: &Sizes,
-    operands: &Named<View<'a>>,
-    apart: [&str; 3],
-    packed: &str,
-) -> [GpuHeads<'a>; 3] {
-    if in_rows::are(k) {
-        return in_rows::of_qkv(sizes, operands, apart, packed).map(|rows| rows.heads(sizes));
-    }
-    let dims = [of_queries(sizes), of_keys(sizes), of_keys(sizes)];
-    let views = apart.map(|name| *operands.operand(name));
-    [0, 1, 2].map(|i| GpuHeads::new(views[i], dims[i]))
-}
-
-/// Returns an operand in the layout of q.
-#[cfg(feature = "cuda")]
-fn as_q<'a>(k: &Kernel, sizes: &Sizes, view: View<'a>) -> GpuHeads<'a> {
-    match in_rows::are(k) {
-        true => in_rows::of_q(sizes, view).heads(sizes),
-        false => GpuHeads::new(view, of_queries(sizes)),
-    }
 }
 
 /// What is read as `name`: heads by their strides, or one after another.

@@ -1,58 +1,59 @@
-//! Heads in the rows of positions.
+//! Operands of attention's kernels on GPUs as heads, whether these are in the rows of positions or one after another.
 
+use super::are;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::Heads;
-use crate::ops::lowering::Named;
+use crate::ops::lowering::{Kernel, Named};
 
-/// Heads in rows (B, T, heads Dh), or a column range of longer rows.
-#[derive(Clone, Copy)]
-pub(in crate::attention) struct Rows<'a> {
+/// The operands q, k and v, and the packed one in their place.
+pub(in crate::attention) const QKV: ([&str; 3], &str) = (["q", "k", "v"], "qkv");
+/// Their gradients.
+pub(in crate::attention) const DQKV: ([&str; 3], &str) = (["dq", "dk", "dv"], "dqkv");
+
+/// Returns an operand in the layout of q: in rows (B, T, H Dh), or of these dimensions.
+pub(in crate::attention) fn as_q<'a>(
+    kernel: &Kernel,
+    sizes: &Sizes,
     view: View<'a>,
-    heads: usize,
-    /// The row stride, in elements.
-    row: usize,
-}
-
-impl<'a> Rows<'a> {
-    /// Returns rows that have only these heads.
-    fn dense(sizes: &Sizes, view: View<'a>, heads: usize) -> Self {
-        let row = heads * sizes.head_dim;
-        Self { view, heads, row }
-    }
-
-    /// Returns the heads with their strides.
-    pub fn heads(self, sizes: &Sizes) -> Heads<'a> {
-        Heads {
-            view: self.view,
-            strides: [sizes.queries * self.row, sizes.head_dim, self.row],
-            dims: [sizes.batch, self.heads, sizes.queries, sizes.head_dim],
-        }
+    dims: [usize; 4],
+) -> Heads<'a> {
+    match are(kernel) {
+        true => of_rows(sizes, view, sizes.heads, sizes.heads),
+        false => Heads::new(view, dims),
     }
 }
 
-/// Returns an operand in the layout of q.
-pub(in crate::attention) fn of_q<'a>(sizes: &Sizes, view: View<'a>) -> Rows<'a> {
-    Rows::dense(sizes, view, sizes.heads)
-}
-
-/// Returns q, k and v or their gradients, from three operands or from the packed one.
-pub(in crate::attention) fn of_qkv<'a>(
+/// Returns q, k and v or their gradients: three operands in rows or of these dimensions, or ranges of the packed one.
+pub(in crate::attention) fn as_qkv<'a>(
+    kernel: &Kernel,
     sizes: &Sizes,
     operands: &Named<View<'a>>,
-    apart: [&str; 3],
-    packed: &str,
-) -> [Rows<'a>; 3] {
+    (apart, packed): ([&str; 3], &str),
+    dims: [[usize; 4]; 3],
+) -> [Heads<'a>; 3] {
     let heads = [sizes.heads, sizes.kv_heads, sizes.kv_heads];
     let Some(packed) = operands.get(packed) else {
         let views = apart.map(|name| *operands.operand(name));
-        return [0, 1, 2].map(|i| Rows::dense(sizes, views[i], heads[i]));
+        return [0, 1, 2].map(|i| match are(kernel) {
+            true => of_rows(sizes, views[i], heads[i], heads[i]),
+            false => Heads::new(views[i], dims[i]),
+        });
     };
-    let row = heads.iter().sum::<usize>() * sizes.head_dim;
     let firsts = [0, heads[0], heads[0] + heads[1]];
-    [0, 1, 2].map(|i| Rows {
-        view: packed.part_from(firsts[i] * sizes.head_dim),
-        heads: heads[i],
-        row,
+    let of_row = heads.iter().sum();
+    [0, 1, 2].map(|i| {
+        let view = packed.part_from(firsts[i] * sizes.head_dim);
+        of_rows(sizes, view, heads[i], of_row)
     })
+}
+
+/// Returns the first heads of rows that have `of_row` heads.
+fn of_rows<'a>(sizes: &Sizes, view: View<'a>, heads: usize, of_row: usize) -> Heads<'a> {
+    let row = of_row * sizes.head_dim;
+    Heads {
+        view,
+        strides: [sizes.queries * row, sizes.head_dim, row],
+        dims: [sizes.batch, heads, sizes.queries, sizes.head_dim],
+    }
 }

@@ -5,7 +5,7 @@
 mod heads;
 
 #[cfg(feature = "cuda")]
-pub(super) use heads::{of_q, of_qkv};
+pub(super) use heads::{DQKV, QKV, as_q, as_qkv};
 
 use super::lowering::{reads, sized};
 use super::{attributes, flash, naive as on_heads};

@@ -2,7 +2,7 @@
 
 use super::op::workspaces;
 #[cfg(feature = "cuda")]
-use crate::attention::in_rows;
+use crate::attention::in_rows::{self, DQKV, QKV, as_q, as_qkv};
 use crate::attention::lowering::{
     GRADIENTS, checked, first_keys, inputs, matrices, sized_as, sizes, with_workspace,
 };
@@ -13,11 +13,7 @@ use crate::kernels::workspace;
 #[cfg(feature = "cuda")]
 use crate::kernels::{
     attention::Sizes,
-    cuda::{
-        View,
-        flash_attention::Heads,
-        naive_attention::{self, HeadGroups},
-    },
+    cuda::naive_attention::{self, HeadGroups},
 };
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
@@ -105,8 +101,9 @@ fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
 #[cfg(feature = "cuda")]
 fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let qkv = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
-    let (out, p) = (as_q(k, &sizes, l.y("out")?, sizes.value_dim), l.y("p")?);
+    let qkv = as_qkv(k, &sizes, &l.reads, QKV, dims(&sizes));
+    let out = as_q(k, &sizes, l.y("out")?, out_dims(&sizes));
+    let p = l.y("p")?;
     let scores = l.some_y("scores").unwrap_or(p); // f32's in the same place
     let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiplier());
     naive_attention::forward(l.gpu, multiply, &heads, qkv, scores, p, out)
@@ -117,9 +114,10 @@ fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 #[cfg(feature = "cuda")]
 fn backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, ["q", "k", "v"], "qkv");
-    let inputs = [as_q(k, &sizes, l.x("d_out")?, sizes.value_dim), q, keys, v];
-    let gradients = as_qkv(k, &sizes, &l.writes, ["dq", "dk", "dv"], "dqkv");
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, dims(&sizes));
+    let d_out = as_q(k, &sizes, l.x("d_out")?, out_dims(&sizes));
+    let inputs = [d_out, q, keys, v];
+    let gradients = as_qkv(k, &sizes, &l.writes, DQKV, dims(&sizes));
     let dp = l.y("dp")?;
     let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
     let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiplier());
@@ -147,33 +145,21 @@ fn groups<'a>(k: &Kernel, sizes: &Sizes, l: &Operands<'a>) -> HeadGroups<'a> {
     }
 }
 
-/// Returns an operand in the layout of q, with rows of `width` elements.
+/// The dimensions of q, k and v, where these are one after another: the rows of q's heads that share one of k and v are
+/// one matrix.
 #[cfg(feature = "cuda")]
-fn as_q<'a>(k: &Kernel, sizes: &Sizes, view: View<'a>, width: usize) -> Heads<'a> {
-    let rows = sizes.group() * sizes.queries;
-    match in_rows::are(k) {
-        true => in_rows::of_q(sizes, view).heads(sizes),
-        false => Heads::new(view, [1, sizes.kv_matrices(), rows, width]),
-    }
+fn dims(sizes: &Sizes) -> [[usize; 4]; 3] {
+    let (heads, rows) = (sizes.kv_matrices(), sizes.group() * sizes.queries);
+    [
+        [1, heads, rows, sizes.head_dim],
+        [1, heads, sizes.keys, sizes.head_dim],
+        [1, heads, sizes.keys, sizes.value_dim],
+    ]
 }
 
-/// Returns q, k and v or their gradients with their strides.
+/// The dimensions of out and its gradient, likewise.
 #[cfg(feature = "cuda")]
-fn as_qkv<'a>(
-    k: &Kernel,
-    sizes: &Sizes,
-    operands: &Named<View<'a>>,
-    apart: [&str; 3],
-    packed: &str,
-) -> [Heads<'a>; 3] {
-    if in_rows::are(k) {
-        return in_rows::of_qkv(sizes, operands, apart, packed).map(|rows| rows.heads(sizes));
-    }
-    let [q, keys, v] = apart.map(|name| *operands.operand(name));
-    let of_keys = |view, width| Heads::new(view, [1, sizes.kv_matrices(), sizes.keys, width]);
-    [
-        as_q(k, sizes, q, sizes.head_dim),
-        of_keys(keys, sizes.head_dim),
-        of_keys(v, sizes.value_dim),
-    ]
+fn out_dims(sizes: &Sizes) -> [usize; 4] {
+    let rows = sizes.group() * sizes.queries;
+    [1, sizes.kv_matrices(), rows, sizes.value_dim]
 }
