@@ -381,6 +381,13 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
                 "set TALLOW_JOB_TOKEN to something short, the same on all ranks",
             ));
         }
+        if token.contains(char::is_control) {
+            let error = environment(name, token.escape_debug());
+            return Err(error.must_be(
+                "without control characters",
+                "set TALLOW_JOB_TOKEN to something printable, the same on all ranks",
+            ));
+        }
         Ok(token)
     }
 }

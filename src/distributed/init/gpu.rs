@@ -3,7 +3,7 @@
 use super::device_of;
 use crate::distributed::communicator::Backend;
 use crate::distributed::gpu_queue::GpuQueue;
-use crate::distributed::membership::Membership;
+use crate::distributed::membership::{Membership, OWN_OUTPUT};
 use crate::distributed::nccl::{self, NcclBackend};
 use crate::distributed::{Communicator, DistConfig, Ranks};
 use crate::{Error, Result};
@@ -22,12 +22,25 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
     };
     let device = device_of(&ranks, config)?;
     let gpu = device.as_cuda_device()?;
-    let id = nccl::unique_id(ranks.rank)?;
-    let (membership, id) = Membership::join(&ranks, master, config.timeout, id)?;
+    // A rank without NCCL joins all the same, so that the others hear why it ends.
+    let (own_id, problem) = match nccl::unique_id(ranks.rank) {
+        Ok(id) => (id, None),
+        Err(error) => (String::new(), Some(error)),
+    };
+    let (membership, id) = Membership::join(&ranks, master, config.timeout, own_id)?;
+    const BEGINNING: &str = "the beginning of NCCL";
+    if let Some(error) = problem {
+        membership.fail(place.rank, BEGINNING, &error.to_string(), OWN_OUTPUT);
+        return Err(error);
+    }
+    if id.is_empty() {
+        membership.await_failure(); // rank 0's, which has no NCCL
+    }
+    membership.check()?;
     let context = gpu.cuda_stream().context().clone();
     let bind = move || Ok(context.bind_to_thread().map_err(candle_core::Error::wrap)?);
     let nccl = {
-        let _watch = membership.enter("the beginning of NCCL");
+        let _watch = membership.enter(BEGINNING);
         let check = || membership.check();
         NcclBackend::new(place, &id, config.nccl_max_ctas, bind, &check)?
     };

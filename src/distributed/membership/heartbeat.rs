@@ -113,7 +113,7 @@ impl Shared {
         state.opened += 1;
         let open = Open {
             id: state.opened,
-            what: what.to_owned(),
+            what: as_field(what),
             number: if is_of_all { state.entered } else { 0 },
             since: Instant::now(),
         };
@@ -256,6 +256,14 @@ impl Shared {
     fn is_overdue(&self, doing: &Doing) -> bool {
         doing.inside > Some(self.pace.timeout)
     }
+}
+
+/// Returns the beginning of a text, without what messages have between their fields.
+fn as_field(text: &str) -> String {
+    let letters = text.chars().take(256);
+    letters
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
 }
 
 /// Without it the connection's end is a failure. Waits for rank 0 to read it.

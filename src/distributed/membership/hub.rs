@@ -1,5 +1,6 @@
 //! Rank 0's hub: a thread that admits ranks, keeps the roll, and reports to all how the job ends.
 
+use super::heartbeat::LAST_WORDS;
 use super::roll::{Pace, Roll};
 use super::wire::{Connection, Hello, Message, TICK};
 use crate::Result;
@@ -47,8 +48,8 @@ impl Hub {
     /// Serves until it is dropped. Once all ranks have come, each gets `welcome`.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) if the system gives no address, [`Error::Order`](crate::Error::Order) if it gives
-    /// no thread.
+    /// [`Error::Io`](crate::Error::Io) if the system gives no address, [`Error::Order`](crate::Error::Order) if it
+    /// gives no thread.
     pub(super) fn start(
         listener: TcpListener,
         token: &str,
@@ -109,9 +110,28 @@ impl Serving {
             self.peers = peers;
             self.tell_all(is_last);
             if is_last {
-                return;
+                return self.listen_to_the_end();
             }
             thread::sleep(TICK);
+        }
+    }
+
+    /// Waits until the ranks have read their last message and closed, for a second at most: a connection that closes
+    /// with something unread may lose what it has sent.
+    fn listen_to_the_end(mut self) {
+        let began = Instant::now();
+        while began.elapsed() < LAST_WORDS && !self.peers.is_empty() {
+            self.peers.retain_mut(|peer| {
+                let is_open = loop {
+                    match peer.connection.receive() {
+                        Ok(Some(_)) => {}
+                        Ok(None) => break true,
+                        Err(_) => break false,
+                    }
+                };
+                is_open && peer.rank.is_some()
+            });
+            thread::sleep(TICK / 5);
         }
     }
 
@@ -143,7 +163,7 @@ impl Serving {
                 }
                 Err(_) => return self.end(peer, "its process has ended"),
             };
-            // What cannot be sent shows at the next read.
+            // What cannot be sent now is sent before the next read, which shows whether the connection has ended.
             let _: io::Result<()> = match (message, peer.rank) {
                 (Message::Hello(hello), None) => {
                     if let Err(problem) = self.admit(&hello) {
@@ -216,6 +236,7 @@ impl Serving {
             Some(failure) => Some(Message::Failure(failure.clone())),
             None => is_last.then(|| Message::Left(self.roll.entered(0))),
         };
+        self.peers.sort_by_key(|peer| peer.rank == Some(0)); // whose process may end as soon as it is told
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
             if is_complete && !std::mem::replace(&mut peer.is_welcome, true) {
                 let _ = peer.connection.send(&self.welcome);

@@ -138,10 +138,15 @@ impl Membership {
     /// ended): waits for a second whether that is heard of first.
     pub(crate) fn fail_unless_known(&self, during: &str, problem: &str) {
         if !self.is_alone {
-            self.shared
-                .wait(LAST_WORDS, |state| state.failure.is_some());
+            self.await_failure();
             self.fail(self.rank, during, problem, OWN_OUTPUT);
         }
+    }
+
+    /// Waits for a failure to be heard of, for a second at most.
+    pub(crate) fn await_failure(&self) {
+        self.shared
+            .wait(LAST_WORDS, |state| state.failure.is_some());
     }
 
     /// Has `hook` called once when a failure is declared, by the thread that declares it or hears of it (at once if
@@ -157,7 +162,8 @@ impl Membership {
     }
 }
 
-const OWN_OUTPUT: &str = "the rank's own output says more";
+/// What to do about a rank that has failed by itself.
+pub(crate) const OWN_OUTPUT: &str = "the rank's own output says more";
 
 impl Drop for Membership {
     fn drop(&mut self) {

@@ -130,6 +130,8 @@ pub(super) struct Connection {
     stream: TcpStream,
     /// The bytes that have come of the next messages.
     received: Vec<u8>,
+    /// The bytes that could not be sent yet.
+    unsent: Vec<u8>,
 }
 
 impl Connection {
@@ -139,12 +141,32 @@ impl Connection {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(wait)?;
         stream.set_write_timeout(Some(CONNECT))?;
-        let received = Vec::new();
-        Ok(Self { stream, received })
+        Ok(Self {
+            stream,
+            received: Vec::new(),
+            unsent: Vec::new(),
+        })
     }
 
+    /// Sends a message, or what the system takes of it now; [`receive`](Self::receive) sends the rest.
     pub(super) fn send(&mut self, message: &Message) -> io::Result<()> {
-        self.stream.write_all(message.line().as_bytes())
+        self.unsent.extend(message.line().as_bytes());
+        self.flush()
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        while !self.unsent.is_empty() {
+            match self.stream.write(&self.unsent) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(count) => drop(self.unsent.drain(..count)),
+                Err(error) => match error.kind() {
+                    ErrorKind::Interrupted => {}
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut => return Ok(()),
+                    _ => return Err(error),
+                },
+            }
+        }
+        Ok(())
     }
 
     /// The next message; `None` if none has come.
@@ -153,6 +175,7 @@ impl Connection {
     /// `UnexpectedEof` if the other side has closed, `InvalidData` for what is no message, or the system's.
     pub(super) fn receive(&mut self) -> io::Result<Option<Message>> {
         let mut chunk = [0; 4 << 10];
+        let _ = self.flush(); // an ended connection shows below, after what has come
         loop {
             if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.received.drain(..=end).collect();
