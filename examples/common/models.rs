@@ -16,8 +16,8 @@ pub struct ModelFlags {
     #[arg(long, num_args = 1.., value_delimiter = ',')]
     size: Vec<String>,
 
-    /// Folders with a config.json of Hugging Face's, or org/name in its hub's cache: Llama, Qwen2, Qwen3, Mistral or
-    /// GPT-2, with random weights; several allowed
+    /// Folders with a config.json of Hugging Face's, or org/name in its hub's cache: Llama, Qwen2, Qwen3, Mistral,
+    /// GPT-2 or Gemma 2, with random weights; several allowed
     #[arg(long, num_args = 1.., value_name = "FOLDER|ORG/NAME")]
     family: Vec<PathBuf>,
 

@@ -16,8 +16,8 @@ use tallow::{Error, Result};
 #[derive(Args)]
 #[command(next_help_heading = "Family")]
 pub struct FamilyFlags {
-    /// Go on from the weights of a folder of Hugging Face's (Llama, Qwen2, Qwen3, Mistral, GPT-2 or Gemma 2), or of org/name
-    /// in its hub's cache, with its tokenizer on --data; windows are of --context-length tokens
+    /// Go on from the weights of a folder of Hugging Face's (Llama, Qwen2, Qwen3, Mistral, GPT-2 or Gemma 2), or of
+    /// org/name in its hub's cache, with its tokenizer on --data; windows are of --context-length tokens
     #[arg(long, value_name = "FOLDER|ORG/NAME",
         conflicts_with_all = ["size", "d_model", "d_ff", "num_layers", "num_heads"])]
     pub family: Option<PathBuf>,

@@ -54,8 +54,8 @@ pub struct AttentionConfig {
     pub mask: Mask,
     /// What the scores are multiplied by; `None` is 1 / sqrt(Dh).
     pub scale: Option<f64>,
-    /// What scores are bounded by after that, smoothly, as `cap tanh(score / cap)`
-    /// ([`ops::soft_cap`](crate::ops::soft_cap())); `None` leaves them as they are.
+    /// The soft cap C of the scaled scores: each score becomes `C tanh(score / C)`, as by
+    /// [`ops::soft_cap`](crate::ops::soft_cap()). `None` is no cap.
     pub soft_cap: Option<f64>,
     /// The first key that each query sees, of those that the mask leaves; `None` is the first of all.
     pub first_keys: Option<FirstKeys>,

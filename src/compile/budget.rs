@@ -11,8 +11,8 @@ use crate::nn::Checkpointing;
 use crate::{Error, Result};
 use candle_core::DType;
 
-/// The plan of a step as `configured`, or one that fits its budget, and the blocks that it recomputes. First the sums of
-/// as few norms as will do are recomputed; then the sums of all norms, with gate and up of as few blocks as will do;
+/// The plan of a step as `configured`, or one that fits its budget, and the blocks that it recomputes. First the sums
+/// of as few norms as will do are recomputed; then the sums of all norms, with gate and up of as few blocks as will do;
 /// then the blocks that each of `others` says. No plan takes less than `least_bytes`.
 ///
 /// # Errors

@@ -39,8 +39,8 @@ pub enum Op {
         /// Of x.
         elements: usize,
     },
-    /// Writes `x`, in place: in this rank's [part](crate::distributed::Shard::part) its mean over the ranks of a job, in
-    /// the others nothing of use.
+    /// Writes `x`, in place: in this rank's [part](crate::distributed::Shard::part) its mean over the ranks of a job,
+    /// in the others nothing of use.
     ReduceScatter {
         /// Of x.
         elements: usize,

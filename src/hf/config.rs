@@ -133,7 +133,7 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
         && window < config.context_length
     {
         return s.refuse(format!(
-            "sliding_window is {window}, which only Mistral models are known to have"
+            "sliding_window is {window}, which only Mistral and Gemma 2 models are known to have"
         ));
     }
     s.check_rest(&[

@@ -8,6 +8,7 @@ use crate::nn::{Architecture, DropoutRates};
 use crate::ops::{Gelu, RotaryPairs};
 use crate::{Error, Result};
 use serde_json::{Value, json};
+use std::num::NonZeroUsize;
 
 /// The configuration that these settings say. Values of absent keys are the library's own.
 pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
@@ -20,6 +21,12 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     };
     let has_bias = s.flag("attention_bias", false)?;
     let scalar = s.number("query_pre_attn_scalar")?.unwrap_or(256.0);
+    if !(scalar > 0.0 && scalar.is_finite()) {
+        return s.refuse(format!(
+            "query_pre_attn_scalar is {scalar}, and must be positive"
+        ));
+    }
+    let (sliding_window, has_windows) = (window(s)?, has_windows(s, num_layers)?);
     let config = TransformerConfig {
         vocab_size,
         context_length: s.needed("max_position_embeddings", s.size("max_position_embeddings"))?,
@@ -37,10 +44,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         tie_embeddings: s.flag("tie_word_embeddings", true)?,
         rope_pairs: RotaryPairs::Halves,
         rope_scaling,
-        sliding_window: match has_windows(s, num_layers)? {
-            true => window(s)?,
-            false => None,
-        },
+        sliding_window: sliding_window.filter(|_| has_windows),
         attention_scale: Some(1.0 / scalar.sqrt()),
         attention_soft_cap: cap("attn_logit_softcapping", 50.0)?,
         logit_soft_cap: cap("final_logit_softcapping", 30.0)?,
@@ -61,9 +65,11 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     Ok(config)
 }
 
+/// The types of two layers one after the other.
+const KINDS: [&str; 2] = ["sliding_attention", "full_attention"];
+
 /// Whether blocks 0, 2, 4 and so on have windows, or none has.
 fn has_windows(s: &Settings<'_>, num_layers: usize) -> Result<bool> {
-    const KINDS: [&str; 2] = ["sliding_attention", "full_attention"];
     let Some(kinds) = s.get("layer_types") else {
         return Ok(true);
     };
@@ -105,10 +111,6 @@ pub(super) fn to_json(config: &TransformerConfig, common: Value) -> Result<Value
             ),
         );
     }
-    if config.qk_norm {
-        return Err(Error::config("hf::save", "qk_norm", true)
-            .must_be("false", "Gemma 2 normalises no heads"));
-    }
     let scale = config
         .attention_scale
         .unwrap_or(1.0 / (config.head_dim() as f64).sqrt());
@@ -132,11 +134,15 @@ pub(super) fn to_json(config: &TransformerConfig, common: Value) -> Result<Value
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
-        "sliding_window": config.sliding_window,
+        // The library's masks want a number also where no layer has a window.
+        "sliding_window": config.sliding_window.map_or(config.context_length, NonZeroUsize::get),
         "pad_token_id": config.padding_id,
     });
     if let (Value::Object(values), Value::Object(more)) = (&mut values, more) {
         values.extend(more);
+    }
+    if config.sliding_window.is_none() {
+        values["layer_types"] = json!(vec![KINDS[1]; config.num_layers]);
     }
     Ok(values)
 }

@@ -151,7 +151,7 @@ impl<'a> Settings<'a> {
     pub fn refuse<T>(&self, problem: String) -> Result<T> {
         self.refuse_with(
             problem,
-            "hf::load knows Llama, Mistral, GPT-2, and Qwen2 and Qwen3 models without windows",
+            "hf::load knows Llama, Mistral, GPT-2 and Gemma 2, and Qwen2 and Qwen3 models without windows",
         )
     }
 

@@ -24,7 +24,7 @@ pub struct Sizes {
     pub mask: Mask,
     /// What scores are multiplied by.
     pub scale: f64,
-    /// What they are then bounded by, as `cap tanh(score / cap)`.
+    /// The soft cap of the scaled scores, `cap tanh(score / cap)`.
     pub soft_cap: Option<f64>,
 }
 

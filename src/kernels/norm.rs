@@ -5,6 +5,8 @@
 pub enum Norm {
     /// RMSNorm: `y = w x / sqrt(mean(x^2) + eps)`.
     Rms,
+    /// RMSNorm with the weights counted from 1: `y = (1 + w) x / sqrt(mean(x^2) + eps)`.
+    OffsetRms,
     /// LayerNorm: `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b`.
     Layer,
 }
@@ -13,7 +15,7 @@ impl Norm {
     /// Returns how many statistics a row has: rstd, after the mean for LayerNorm.
     pub const fn statistics(self) -> usize {
         match self {
-            Self::Rms => 1,
+            Self::Rms | Self::OffsetRms => 1,
             Self::Layer => 2,
         }
     }

@@ -34,7 +34,8 @@ use std::fmt;
 ///   bytes a weight: they stay until the graph goes or, without one, the region ends; if dropped, until their op is
 ///   done, and each layer has tables of its own, as above.
 ///
-/// Of [GPT-2](crate::nn::Architecture::Gpt2) in f32 it is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`.
+/// Of [GPT-2](crate::nn::Architecture::Gpt2) in f32 it is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`. Of
+/// [Gemma 2](crate::nn::Architecture::Gemma2) it is counted from the trace alone.
 ///
 /// On a GPU ([`Kernels`](super::Kernels)) S of naive attention is in the dtype of q, and products pack nothing.
 ///
@@ -68,7 +69,8 @@ pub struct Estimate {
     pub activation_bytes: u64,
     /// Copies of weights in half precision, at the same moment.
     pub weight_cast_bytes: u64,
-    /// N V: the logits; with a loss also the loss and what it keeps beside them, 2 N + 1 in f32. At the same moment.
+    /// N V: the logits, 2 N V with a [cap](TransformerConfig::logit_soft_cap); with a loss also the loss and what it
+    /// keeps beside them, 2 N + 1 in f32. At the same moment.
     pub logit_bytes: u64,
     /// What comes and goes at the worst moment, beyond the above and the gradients that exist by then.
     pub transient_bytes: u64,

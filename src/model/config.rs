@@ -72,18 +72,18 @@ pub struct TransformerConfig {
     /// How rotary angles are stretched over longer contexts.
     #[cfg_attr(feature = "serde", serde(default))]
     pub rope_scaling: RopeScaling,
-    /// How many tokens each attends to up to its own; `None` is all of them. In Gemma 2 it is blocks 0, 2, 4 and so on
-    /// that have it.
+    /// How many tokens each attends to up to its own; `None` is all of them. In Gemma 2 only blocks 0, 2, 4 and
+    /// so on have the window.
     #[cfg_attr(feature = "serde", serde(default))]
     pub sliding_window: Option<NonZeroUsize>,
-    /// What attention's scores are multiplied by; `None` is 1 / sqrt(Dh).
+    /// The factor of attention's scores; `None` is 1 / sqrt(Dh).
     #[cfg_attr(feature = "serde", serde(default))]
     pub attention_scale: Option<f64>,
-    /// What [bounds](crate::attention::AttentionConfig::soft_cap) attention's scores; `None` leaves them as they are.
+    /// The [soft cap](crate::attention::AttentionConfig::soft_cap) of attention's scores; `None` is no cap.
     #[cfg_attr(feature = "serde", serde(default))]
     pub attention_soft_cap: Option<f64>,
-    /// What [bounds](crate::ops::soft_cap()) the logits; `None` leaves them as they are. With a cap head and loss are
-    /// three ops, which keep all logits, B T V.
+    /// The [soft cap](crate::ops::soft_cap()) of the logits; `None` is no cap. With a cap, head and loss are three ops,
+    /// which save 2 B T V logits for backward.
     #[cfg_attr(feature = "serde", serde(default))]
     pub logit_soft_cap: Option<f64>,
     /// What is dropped in training, by a forward that is [given a key](crate::nn::ForwardContext::dropout).

@@ -263,7 +263,8 @@ impl TransformerLM {
     /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32 or i64, the loss a scalar.
     ///
     /// The same as [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward), cheaper: head and loss
-    /// are one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()).
+    /// are one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()). With a
+    /// [cap](TransformerConfig::logit_soft_cap) of the logits they are three.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.

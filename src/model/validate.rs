@@ -109,6 +109,14 @@ impl TransformerConfig {
                 "only GPT-2 and Gemma 2 have a GELU; leave it out",
             );
         }
+        if self.qk_norm && self.architecture == Architecture::Gemma2 {
+            return refuse(
+                "qk_norm",
+                "false where architecture is Gemma2",
+                "true".into(),
+                "Gemma 2 normalises no heads; leave it out",
+            );
+        }
         let caps = [
             ("attention_soft_cap", self.attention_soft_cap),
             ("logit_soft_cap", self.logit_soft_cap),

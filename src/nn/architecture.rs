@@ -22,9 +22,9 @@ pub enum Architecture {
     ///
     /// Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     Gpt2,
-    /// [`RmsNorm`] that multiplies by [`1 + weight`](RmsNorm::with_unit_offset), before attention and feed-forward
-    /// network and after each, [`GeGlu`], embeddings times sqrt(D), rotated heads as Llama's, and sliding windows in
-    /// blocks 0, 2, 4 and so on alone.
+    /// [`RmsNorm`] with weights [counted from 1](RmsNorm::with_unit_offset), before attention and feed-forward network
+    /// and after each; [`GeGlu`]; embeddings times sqrt(D); heads rotated as Llama's. A sliding window is one of blocks
+    /// 0, 2, 4 and so on. The window, the caps and the scale are those of the configuration.
     ///
     /// Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
     Gemma2,

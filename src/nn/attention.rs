@@ -2,6 +2,7 @@
 
 use super::{ForwardContext, Layer, Linear, RmsNorm, RotaryEmbedding, join};
 use crate::attention::{Algorithm, AttentionConfig, Mask};
+use crate::ops::soft_cap::check_cap;
 use crate::probe::in_module;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
@@ -27,9 +28,9 @@ pub struct SelfAttentionConfig {
     pub qk_norm_eps: Option<f64>,
     /// How many positions each sees up to its own; `None` is all of them.
     pub sliding_window: Option<NonZeroUsize>,
-    /// What scores are multiplied by; `None` is 1 / sqrt(Dh).
+    /// The factor of the scores; `None` is 1 / sqrt(Dh).
     pub scale: Option<f64>,
-    /// What [bounds](AttentionConfig::soft_cap) the scores; `None` leaves them as they are.
+    /// The [soft cap](AttentionConfig::soft_cap) of the scaled scores; `None` is no cap.
     pub soft_cap: Option<f64>,
 }
 
@@ -106,8 +107,8 @@ impl CausalSelfAttention {
     /// attention is [`Algorithm::Naive`].
     ///
     /// # Errors
-    /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, and whatever the builder
-    /// answers.
+    /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, a scale or a soft cap that
+    /// is not positive and finite, and whatever the builder answers.
     pub fn with_config(
         config: &SelfAttentionConfig,
         rotary: Option<RotaryEmbedding>,
@@ -122,6 +123,15 @@ impl CausalSelfAttention {
                     "each head of k and v serves as many heads of q",
                 ),
             );
+        }
+        if let Some(cap) = config.soft_cap {
+            check_cap("CausalSelfAttention", "soft_cap", cap)?;
+        }
+        if let Some(scale) = config.scale
+            && !(scale > 0.0 && scale.is_finite())
+        {
+            return Err(Error::config("CausalSelfAttention", "scale", scale)
+                .must_be("positive and finite", "leave it out for 1 / sqrt(head_dim)"));
         }
         let Some(q_width) = heads.checked_mul(head_dim).filter(|width| *width > 0) else {
             return Err(

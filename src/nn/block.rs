@@ -19,7 +19,7 @@ use candle_nn::VarBuilder;
 pub struct TransformerBlock {
     ln1: Norm,
     attn: CausalSelfAttention,
-    /// Of what attention and feed-forward network add to the residual stream.
+    /// The norms of both branches before they are added to the residual stream.
     post: Option<[Norm; 2]>,
     ln2: Norm,
     ffn: FeedForward,
@@ -28,8 +28,8 @@ pub struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn`, and in [`Gemma2`](Architecture::Gemma2) of `ln1_post`
-    /// and `ln2_post`, from the builder; `eps` is the norms'. The architecture is [`Architecture::Llama`].
+    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn` from the builder; `eps` is the norms'. The architecture
+    /// is [`Architecture::Llama`].
     ///
     /// # Errors
     /// As the parts'.
@@ -46,6 +46,7 @@ impl TransformerBlock {
     }
 
     /// As [`new`](Self::new), of any architecture, with attention of this configuration.
+    /// [`Gemma2`](Architecture::Gemma2) takes the parameters of `ln1_post` and `ln2_post` too.
     ///
     /// # Errors
     /// As the parts'.

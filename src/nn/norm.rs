@@ -19,12 +19,13 @@ pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> 
     ))
 }
 
-/// Root mean square normalisation with a weight, which starts at 1.
+/// Root mean square normalisation with a weight, which starts at 1, or at 0 and is [counted from
+/// 1](Self::with_unit_offset).
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     weight: Tensor,
-    /// What is added to the weight: (D) ones, or nothing.
-    offset: Option<Tensor>,
+    /// Whether 1 is added to the weight.
+    has_offset: bool,
     eps: f64,
 }
 
@@ -47,10 +48,9 @@ impl RmsNorm {
     pub fn with_unit_offset(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(0.0))?;
-        let offset = Some(Tensor::ones(d_model, weight.dtype(), vb.device())?);
         Ok(Self {
             weight,
-            offset,
+            has_offset: true,
             eps,
         })
     }
@@ -64,12 +64,12 @@ impl RmsNorm {
         check_weight("nn::RmsNorm", "weight (D,)", &weight, weight.rank() == 1)?;
         Ok(Self {
             weight,
-            offset: None,
+            has_offset: false,
             eps,
         })
     }
 
-    /// The weight, (D).
+    /// The weight, (D), without an offset.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -79,9 +79,9 @@ impl RmsNorm {
     /// # Errors
     /// As [`ops::rms_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match &self.offset {
-            None => ops::rms_norm(x, &self.weight, self.eps),
-            Some(offset) => ops::rms_norm(x, &ops::add(&self.weight, offset)?, self.eps),
+        match self.has_offset {
+            false => ops::rms_norm(x, &self.weight, self.eps),
+            true => ops::offset_rms_norm(x, &self.weight, self.eps),
         }
     }
 }

@@ -31,7 +31,7 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     let key = ops::DropoutKey::input("dropout")?;
     let probability = 0.1;
     h = ops::dropout(&h, &ops::Dropout { probability, key })?;
-    h = ops::soft_cap(&h, 30.0)?;
+    h = ops::offset_rms_norm(&ops::soft_cap(&h, 30.0)?, &weight, 1e-5)?;
     h = ops::gelu(&ops::gelu(&h, ops::Gelu::Tanh)?, ops::Gelu::Erf)?;
     h = ops::rms_norm(&ops::layer_norm(&h, &weight, &bias, 1e-5)?, &weight, 1e-5)?;
     h = ops::linear(&ops::linear_bias(&h, &w1, &bias)?, &w3)?;

@@ -111,7 +111,7 @@ pub(crate) use operand::{
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;
 pub use repeat_heads::repeat_heads;
-pub use rms_norm::rms_norm;
+pub use rms_norm::{offset_rms_norm, rms_norm};
 pub use rope::{RotaryPairs, rope, rope_with};
 pub use sigmoid::sigmoid;
 pub use silu::silu;

@@ -24,7 +24,7 @@ pub use super::linear_cross_entropy::reference as linear_cross_entropy;
 pub use super::matmul::reference as matmul;
 pub use super::relu::reference as relu;
 pub use super::repeat_heads::reference as repeat_heads;
-pub use super::rms_norm::reference as rms_norm;
+pub use super::rms_norm::{offset_reference as offset_rms_norm, reference as rms_norm};
 pub use super::rope::{reference as rope, reference_with as rope_with};
 pub use super::sigmoid::reference as sigmoid;
 pub use super::silu::reference as silu;

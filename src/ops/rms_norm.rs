@@ -43,11 +43,45 @@ use candle_core::{D, DType, Shape, Tensor};
 /// # Errors
 /// A weight that is not (D), mixed dtypes (but for a weight in f32 beside half precision) or devices.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = decide("rms_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
-    let [x, weight] = &cast_for("rms_norm", [x, weight])?;
-    check(x, weight)?;
-    let y = run(&INFO, RmsNorm { eps }, [x, weight], || {
-        reference(x, weight, eps)
+    normed(Norm::Rms, x, weight, eps)
+}
+
+/// `y = (1 + w) * x / sqrt(mean(x^2) + eps)` along the last dimension: [`rms_norm()`] whose weights count from 1, as
+/// Gemma's do. `1 + w` is computed in at least f32.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::new(&[[3f32, 4.0]], &Device::Cpu)?;
+/// let w = Tensor::new(&[0.25f32, -0.5], &Device::Cpu)?;
+/// let y = ops::offset_rms_norm(&x, &w, 1e-6)?;
+/// let same = ops::rms_norm(&x, &(w + 1.0)?, 1e-6)?;
+/// assert!((y - same)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`rms_norm()`].
+pub fn offset_rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    normed(Norm::OffsetRms, x, weight, eps)
+}
+
+/// What is known of the op with this norm.
+fn info(norm: Norm) -> &'static OpInfo {
+    match norm {
+        Norm::OffsetRms => &OFFSET_INFO,
+        Norm::Rms | Norm::Layer => &INFO,
+    }
+}
+
+fn normed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let info = info(norm);
+    let dtype = decide(info.op, &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let [x, weight] = &cast_for(info.op, [x, weight])?;
+    check(info.op, x, weight)?;
+    let y = run(info, RmsNorm { eps }, [x, weight], || {
+        composed(norm, x, weight, eps)
     })?;
     cast(&y, dtype)
 }
@@ -57,16 +91,28 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// # Errors
 /// As [`rms_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    check(x, weight)?;
-    let (wide, weight) = (wide_input("rms_norm", x)?, wide_input("rms_norm", weight)?);
+    check(INFO.op, x, weight)?;
+    composed(Norm::Rms, x, weight, eps)
+}
+
+/// [`offset_rms_norm()`] in plain candle ops.
+///
+/// # Errors
+/// As [`offset_rms_norm()`].
+pub fn offset_reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    check(OFFSET_INFO.op, x, weight)?;
+    composed(Norm::OffsetRms, x, weight, eps)
+}
+
+fn composed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let op = info(norm).op;
+    let (wide, mut weight) = (wide_input(op, x)?, wide_input(op, weight)?);
+    if norm == Norm::OffsetRms {
+        weight = (weight + 1.0)?;
+    }
     if x.dims().contains(&0) {
         // candle divides by zero on a GPU
-        return Ok(zeros_of(
-            "rms_norm",
-            x.shape(),
-            x.dtype(),
-            &[&wide, &weight],
-        )?);
+        return Ok(zeros_of(op, x.shape(), x.dtype(), &[&wide, &weight])?);
     }
     let mean_square = wide.sqr()?.mean_keepdim(D::Minus1)?;
     let rstd = (mean_square + eps)?.sqrt()?.recip()?;
@@ -74,14 +120,14 @@ pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     Ok(y.to_dtype(x.dtype())?)
 }
 
-fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
-    check_same_or_f32("rms_norm", &[("x", x), ("weight", weight)])?;
-    let width = last_dim("rms_norm", x)?;
+fn check(op: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
+    check_same_or_f32(op, &[("x", x), ("weight", weight)])?;
+    let width = last_dim(op, x)?;
     if weight.dims() == [width] && width > 0 {
         return Ok(());
     }
     Err(Error::Shape {
-        op: "rms_norm",
+        op,
         expected: format!("weight ({width},) for x {:?}, not empty", x.dims()),
         got: format!("weight {:?}", weight.dims()),
         hint: "one weight for each element of the last dimension".into(),
@@ -94,13 +140,29 @@ pub(crate) const INFO: OpInfo = per_element!(
         .planned(LOWERING),
     4,
     9,
-    "x, W, y; backward x, W, dy, dx, dW"
+    BYTES
 );
+
+pub(crate) const OFFSET_INFO: OpInfo = per_element!(
+    OpInfo::new("offset_rms_norm")
+        .on_gpu_up_to(limits::NORM_WIDTH)
+        .planned(OFFSET_LOWERING),
+    4,
+    9,
+    BYTES
+);
+
+const BYTES: &str = "x, W, y; backward x, W, dy, dx, dW";
 
 /// Forward keeps rstd.
 const LOWERING: Lowering = Lowering {
     forward: |signature| norm::forward(Norm::Rms, signature),
     backward: |signature| norm::backward(Norm::Rms, signature),
+};
+
+const OFFSET_LOWERING: Lowering = Lowering {
+    forward: |signature| norm::forward(Norm::OffsetRms, signature),
+    backward: |signature| norm::backward(Norm::OffsetRms, signature),
 };
 
 struct RmsNorm {

@@ -14,7 +14,7 @@ use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// `y = cap tanh(x / cap)`, elementwise: near x where x is small beside `cap`, and never beyond it.
+/// `y = cap tanh(x / cap)`, elementwise: close to x where |x| is much smaller than `cap`, and never larger than `cap`.
 ///
 /// Backward: `dx = dy (1 - tanh(x / cap)^2)`. Kept for backward: x. Autocast: follows x.
 ///
@@ -60,13 +60,13 @@ pub fn reference(x: &Tensor, cap: f64) -> Result<Tensor> {
     composed(x, 1.0, cap)
 }
 
-/// An error unless scores or logits can be capped so.
+/// Checks that a soft cap is positive and finite, in f32 too.
 pub(crate) fn check_cap(config: &'static str, field: &'static str, cap: f64) -> Result<()> {
-    match cap.is_finite() && cap > 0.0 {
+    match (f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX)).contains(&cap) {
         true => Ok(()),
         false => Err(Error::config(config, field, cap).must_be(
-            "positive and finite",
-            "Gemma 2 has 50 for scores and 30 for logits",
+            "positive and finite in f32",
+            "Gemma 2 has 50 for scores and 30 for logits; without a cap nothing is bounded",
         )),
     }
 }

@@ -23,6 +23,7 @@ pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
         &super::linear_cross_entropy::INFO,
         &super::cross_entropy::INFO,
         &super::rms_norm::INFO,
+        &super::rms_norm::OFFSET_INFO,
         &super::layer_norm::INFO,
         &super::rope::INFO,
         &super::embedding::INFO,

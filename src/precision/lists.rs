@@ -46,7 +46,7 @@ pub(super) const CPU_WIDEST: &str = "\
 
 /// This crate's ops that are cast and stand on a list under another name: an op of several parts has the class of its
 /// products.
-const OWN_AS: [(&str, &str); 11] = [
+const OWN_AS: [(&str, &str); 12] = [
     ("add_scaled", "add"),
     ("attention::flash", "scaled_dot_product_attention"),
     ("attention::naive", "scaled_dot_product_attention"),
@@ -57,6 +57,7 @@ const OWN_AS: [(&str, &str); 11] = [
     ("linear_bias", "linear"),
     ("linear_cross_entropy", "linear"),
     ("matmul_transposed", "matmul"),
+    ("offset_rms_norm", "rms_norm"),
     ("swiglu_linear", "linear"),
 ];
 

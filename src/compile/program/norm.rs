@@ -26,6 +26,7 @@ fn norm_of(program: &Program, i: usize) -> Option<(Norm, f64)> {
     };
     let norms = [
         (Norm::Rms, &rms_norm::INFO),
+        (Norm::OffsetRms, &rms_norm::OFFSET_INFO),
         (Norm::Layer, &layer_norm::INFO),
     ];
     let mut norms = norms.into_iter();

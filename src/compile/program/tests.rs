@@ -27,7 +27,8 @@ fn program(
     Program::new(&function, PlanKind::TrainStep, 1)
 }
 
-/// Returns a line for each node, such as `add_rms_norm bf16 (embedding, linear, norm)`: name, dtype, producers of inputs.
+/// Returns a line for each node, such as `add_rms_norm bf16 (embedding, linear, norm)`: name, dtype, producers of
+/// inputs.
 fn printed(program: &Program) -> Vec<String> {
     let name = |node: &Node| match &node.kind {
         Kind::Op(_) => node.op.to_string(),

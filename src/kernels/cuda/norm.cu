@@ -1,7 +1,8 @@
 // RMSNorm and LayerNorm, row by row, with the residual sum in front or without:
 //   RMSNorm    y = w s rstd,               rstd = 1 / sqrt(mean(s^2) + eps)
 //   LayerNorm  y = w (s - mean) rstd + b,  rstd = 1 / sqrt(mean((s - mean)^2) + eps)
-// s = x, or x + branch rounded to X. CENTERED, which the source is compiled with, says which of the two.
+// s = x, or x + branch rounded to X. CENTERED, which the source is compiled with, says which of the two. OFFSET has
+// 1 + w in the place of w.
 //
 // x, branch, sum, y (rows, width); w, b (width) f32, b of LayerNorm alone; statistics (rows, STATISTICS) f32: mean, if there is one, and
 // rstd. X is the type of the residual stream, Y of what goes into and comes out of products: equal, or f32 beside half
@@ -18,6 +19,15 @@
 
 const int STATISTICS = CENTERED ? 2 : 1; // a row
 const int SUMS = CENTERED ? 2 : 1;       // a column: of dw, and of db
+
+// What a row's normed elements are multiplied by: w, or 1 + w.
+template <bool WHOLE, int N>
+__device__ __forceinline__ void load_factors(const float* weight, int first, int width, float (&w)[N]) {
+    load_wide<WHOLE>(weight, first, width, 0.f, w);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (OFFSET) w[i] += 1.f;
+}
 
 // h, the values of x, becomes x + branch rounded to X, as x does.
 template <class X, class Y, int N>
@@ -87,7 +97,7 @@ __device__ __forceinline__ void forward(const X* x, const Y* branch, const float
     }
     EACH_PACK(k, first, width) {
         float w[N];
-        load_wide<WHOLE>(weight, first, width, 0.f, w);
+        load_factors<WHOLE>(weight, first, width, w);
         scale_pack<WHOLE>(h[k], rstd, w, bias, first, width);
         store<WHOLE>(y + row * width, first, width, h[k]);
     }
@@ -164,7 +174,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
         next_rstd = statistics[STATISTICS * row + STATISTICS - 1];
     }
     if (HELD) {
-        EACH_PACK(k, first, width) { load_wide<WHOLE>(weight, first, width, 0.f, w[k]); }
+        EACH_PACK(k, first, width) { load_factors<WHOLE>(weight, first, width, w[k]); }
     }
 
     float share = 1.f / width;
@@ -181,7 +191,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
             unpack(of_dy[k], g); // outside of the row 0, and so is all that is added up
             unpack(of_x[k], h);
             if (ADD) add_branch(of_x[k], h, next_branch[k]);
-            if (!HELD) load_wide<WHOLE>(weight, first, width, 0.f, w[k]);
+            if (!HELD) load_factors<WHOLE>(weight, first, width, w[k]);
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 if (CENTERED) {
@@ -219,7 +229,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
             float g[N], h[N];
             unpack(of_dy[k], g);
             unpack(of_x[k], h);
-            if (!HELD) load_wide<WHOLE>(weight, first, width, 0.f, w[k]);
+            if (!HELD) load_factors<WHOLE>(weight, first, width, w[k]);
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 if (CENTERED) {

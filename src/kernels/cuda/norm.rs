@@ -11,14 +11,23 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-/// The kernels of RMSNorm and of LayerNorm.
-const SOURCES: [Source; 2] = [
+/// The kernels of each norm.
+const SOURCES: [Source; 3] = [
     Source {
         name: "rms_norm",
         parts: &[
             PRELUDE,
             ROWS,
-            "const bool CENTERED = false;\n",
+            "const bool CENTERED = false, OFFSET = false;\n",
+            include_str!("norm.cu"),
+        ],
+    },
+    Source {
+        name: "offset_rms_norm",
+        parts: &[
+            PRELUDE,
+            ROWS,
+            "const bool CENTERED = false, OFFSET = true;\n",
             include_str!("norm.cu"),
         ],
     },
@@ -27,7 +36,7 @@ const SOURCES: [Source; 2] = [
         parts: &[
             PRELUDE,
             ROWS,
-            "const bool CENTERED = true;\n",
+            "const bool CENTERED = true, OFFSET = false;\n",
             include_str!("norm.cu"),
         ],
     },
@@ -177,6 +186,7 @@ pub(crate) fn backward(
 fn source(norm: Norm) -> &'static Source {
     match norm {
         Norm::Rms => &SOURCES[0],
-        Norm::Layer => &SOURCES[1],
+        Norm::OffsetRms => &SOURCES[1],
+        Norm::Layer => &SOURCES[2],
     }
 }

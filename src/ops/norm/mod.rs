@@ -41,7 +41,7 @@ pub(super) fn backward(norm: Norm, signature: &Signature<'_>) -> Calls {
     let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
     let partials = partials(norm, signature, &mut calls, [rows, width]);
     let wide: &[_] = match norm {
-        Norm::Rms => &[("dweight", 1)],
+        Norm::Rms | Norm::OffsetRms => &[("dweight", 1)],
         Norm::Layer => &[("dweight", 1), ("dbias", 2)],
     };
     calls.wide_gradients(
@@ -104,11 +104,15 @@ fn forward_kernel(norm: Norm, width: usize) -> Kernel {
     }
     let kernel = match norm {
         Norm::Rms => kernel!("rms_norm", of "y", |T, k, s| of_dtypes::<T>(Norm::Rms, k, s)?),
+        Norm::OffsetRms => kernel!("offset_rms_norm", of "y", |T, k, s| {
+            of_dtypes::<T>(Norm::OffsetRms, k, s)?;
+        }),
         Norm::Layer => kernel!("layer_norm", of "y", |T, k, s| of_dtypes::<T>(Norm::Layer, k, s)?),
     };
     match (width <= limits::NORM_WIDTH, norm) {
         (false, _) => kernel,
         (true, Norm::Rms) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::Rms, k, l)),
+        (true, Norm::OffsetRms) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::OffsetRms, k, l)),
         (true, Norm::Layer) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::Layer, k, l)),
     }
 }
@@ -182,6 +186,11 @@ fn backward_kernel(norm: Norm, width: usize) -> Kernel {
         Norm::Rms => {
             kernel!("rms_norm_backward", of "dy", |T, k, s| of_dtypes::<T>(Norm::Rms, k, s)?)
         }
+        Norm::OffsetRms => {
+            kernel!("offset_rms_norm_backward", of "dy", |T, k, s| {
+                of_dtypes::<T>(Norm::OffsetRms, k, s)?;
+            })
+        }
         Norm::Layer => {
             kernel!("layer_norm_backward", of "dy", |T, k, s| of_dtypes::<T>(Norm::Layer, k, s)?)
         }
@@ -189,10 +198,11 @@ fn backward_kernel(norm: Norm, width: usize) -> Kernel {
     let kernel = match (width <= limits::NORM_WIDTH, norm) {
         (false, _) => kernel,
         (true, Norm::Rms) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::Rms, k, l)),
+        (true, Norm::OffsetRms) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::OffsetRms, k, l)),
         (true, Norm::Layer) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::Layer, k, l)),
     };
     let sums: &[&'static str] = match norm {
-        Norm::Rms => &["dx", "dweight"],
+        Norm::Rms | Norm::OffsetRms => &["dx", "dweight"],
         Norm::Layer => &["dx", "dweight", "dbias"],
     };
     let sums = sums.iter();

@@ -61,6 +61,7 @@ impl ResidualNorm {
         let kernel = match (self.norm, self.adds) {
             (_, false) => self.kernel(signature),
             (Norm::Rms, true) => self.kernel(signature).named("add_rms_norm"),
+            (Norm::OffsetRms, true) => self.kernel(signature).named("add_offset_rms_norm"),
             (Norm::Layer, true) => self.kernel(signature).named("add_layer_norm"),
         };
         Calls::default().call(kernel, reads.and(self.affine()), writes)

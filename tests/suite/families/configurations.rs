@@ -546,7 +546,12 @@ fn settings_of_gemma() {
     let kinds = json!({"sliding_window": 5, "layer_types": [sliding, full, sliding]});
     assert_eq!(of(kinds).unwrap(), config);
     let full = json!({"sliding_window": 5, "layer_types": [full, full, full]});
-    assert_eq!(of(full).unwrap().sliding_window, None);
+    let without = of(full).unwrap();
+    assert_eq!(without.sliding_window, None);
+    let folder = tempdir().unwrap();
+    let model = TransformerLM::new(&without, 0, &Device::Cpu).unwrap();
+    hf::save(&model, folder.path()).unwrap();
+    assert_eq!(hf::config(folder.path()).unwrap(), without);
     let others = json!({
         "attn_logit_softcapping": null, "final_logit_softcapping": 10.0, "hidden_activation": "gelu",
         "query_pre_attn_scalar": 4, "pad_token_id": null,
@@ -564,6 +569,7 @@ fn settings_of_gemma() {
         ("hidden_activation", json!("silu")),
         ("attn_logit_softcapping", json!(0.0)),
         ("use_bidirectional_attention", json!(true)),
+        ("query_pre_attn_scalar", json!(0)),
     ] {
         let error = of(json!({key: value})).unwrap_err().to_string();
         let named = if key.contains("soft") {

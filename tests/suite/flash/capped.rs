@@ -24,7 +24,7 @@ pub fn problems(head_dim: usize) -> Vec<Problem> {
     let odd = Sizes::new((2, 4, 2), (300, 331), head_dim);
     let each = MASKS.map(|mask| capped(Problem::random(odd, mask, None, 71), 2.0));
     let small = Sizes::new((1, 2, 1), (70, 70), head_dim);
-    let few = [(0.5, 50.0), (3.0, 0.1)].map(|(scale, cap)| {
+    let few = [(0.5, 50.0), (0.5, 1e5), (3.0, 0.1)].map(|(scale, cap)| {
         let problem = Problem::random(small, Mask::Causal, Some(scale), 72);
         capped(problem, cap)
     });

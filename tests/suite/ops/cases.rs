@@ -163,6 +163,18 @@ pub fn rms_norm(leading: &[usize], width: usize, seed: u64) -> Case {
     }
 }
 
+pub fn offset_rms_norm(leading: &[usize], width: usize, seed: u64) -> Case {
+    let Case { inputs, .. } = rms_norm(leading, width, seed);
+    let (x, weight) = (inputs[0].value.clone(), (&inputs[1].value + 1.0).unwrap());
+    let terms = move |_: &Tensor, dy: &Tensor| norm_terms(&x, &weight, dy);
+    Case {
+        terms: Some(Box::new(terms)),
+        ..Case::new("offset_rms_norm", inputs, |x| {
+            ops::offset_rms_norm(&x[0], &x[1], EPS)
+        })
+    }
+}
+
 pub fn layer_norm(leading: &[usize], width: usize, seed: u64) -> Case {
     let inputs = vec![
         Input::new("x", (normal(&join(leading, &[width]), seed) + 0.5).unwrap()),

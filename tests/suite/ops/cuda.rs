@@ -69,6 +69,7 @@ fn with_kernels() -> Vec<Case> {
         (3, 8176),
     ] {
         cases.push(cases::rms_norm(&[rows], width, 3));
+        cases.push(cases::offset_rms_norm(&[rows], width, 3));
         cases.push(cases::layer_norm(&[rows], width, 4));
     }
     cases.push(cases::layer_norm(&[300], 8192, 4)); // the widest; several rows to a block

@@ -129,6 +129,7 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
         cases::geglu(Gelu::Tanh, &[123, 33], 2),
         cases::soft_cap(&[123, 33], 2.0, 2),
         cases::rms_norm(&[123], 65, 3),
+        cases::offset_rms_norm(&[123], 65, 3),
         cases::layer_norm(&[123], 65, 4),
         cases::rope(&[3], 123, 24, 5),
         cases::rope_by_halves(&[3], 123, 24, 5),

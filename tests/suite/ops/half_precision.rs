@@ -130,6 +130,7 @@ fn weights_and_tables_in_f32(
 ) {
     for mut case in [
         cases::rms_norm(&[37], 1031, 3),
+        cases::offset_rms_norm(&[37], 1031, 3),
         cases::layer_norm(&[33], 65, 4),
         cases::rope(&[2], 33, 24, 5),
         cases::rope_by_halves(&[2], 33, 24, 5),

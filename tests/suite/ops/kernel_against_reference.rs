@@ -74,6 +74,7 @@ proptest! {
     fn norms(mut rows in leading(), length in length(), width in length(), seed in 0..1000u64) {
         rows.push(length);
         check(cases::rms_norm(&rows, width, seed));
+        check(cases::offset_rms_norm(&rows, width, seed));
         check(cases::layer_norm(&rows, width, seed));
     }
 

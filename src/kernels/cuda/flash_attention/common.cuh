@@ -256,12 +256,19 @@ __device__ __forceinline__ float exponent_of_score(const Sizes& sizes) {
     return (SOFT_CAP ? sizes.cap : sizes.scale) * LOG2_E;
 }
 
-// q k^T become scores. In half precision by 1 - 2 / (e^2x + 1), whose error is some 1e-7.
+// tanh(x). In half precision by 1 - 2 / (e^2x + 1), which cancels for small x: there by its series, to 1e-7 of it.
+__device__ __forceinline__ float cap_tanh(float x) {
+    if (sizeof(E) != 2) return tanhf(x);
+    const float square = x * x;
+    const float series = x * (1 - square * (1 / 3.f - square * (2 / 15.f)));
+    return square < 0.01f ? series : 1 - __fdividef(2, power_of_2(x * (2 * LOG2_E)) + 1);
+}
+
+// q k^T become scores.
 template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const Sizes& sizes) {
     const float by = sizes.scale / sizes.cap;
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        s[i] = sizeof(E) == 2 ? 1 - __fdividef(2, power_of_2(s[i] * (2 * LOG2_E * by)) + 1) : tanhf(s[i] * by);
+    for (int i = 0; i < N; i++) s[i] = cap_tanh(s[i] * by);
 }
 
 // The slope of a cap at a score; 0 at one of -inf, of a hidden key.
@@ -270,7 +277,7 @@ __device__ __forceinline__ float cap_slope(float score) {
     return fmaf(-score, score, 1.f);
 }
 
-// A score from its probability p = 2^(score exponent_of_score - lse).
+// A score from its probability p = 2^(score exponent_of_score - lse), to some 1e-6 / cap.
 __device__ __forceinline__ float score_of(float p, float lse, const Sizes& sizes) {
     const float logarithm = sizeof(E) == 2 ? logarithm_2(p) : log2f(p);
     return (logarithm + lse) / (sizes.cap * LOG2_E);

@@ -22,7 +22,7 @@ fn norms_of_a_wider_stream() {
         (3, 8192),
     ] {
         for offset in [0, 1] {
-            for of in [Norm::Rms, Norm::Layer] {
+            for of in [Norm::Rms, Norm::OffsetRms, Norm::Layer] {
                 norm::<f32, f32>(&gpu, of, rows, width, offset);
                 norm::<f32, bf16>(&gpu, of, rows, width, offset);
                 norm::<f32, f16>(&gpu, of, rows, width, offset);
@@ -38,8 +38,10 @@ fn exact(of: Norm, eps: f64, s: &[f64], dy: &[f64], weight: &[f64], bias: &[f64]
     let count = width as f64;
     let [mut y, mut statistics, mut dx] = [Vec::new(), Vec::new(), Vec::new()];
     let [mut dw, mut db] = [vec![0.0; width], vec![0.0; width]];
+    let first = if of == Norm::OffsetRms { 1.0 } else { 0.0 };
+    let weight: Vec<f64> = weight.iter().map(|w| first + w).collect();
     let mean = |x: &[f64]| match of {
-        Norm::Rms => 0.0,
+        Norm::Rms | Norm::OffsetRms => 0.0,
         Norm::Layer => x.iter().sum::<f64>() / count,
     };
     for (s, dy) in s.chunks(width).zip(dy.chunks(width)) {
@@ -51,7 +53,7 @@ fn exact(of: Norm, eps: f64, s: &[f64], dy: &[f64], weight: &[f64], bias: &[f64]
         }
         statistics.push(rstd);
         let h: Vec<f64> = s.iter().map(|s| (s - of_row) * rstd).collect();
-        let g: Vec<f64> = dy.iter().zip(weight).map(|(dy, w)| dy * w).collect();
+        let g: Vec<f64> = dy.iter().zip(&weight).map(|(dy, w)| dy * w).collect();
         let of_g = mean(&g);
         let of_gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / count;
         for i in 0..width {
@@ -76,7 +78,7 @@ fn norm<X: Element, Y: Element>(
     let [branch, dy] = [3, 4].map(|seed| numbers::<Y>(n, seed));
     let [weight, dw_before, db_before] = [5, 6, 7].map(|seed| numbers::<f32>(width, seed));
     let bias = match of {
-        Norm::Rms => vec![0.0; width],
+        Norm::Rms | Norm::OffsetRms => vec![0.0; width],
         Norm::Layer => numbers::<f32>(width, 8),
     };
     let eps = if width <= 2 { 2.0 } else { 1e-5 }; // in shorter rows of LayerNorm what is left of dx is rounding
@@ -159,7 +161,7 @@ fn norm<X: Element, Y: Element>(
     assert_eq!(bits(&y_again), bits(&y));
     assert_close("dw", &dw, &with(wide(&dw_before), exact_dw));
     match of {
-        Norm::Rms => assert_eq!(bits(&db), bits(&db_before)),
+        Norm::Rms | Norm::OffsetRms => assert_eq!(bits(&db), bits(&db_before)),
         Norm::Layer => assert_close("db", &db, &with(wide(&db_before), exact_db)),
     }
     // The same from what the sum is made of, where its branch is the narrower one.
@@ -205,7 +207,10 @@ fn gate<T: Element>(f: Gate, gpu: &CudaDevice, rows: usize, width: usize, offset
             Gate::Gelu => {
                 let root = std::f64::consts::FRAC_1_SQRT_2;
                 let density = (-0.5 * g * g).exp() / (2.0 * std::f64::consts::PI).sqrt();
-                (0.5 * (1.0 + candle_core::cpu::erf::erf(g * root)), density)
+                (
+                    0.5 * (1.0 + candle_core::cpu::erf::erf_f64(g * root)),
+                    density,
+                )
             }
             Gate::GeluTanh => {
                 let double = 2.0 * (2.0 / std::f64::consts::PI).sqrt();

@@ -78,6 +78,7 @@ pub const OPS: &[Op] = &[
     op("soft_cap::reference", &["."], ".", |x, d| ops::reference::soft_cap(&x[0], d.number())),
     op("rms_norm", &[".d", "d"], ".d", |x, d| ops::rms_norm(&x[0], &x[1], d.number())),
     op("rms_norm::reference", &[".d", "d"], ".d", |x, d| ops::reference::rms_norm(&x[0], &x[1], d.number())),
+    op("offset_rms_norm", &[".d", "d"], ".d", |x, d| ops::offset_rms_norm(&x[0], &x[1], d.number())),
     op("layer_norm", &[".d", "d", "d"], ".d", |x, d| ops::layer_norm(&x[0], &x[1], &x[2], d.number())),
     op("layer_norm::reference", &[".d", "d", "d"], ".d", layer_norm_reference),
     op("rope", &[".tH", "~th", "~th"], ".tH", |x, _| ops::rope(&x[0], &x[1], &x[2])),

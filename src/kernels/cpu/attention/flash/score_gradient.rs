@@ -32,7 +32,7 @@ pub(super) struct ScoreGradient<'a, T> {
     pub row: usize,
     /// Keys of the tile, filled up to a multiple of [`COLUMNS`].
     pub keys: usize,
-    /// What bounds the scores.
+    /// The soft cap of the scores.
     pub soft_cap: Option<T>,
 }
 

@@ -6,6 +6,7 @@
 use crate::kernels::cpu::parallel::{self, BLOCK_ROWS, Shared};
 use crate::kernels::cpu::{Real, Stored, simd, simd::BLOCK};
 use crate::kernels::norm::Norm;
+use std::borrow::Cow;
 
 /// Inputs of both passes.
 #[derive(Clone, Copy)]
@@ -42,9 +43,22 @@ pub fn forward<X: Stored<Wide = Y::Wide>, Y: Stored>(
     branch: Option<Branch<'_, X, Y>>,
     outputs: Outputs<'_, Y>,
 ) {
+    let weight = factors_of(norm, inputs.weight);
+    let inputs = Inputs {
+        weight: &weight,
+        ..inputs
+    };
     match norm {
-        Norm::Rms => forward_rows::<X, Y, false>(eps, inputs, branch, outputs),
+        Norm::Rms | Norm::OffsetRms => forward_rows::<X, Y, false>(eps, inputs, branch, outputs),
         Norm::Layer => forward_rows::<X, Y, true>(eps, inputs, branch, outputs),
+    }
+}
+
+/// Returns what a row's normed elements are multiplied by.
+fn factors_of<W: Real>(norm: Norm, weight: &[W]) -> Cow<'_, [W]> {
+    match norm {
+        Norm::Rms | Norm::Layer => weight.into(),
+        Norm::OffsetRms => weight.iter().map(|w| W::ONE + *w).collect(),
     }
 }
 
@@ -260,8 +274,15 @@ pub fn backward<X: Stored<Wide = Y::Wide>, Y: Stored>(
     gradients: Gradients<'_, X>,
     partials: &mut [Y::Wide],
 ) {
+    let weight = factors_of(norm, inputs.weight);
+    let inputs = Inputs {
+        weight: &weight,
+        ..inputs
+    };
     match norm {
-        Norm::Rms => backward_rows::<X, Y, false>(dy, inputs, statistics, gradients, partials),
+        Norm::Rms | Norm::OffsetRms => {
+            backward_rows::<X, Y, false>(dy, inputs, statistics, gradients, partials)
+        }
         Norm::Layer => backward_rows::<X, Y, true>(dy, inputs, statistics, gradients, partials),
     }
 }

@@ -3,7 +3,7 @@
 use super::*;
 use half::bf16;
 
-const NORMS: [Norm; 2] = [Norm::Rms, Norm::Layer];
+const NORMS: [Norm; 3] = [Norm::Rms, Norm::OffsetRms, Norm::Layer];
 const EPS: f64 = 1e-5;
 
 fn wave(n: usize, phase: f32) -> Vec<f32> {
@@ -30,7 +30,7 @@ impl Case {
             width,
             weight: wave(width, 3.0),
             bias: match norm {
-                Norm::Rms => Vec::new(),
+                Norm::Rms | Norm::OffsetRms => Vec::new(),
                 Norm::Layer => wave(width, 4.0),
             },
         })
@@ -93,13 +93,16 @@ impl Case {
     /// y, dx, dw and db by the formulas, in f64.
     fn exact(&self, x: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {
         let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
-        let (weight, bias) = (wide(&self.weight), wide(&self.bias));
+        let (mut weight, bias) = (wide(&self.weight), wide(&self.bias));
+        if self.norm == Norm::OffsetRms {
+            weight.iter_mut().for_each(|w| *w += 1.0);
+        }
         let (mut y, mut dx) = (Vec::new(), Vec::new());
         let (mut dw, mut db) = (vec![0.0; self.width], vec![0.0; self.bias.len()]);
         let width = self.width as f64;
         for (x, dy) in x.chunks(self.width).zip(dy.chunks(self.width)) {
             let mean = match self.norm {
-                Norm::Rms => 0.0,
+                Norm::Rms | Norm::OffsetRms => 0.0,
                 Norm::Layer => x.iter().sum::<f64>() / width,
             };
             let squares: f64 = x.iter().map(|x| (x - mean) * (x - mean)).sum();
@@ -107,7 +110,7 @@ impl Case {
             let h: Vec<f64> = x.iter().map(|x| (x - mean) * rstd).collect();
             let g: Vec<f64> = dy.iter().zip(&weight).map(|(dy, w)| dy * w).collect();
             let g_mean = match self.norm {
-                Norm::Rms => 0.0,
+                Norm::Rms | Norm::OffsetRms => 0.0,
                 Norm::Layer => g.iter().sum::<f64>() / width,
             };
             let gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / width;
