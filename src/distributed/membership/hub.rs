@@ -1,6 +1,5 @@
 //! Rank 0's hub: a thread that admits ranks, keeps the roll, and reports to all how the job ends.
 
-use super::heartbeat::LAST_WORDS;
 use super::roll::{Pace, Roll};
 use super::wire::{Connection, Hello, Message, TICK};
 use crate::Result;
@@ -15,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// How long a stranger may take for its first line.
 const HANDSHAKE: Duration = Duration::from_secs(5);
+/// How long the hub listens after its last message.
+const LINGER: Duration = Duration::from_millis(250);
 /// Connections without a first line, in addition to those that the ranks themselves may just be making.
 const STRANGERS: usize = 64;
 
@@ -116,11 +117,11 @@ impl Serving {
         }
     }
 
-    /// Waits until the ranks have read their last message and closed, for a second at most: a connection that closes
-    /// with something unread may lose what it has sent.
+    /// Reads what the ranks still send until they have closed, which takes those that run a few heartbeats at most: a
+    /// connection that closes with something unread may lose what it has sent.
     fn listen_to_the_end(mut self) {
         let began = Instant::now();
-        while began.elapsed() < LAST_WORDS && !self.peers.is_empty() {
+        while began.elapsed() < LINGER && !self.peers.is_empty() {
             self.peers.retain_mut(|peer| {
                 let is_open = loop {
                     match peer.connection.receive() {

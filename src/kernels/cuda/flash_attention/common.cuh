@@ -279,8 +279,7 @@ __device__ __forceinline__ float cap_slope(float score) {
 
 // A score from its probability p = 2^(score exponent_of_score - lse), to some 1e-6 / cap.
 __device__ __forceinline__ float score_of(float p, float lse, const Sizes& sizes) {
-    const float logarithm = sizeof(E) == 2 ? logarithm_2(p) : log2f(p);
-    return (logarithm + lse) / (sizes.cap * LOG2_E);
+    return (logarithm_2(p) + lse) / (sizes.cap * LOG2_E);
 }
 
 // Which probabilities are dropped, and what the others are multiplied by; null without DROPOUT. See dropped.cuh.

@@ -197,6 +197,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     for (int m = 0; m < M; m++) s[m][n] = m * 4 >= first ? s[m][n] : -INFINITE;
                 }
             }
+            if (SOFT_CAP) {
+                // The slopes lie where dS is to be.
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    float slopes[N];
+#pragma unroll
+                    for (int n = 0; n < N; n++) slopes[n] = cap_slope(s[m][n]);
+                    Exchange::write(my_ds + m * 4 * Exchange::PITCH, lane_column, slopes);
+                }
+            }
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 const float lse = my_statistics[n * 8 * STATISTICS], rest = my_statistics[n * 8 * STATISTICS + 2];
@@ -225,17 +235,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int n = 0; n < N; n++) delta[n] = my_statistics[n * 8 * STATISTICS + 1];
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                float p[N];
+                float p[N], slopes[N];
                 Exchange::read(p, my_p + m * 4 * Exchange::PITCH, lane_column);
+                if (SOFT_CAP) Exchange::read(slopes, my_ds + m * 4 * Exchange::PITCH, lane_column);
 #pragma unroll
                 for (int n = 0; n < N; n++) {
                     if (DROPOUT) s[m][n] = p[n] < 0 ? 0 : s[m][n] * arguments.dropout.scale;
-                    const float of_all = DROPOUT ? fabsf(p[n]) : p[n];
-                    s[m][n] = of_all * (s[m][n] - delta[n]);
-                    if (SOFT_CAP) {
-                        const float* of_row = my_statistics + n * 8 * STATISTICS;
-                        s[m][n] *= cap_slope(score_of(of_all, of_row[0] + of_row[2], sizes));
-                    }
+                    s[m][n] = (DROPOUT ? fabsf(p[n]) : p[n]) * (s[m][n] - delta[n]);
+                    if (SOFT_CAP) s[m][n] *= slopes[n];
                 }
                 Exchange::write(my_ds + m * 4 * Exchange::PITCH, lane_column, s[m]);
             }
