@@ -226,7 +226,8 @@ fn relu_and_gates_at_the_ends(#[case] policy: KernelPolicy) {
         Input::new("gate", Tensor::new(&gate, &Device::Cpu).unwrap()),
         Input::new("up", Tensor::new(&[2f64; 5], &Device::Cpu).unwrap()),
     ];
-    let gates: [fn(&[Tensor]) -> tallow::Result<Tensor>; 3] = [
+    type Gate = fn(&[Tensor]) -> tallow::Result<Tensor>;
+    let gates: [Gate; 3] = [
         |x| ops::swiglu(&x[0], &x[1]),
         |x| ops::geglu(&x[0], &x[1], Gelu::Erf),
         |x| ops::geglu(&x[0], &x[1], Gelu::Tanh),
