@@ -67,7 +67,7 @@
 //!
 //! Each rank tells rank 0 that it is alive, several times a second, and what it is in. A rank whose process ends, or
 //! that is waited for longer than [`DistConfig::timeout`], is a failure that all ranks hear of: what they wait in ends
-//! with [`Error::Rank`](crate::Error::Rank), which names it. The weights are not defined then; a run goes on from its
+//! with [`Error::Rank`], which names it. The weights are not defined then; a run goes on from its
 //! checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time is no waiting.
 
 mod collective;

@@ -33,10 +33,10 @@ use candle_core::{DType, Shape, Tensor};
 
 /// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
-/// The same as [`swiglu()`] of two [`linear()`]s. As one op, the gradients of gate and up are scratch, and dx is summed
-/// inside the second product:
-/// `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for backward: x, W1, W3, and gate and up, both
-/// (..., F). Autocast: lower under both policies, as [`linear()`] is; silu and product follow.
+/// The same as [`swiglu()`](super::swiglu()) of two [`linear()`]s. As one op, the gradients of gate and up are scratch,
+/// and dx is summed inside the second product: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for
+/// backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies, as [`linear()`] is; silu
+/// and product follow.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without its last product.
 ///
