@@ -55,7 +55,7 @@ pub struct CausalSelfAttention {
     v_proj: Linear,
     output_proj: Linear,
     /// Of q and of k.
-    norms: Option<[RmsNorm; 2]>,
+    norms: Option<Box<[RmsNorm; 2]>>,
     rotary: Option<RotaryEmbedding>,
     num_heads: usize,
     num_kv_heads: usize,
@@ -150,7 +150,7 @@ impl CausalSelfAttention {
         let norm = |eps, name: &str| RmsNorm::new(head_dim, eps, vb.pp(name));
         let norms = config
             .qk_norm_eps
-            .map(|eps| Result::Ok([norm(eps, "q_norm")?, norm(eps, "k_norm")?]));
+            .map(|eps| Result::Ok(Box::new([norm(eps, "q_norm")?, norm(eps, "k_norm")?])));
         Ok(Self {
             q_proj: projection(q_width, "q_proj")?,
             k_proj: projection(kv_width, "k_proj")?,
@@ -194,7 +194,7 @@ impl CausalSelfAttention {
     /// As [`forward`](Self::forward); first keys of another shape; a dropout that is no probability.
     pub fn forward_with(&self, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
-        let [q_norm, k_norm] = match &self.norms {
+        let [q_norm, k_norm] = match self.norms.as_deref() {
             Some([q, k]) => [Some(q), Some(k)],
             None => [None, None],
         };
@@ -246,7 +246,7 @@ impl Layer for CausalSelfAttention {
         for (name, layer) in layers {
             layer.visit(&join(path, name), visit);
         }
-        if let Some([q, k]) = &self.norms {
+        if let Some([q, k]) = self.norms.as_deref() {
             q.visit(&join(path, "q_norm"), visit);
             k.visit(&join(path, "k_norm"), visit);
         }

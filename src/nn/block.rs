@@ -20,7 +20,7 @@ pub struct TransformerBlock {
     ln1: Norm,
     attn: CausalSelfAttention,
     /// The norms of both branches before they are added to the residual stream.
-    post: Option<[Norm; 2]>,
+    post: Option<Box<[Norm; 2]>>,
     ln2: Norm,
     ffn: FeedForward,
     /// The probability with which elements of either summand are dropped in training.
@@ -72,7 +72,7 @@ impl TransformerBlock {
     ) -> Result<Self> {
         let norm = |name| Norm::new(architecture, d_model, eps, vb.pp(name));
         let post = match architecture {
-            Architecture::Gemma2 => Some([norm("ln1_post")?, norm("ln2_post")?]),
+            Architecture::Gemma2 => Some(Box::new([norm("ln1_post")?, norm("ln2_post")?])),
             Architecture::Llama | Architecture::Gpt2 => None,
         };
         Ok(Self {
@@ -128,14 +128,14 @@ impl TransformerBlock {
         let x = {
             let normed = in_module("ln1", || self.ln1.forward(x))?;
             let mut branch = in_module("attn", || self.attn.forward_with(&normed, context))?;
-            if let Some([post, _]) = &self.post {
+            if let Some([post, _]) = self.post.as_deref() {
                 branch = in_module("ln1_post", || post.forward(&branch))?;
             }
             ops::add(x, &context.at(1).dropped(branch, self.dropout)?)?
         };
         let normed = in_module("ln2", || self.ln2.forward(&x))?;
         let mut branch = in_module("ffn", || self.ffn.forward(&normed))?;
-        if let Some([_, post]) = &self.post {
+        if let Some([_, post]) = self.post.as_deref() {
             branch = in_module("ln2_post", || post.forward(&branch))?;
         }
         ops::add(&x, &context.at(2).dropped(branch, self.dropout)?)
@@ -146,7 +146,7 @@ impl Layer for TransformerBlock {
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         self.ln1.visit(&join(path, "ln1"), visit);
         self.attn.visit(&join(path, "attn"), visit);
-        if let Some([attn, ffn]) = &self.post {
+        if let Some([attn, ffn]) = self.post.as_deref() {
             attn.visit(&join(path, "ln1_post"), visit);
             ffn.visit(&join(path, "ln2_post"), visit);
         }

@@ -181,7 +181,7 @@ fn all() -> Vec<Op> {
         ("swiglu", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
             ops::swiglu(x, &w[0])
         }),
-        ("soft_cap", vec![3, 6], vec![], Promoted, |x, _| {
+        ("soft_cap", vec![3, 6], vec![], Follow, |x, _| {
             ops::soft_cap(x, 2.0)
         }),
         ("geglu", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
