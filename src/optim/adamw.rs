@@ -249,7 +249,11 @@ impl AdamW {
                 false => Ok(Gradient::Given(gradient)),
             }
         });
-        readable.collect()
+        let mut all = Vec::with_capacity(self.slots.len()); // one that grows counts beside small tensors
+        for gradient in readable {
+            all.push(gradient?);
+        }
+        Ok(all)
     }
 
     /// The parameters that have a gradient, of all groups: what a step unscales.
