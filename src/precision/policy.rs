@@ -4,6 +4,7 @@ use super::lists;
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::DType;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -59,7 +60,7 @@ impl fmt::Display for OpClass {
 pub struct Autocast {
     /// `None` casts nothing.
     lower: Option<DType>,
-    classes: BTreeMap<String, OpClass>,
+    classes: BTreeMap<Cow<'static, str>, OpClass>,
     caches_weights: bool,
 }
 
@@ -92,23 +93,24 @@ impl Autocast {
         }
     }
 
-    fn of_lists(dtype: DType, lower: &str, f32: &str, widest: &str) -> Self {
-        let mut classes = BTreeMap::new();
+    fn of_lists(
+        dtype: DType,
+        lower: &'static str,
+        f32: &'static str,
+        widest: &'static str,
+    ) -> Self {
+        let mut classes: BTreeMap<Cow<'_, str>, OpClass> = BTreeMap::new();
         let lists = [
             (lower, OpClass::Lower),
             (f32, OpClass::F32),
             (widest, OpClass::Widest),
         ];
         for (names, class) in lists {
-            classes.extend(
-                names
-                    .split_whitespace()
-                    .map(|name| (name.to_string(), class)),
-            );
+            classes.extend(names.split_whitespace().map(|name| (name.into(), class)));
         }
         for (own, pytorch) in lists::own() {
             let class = classes.get(pytorch).copied();
-            classes.insert(own.to_string(), class.unwrap_or(OpClass::Follow));
+            classes.insert(own.into(), class.unwrap_or(OpClass::Follow));
         }
         Self {
             lower: Some(dtype),
@@ -125,7 +127,7 @@ impl Autocast {
     pub fn with(mut self, op: &str, class: OpClass) -> Self {
         let own = lists::own().filter(|(_, pytorch)| *pytorch == op);
         for name in own.map(|(own, _)| own).chain([op]) {
-            self.classes.insert(name.to_string(), class);
+            self.classes.insert(name.to_string().into(), class);
         }
         self
     }
@@ -154,7 +156,7 @@ impl Autocast {
 
     /// Every op that it knows with its class, by name: the rows of a table.
     pub fn classes(&self) -> impl Iterator<Item = (&str, OpClass)> {
-        self.classes.iter().map(|(op, class)| (op.as_str(), *class))
+        self.classes.iter().map(|(op, class)| (op.as_ref(), *class))
     }
 
     pub(super) fn caches_weights(&self) -> bool {
@@ -199,7 +201,7 @@ impl fmt::Display for Autocast {
         let width = self
             .classes
             .keys()
-            .map(String::len)
+            .map(|op| op.len())
             .max()
             .unwrap_or_default();
         writeln!(f, "{:width$}  class   computes in", "op")?;
