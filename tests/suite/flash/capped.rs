@@ -1,11 +1,8 @@
 //! Scores with a soft cap: against the oracle, with every mask, packed documents and dropout.
 
-use super::judge::judge;
-use super::oracle::Oracle;
+use super::judge::judge_each;
 use super::packed::{naive_there, of_lengths};
-use super::problem::{
-    Attend, FLASH, MASKS, Problem, REFERENCE, Sizes, device, dtypes_with_kernels,
-};
+use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, device};
 use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::{AttentionConfig, Mask};
@@ -51,13 +48,7 @@ fn over_tiles(#[values(16, 32, 64, 80, 96, 128, 256)] head_dim: usize) {
     if ![16, 80].contains(&head_dim) && !device().is_cuda() {
         return; // the CPU has one kernel for all
     }
-    for problem in problems(head_dim) {
-        let oracle = Oracle::of(&problem);
-        for dtype in dtypes_with_kernels() {
-            judge(&problem, &oracle, dtype, FLASH)
-                .unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.config));
-        }
-    }
+    judge_each(problems(head_dim), &DTYPES, FLASH);
 }
 
 #[rstest]
@@ -65,12 +56,5 @@ fn by_others(
     #[values(REFERENCE, naive_there)] attend: Attend,
     #[values(DType::F32, DType::F64)] dtype: DType,
 ) {
-    if dtype == DType::F64 && device().is_cuda() {
-        return;
-    }
-    for problem in problems(8) {
-        let oracle = Oracle::of(&problem);
-        judge(&problem, &oracle, dtype, attend)
-            .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
-    }
+    judge_each(problems(8), &[dtype], attend);
 }

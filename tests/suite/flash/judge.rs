@@ -20,7 +20,9 @@
 //! by half an eps of that precision besides ([`on_a_gpu`]).
 
 use super::oracle::Oracle;
-use super::problem::{Attend, Problem, Results, Sizes, device, numbers, rounded, tensor};
+use super::problem::{
+    Attend, Problem, Results, Sizes, device, dtypes_with_kernels, numbers, rounded, tensor,
+};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 use tallow::attention::{self, AttentionConfig};
@@ -250,6 +252,17 @@ pub fn hold_against_alike(
         ..OF_ANOTHER
     };
     hold(&oracle.results, found, judge, factors, &floors)
+}
+
+/// Judges `attend` on each of these problems in each of these dtypes that the device has kernels for.
+pub fn judge_each(problems: impl IntoIterator<Item = Problem>, dtypes: &[DType], attend: Attend) {
+    for problem in problems {
+        let oracle = Oracle::of(&problem);
+        for dtype in dtypes_with_kernels().filter(|dtype| dtypes.contains(dtype)) {
+            judge(&problem, &oracle, dtype, attend)
+                .unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.config));
+        }
+    }
 }
 
 /// Naive attention in `dtype`.

@@ -1,10 +1,9 @@
 //! Documents packed into one sequence, and sliding windows: against the oracle over several tiles, against the
 //! documents one by one, and what is refused.
 
-use super::judge::judge;
-use super::oracle::Oracle;
+use super::judge::judge_each;
 use super::problem::{
-    Attend, FLASH, Problem, REFERENCE, Sizes, device, dtypes_with_kernels, on, tensor,
+    Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, device, dtypes_with_kernels, on, tensor,
 };
 use candle_core::{DType, Device, IndexOp, Tensor};
 use rstest::rstest;
@@ -65,13 +64,7 @@ fn over_tiles(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
     if head_dim > 64 && !device().is_cuda() {
         return; // the CPU has one kernel for all
     }
-    for problem in problems(head_dim) {
-        let oracle = Oracle::of(&problem);
-        for dtype in dtypes_with_kernels() {
-            judge(&problem, &oracle, dtype, FLASH)
-                .unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.config));
-        }
-    }
+    judge_each(problems(head_dim), &DTYPES, FLASH);
 }
 
 /// Naive attention and both references, on fewer cases.
@@ -82,15 +75,9 @@ fn by_others(
 ) {
     let sizes = Sizes::new((2, 4, 2), (70, 70), 8);
     let lengths: [&[usize]; 2] = [&[3, 61, 6], &[70]];
-    for mask in [Mask::Causal, window(13), Mask::Full] {
-        let problem = Problem::random(sizes, mask, None, 54).with_first_keys(of_lengths(&lengths));
-        if dtype == DType::F64 && device().is_cuda() {
-            continue;
-        }
-        let oracle = Oracle::of(&problem);
-        judge(&problem, &oracle, dtype, attend)
-            .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
-    }
+    let problems = [Mask::Causal, window(13), Mask::Full]
+        .map(|mask| Problem::random(sizes, mask, None, 54).with_first_keys(of_lengths(&lengths)));
+    judge_each(problems, &[dtype], attend);
 }
 
 /// Naive attention over several blocks of queries, and with other numbers of heads of q than of k and v, which cut
@@ -102,13 +89,8 @@ fn naive_over_blocks() {
     let documents = documents.with_first_keys(of_lengths(&[&[200, 110, 714]]));
     let windows = Sizes::new((1, 8, 4), (768, 768), 24);
     let windows = Problem::random(windows, window(300), None, 56);
-    for problem in problems(24).into_iter().chain([documents, windows]) {
-        let oracle = Oracle::of(&problem);
-        for dtype in dtypes_with_kernels() {
-            judge(&problem, &oracle, dtype, naive_there)
-                .unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.config));
-        }
-    }
+    let problems = problems(24).into_iter().chain([documents, windows]);
+    judge_each(problems, &DTYPES, naive_there);
 }
 
 pub fn naive_there(

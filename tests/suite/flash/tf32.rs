@@ -3,8 +3,8 @@
 use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
-use super::packed::problems;
 use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, on, tensor};
+use super::{capped, dropped, packed};
 use crate::child;
 use crate::compile::distance;
 use candle_core::{DType, Device, Tensor};
@@ -133,34 +133,17 @@ fn judged() {
     println!("shares of the bounds: {shares:?}");
 }
 
-/// Documents and windows, over several tiles.
+/// Documents and windows, dropout, and soft caps, over several tiles.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn packed() {
-    if child::ran("flash::tf32::packed") {
+fn over_tiles() {
+    if child::ran("flash::tf32::over_tiles") {
         return;
     }
     set_tf32(&crate::gpu(), true).unwrap();
     for head_dim in [16, 64, 80, 128, 256] {
-        for problem in problems(head_dim) {
-            let problem = thirds(problem);
-            let narrow = with_own_heads(&problem, naive_in_tf32);
-            judge(&problem, &narrow)
-                .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
-        }
-    }
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn dropped_and_capped() {
-    if child::ran("flash::tf32::dropped_and_capped") {
-        return;
-    }
-    set_tf32(&crate::gpu(), true).unwrap();
-    for head_dim in [16, 64, 80, 128, 256] {
-        let dropped = super::dropped::problems(head_dim).into_iter();
-        for problem in dropped.chain(super::capped::problems(head_dim)) {
+        let all = [packed::problems, dropped::problems, capped::problems];
+        for problem in all.into_iter().flat_map(|problems| problems(head_dim)) {
             let problem = thirds(problem);
             let narrow = with_own_heads(&problem, naive_in_tf32);
             judge(&problem, &narrow)
