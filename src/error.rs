@@ -524,7 +524,11 @@ mod tests {
                 hint: "b".into(),
             },
             Error::weight(path(), raw(), raw()).must_be(raw(), raw()),
-            Error::format(path(), raw(), raw()),
+            Error::Format {
+                path: path(),
+                problem: raw(),
+                hint: raw(),
+            },
             Error::data(raw(), raw()).must_be(raw(), raw()),
             Error::Resume {
                 path: path(),
