@@ -164,7 +164,7 @@ impl Flags {
                 names_gpu(&flags.common)
             })
             .only(
-                "on a table for people: with --format text, markdown, latex or typst",
+                "on a table for people: with --format text, markdown or latex",
                 &["top"],
                 |flags| is_for_people(flags.output.format),
             )

@@ -4,7 +4,7 @@
 use super::{Common, Output};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command, Parser};
+use clap::{Arg, ArgAction, ArgMatches, Command, Parser};
 use tallow::report::Format;
 
 /// Flags with the condition under which they have an effect.
@@ -42,7 +42,7 @@ impl<F: Parser + 'static> Effects<F> {
     /// Declares what the flags of a table depend on.
     pub fn of_output(self, output: fn(&F) -> &Output) -> Self {
         self.only(
-            "with --format text, markdown, latex or typst (csv and json have every field)",
+            "with --format text, markdown or latex (csv and json have every field)",
             &["columns"],
             move |flags| is_for_people(output(flags).format),
         )
@@ -51,7 +51,11 @@ impl<F: Parser + 'static> Effects<F> {
     /// Parses the command line. Ends the program with clap's status and message, or with one that names a flag that
     /// would be ignored.
     pub fn parse(self) -> F {
-        let mut command = F::command();
+        let help = Arg::new("help").short('h').long("help").help("Print help");
+        let mut command = F::command()
+            .max_term_width(100)
+            .disable_help_flag(true)
+            .arg(help.action(ArgAction::HelpShort));
         let matches = command.clone().get_matches();
         let flags = F::from_arg_matches(&matches);
         let flags = flags.unwrap_or_else(|error| error.format(&mut command).exit());

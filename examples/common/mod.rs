@@ -11,12 +11,15 @@ pub mod phases;
 pub mod precision;
 pub mod ranks;
 pub mod stdout;
+pub mod sweep;
 pub mod values;
 pub mod words;
 
 pub use effects::Effects;
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
+#[allow(unused_imports)]
+pub use sweep::{Sweep, wrote};
 
 use clap::Args;
 use std::fmt::Display;
@@ -67,23 +70,23 @@ fn allocator() -> &'static str {
 /// Flags of every example that runs ops.
 #[derive(Args, Clone, Debug)]
 pub struct Common {
-    /// Where to run: cpu, cuda:0, metal:0
+    /// cpu, cuda:0 or metal:0
     #[arg(long, default_value = "cpu")]
     pub device: String,
 
-    /// Round the factors of f32 products to TF32, on an NVIDIA GPU
+    /// Compute f32 matmuls in TF32 (NVIDIA GPUs)
     #[arg(long)]
     pub tf32: bool,
 
-    /// The seed of weights and data
+    /// Seed of weights and data
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// Hand ranges to NVTX, for NVIDIA's profilers to show (in builds with the feature nvtx)
+    /// Emit NVTX ranges (feature nvtx)
     #[arg(long)]
     pub nvtx: bool,
 
-    /// Refuse ops that have no kernel for the device and dtype, instead of running their reference
+    /// Refuse ops without a kernel for device and dtype
     #[arg(long)]
     pub strict: bool,
 }
@@ -162,7 +165,10 @@ pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     tallow::init();
     // Before anything starts a pool of threads: it checks how many the environment asks for.
     let ended = tallow::device("cpu").and_then(|_| example());
-    code_of(ended.map(|()| ExitCode::SUCCESS))
+    code_of(ended.map(|()| match sweep::is_stopped() {
+        true => ExitCode::from(130),
+        false => ExitCode::SUCCESS,
+    }))
 }
 
 /// The exit code, and an error in words on stderr.

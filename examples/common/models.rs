@@ -12,33 +12,32 @@ use tallow::report::{Fields, group_digits};
 /// Flags of every example that measures models by preset or by sizes.
 #[derive(Args, Clone, Debug)]
 pub struct ModelFlags {
-    /// Presets: tiny, small, medium, large, xl, wide, 2.7b, 10b; several allowed [default: tiny]
-    #[arg(long, num_args = 1.., value_delimiter = ',')]
+    /// tiny, small, medium, large, xl, wide, 2.7b or 10b; several [default: tiny]
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     size: Vec<String>,
 
-    /// Folders with a config.json of Hugging Face's, or org/name in its hub's cache: Llama, Qwen2, Qwen3, Mistral,
-    /// GPT-2 or Gemma 2, with random weights; several allowed
-    #[arg(long, num_args = 1.., value_name = "FOLDER|ORG/NAME")]
+    /// Models by the config.json of a folder or of org/name in the hub's cache; several
+    #[arg(long, num_args = 1.., value_name = "FOLDER")]
     family: Vec<PathBuf>,
 
-    /// The width of the residual stream, instead of the preset's (as are the next four)
-    #[arg(long)]
+    /// Width of the residual stream [default: the preset's, as the next four]
+    #[arg(long, value_name = "N")]
     d_model: Option<usize>,
 
-    /// The width of the feed-forward network
-    #[arg(long)]
+    /// Width of the feed-forward network
+    #[arg(long, value_name = "N")]
     d_ff: Option<usize>,
 
-    /// How many blocks
-    #[arg(long)]
+    /// Number of blocks
+    #[arg(long, value_name = "N")]
     num_layers: Option<usize>,
 
-    /// How many attention heads
-    #[arg(long)]
+    /// Number of attention heads
+    #[arg(long, value_name = "N", alias = "heads")]
     num_heads: Option<usize>,
 
-    /// How many token ids
-    #[arg(long)]
+    /// Number of token ids
+    #[arg(long, value_name = "N")]
     vocab_size: Option<usize>,
 }
 
@@ -118,13 +117,12 @@ fn kv_heads(config: &TransformerConfig) -> String {
 /// Flags for what computes a model of given sizes.
 #[derive(Args, Clone, Debug)]
 pub struct VariantFlags {
-    /// What computes attention, naive or flash; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
+    /// naive or flash; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
     pub attention: Vec<Algorithm>,
 
-    /// What blocks leave for backward, which runs the rest again (activation checkpointing): none, block, every-N
-    /// or sqrt; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "STRATEGY")]
+    /// Activation checkpointing: none, block, every-N, sqrt; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "NAME")]
     pub checkpoint: Vec<Checkpointing>,
 }
 

@@ -11,16 +11,15 @@ use tallow::{Error, Result};
 /// Flags of every example that prints a table.
 #[derive(Args, Clone, Debug)]
 pub struct Output {
-    /// text, markdown, csv, json, latex or typst
-    #[arg(long, default_value = "text")]
+    /// text, markdown, csv, json or latex
+    #[arg(long, default_value = "text", value_name = "NAME")]
     pub format: Format,
 
-    /// Write the report there instead of to stdout; as CSV, each detail table gets a file beside it
-    #[arg(long)]
+    /// Write the report to a file; as CSV, one per table
+    #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
-    /// The columns of a table, by heading or by field, or all of every table, whatever the width [default: what fits].
-    /// CSV and JSON have every field, whatever is chosen
+    /// Columns by heading or field, or all [default: what fits]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     columns: Vec<String>,
 }
@@ -53,7 +52,11 @@ impl Output {
     /// Writes the finished report.
     pub fn publish(&self, report: &Report) -> Result<()> {
         match &self.output {
-            Some(path) => self.save(report, path),
+            Some(path) => {
+                self.save(report, path)?;
+                super::wrote(path);
+                Ok(())
+            }
             None => {
                 if self.format == Format::Csv && !report.details.is_empty() {
                     let titles: Vec<&str> =

@@ -7,20 +7,19 @@ use tallow::{Error, Result};
 /// Flags of every example that can compute in half precision.
 #[derive(Args, Clone, Debug)]
 pub struct PrecisionFlags {
-    /// What to compute in: f32, bf16 or f16. Half precision is autocast's, with f32 parameters, unless --full-half says
-    /// otherwise
+    /// f32, bf16 or f16 (autocast, f32 parameters); several
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     precision: Vec<Precision>,
 
-    /// Whose lists decide which ops autocast computes in half precision [default: cuda]
-    #[arg(long, value_enum)]
+    /// Lists of ops that autocast uses [default: cuda]
+    #[arg(long, value_enum, value_name = "NAME")]
     autocast: Option<AutocastFlag>,
 
-    /// Half precision throughout: parameters, activations and gradients; the optimizer keeps f32 weights and moments
+    /// Half precision throughout, parameters too
     #[arg(long, conflicts_with_all = ["autocast", "drop_casts"])]
     full_half: bool,
 
-    /// Cast a weight wherever it is used and drop the copy, instead of keeping it until the region ends
+    /// Drop the copy of a weight after each use
     #[arg(long)]
     drop_casts: bool,
 }

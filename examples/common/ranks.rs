@@ -15,15 +15,15 @@ use tallow::{Error, Result};
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Ranks")]
 pub struct RankFlags {
-    /// Start so many ranks on this host, each with its GPU. Not with torchrun, srun or mpirun, which start them
+    /// Ranks to start on this host, one per GPU
     #[arg(long, value_name = "N")]
     pub gpus: Option<NonZeroUsize>,
 
-    /// Seconds that a rank is waited for before it has failed
+    /// Seconds without an answer after which a rank has failed
     #[arg(long, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
 
-    /// At most so many of a GPU's multiprocessors work on NCCL's collectives [default: NCCL's choice]
+    /// Multiprocessors for NCCL at most [default: NCCL's choice]
     #[arg(long, value_name = "N")]
     pub nccl_max_ctas: Option<u32>,
 }
@@ -154,18 +154,18 @@ fn launch(_count: usize) -> Result<ExitCode> {
 #[command(next_help_heading = "Ranks")]
 pub struct ExchangeFlags {
     /// What is divided among the ranks, besides the batch
-    #[arg(long, value_enum, default_value_t = Strategy::Replicated)]
+    #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME")]
     pub strategy: Strategy,
 
-    /// When gradients are averaged over the ranks
-    #[arg(long, value_enum, default_value_t = When::Overlapped)]
+    /// When gradients are averaged
+    #[arg(long, value_enum, default_value_t = When::Overlapped, value_name = "NAME")]
     pub exchange: When,
 
-    /// A bucket of gradients is averaged once it has so many MiB
+    /// Size of a bucket of gradients
     #[arg(long, default_value_t = 25.0, value_name = "MIB", value_parser = super::values::from_0)]
     pub bucket_mib: f64,
 
-    /// Round gradients to bf16 to average them: half the bytes
+    /// Exchange gradients in bf16
     #[arg(long)]
     pub exchange_bf16: bool,
 }

@@ -1,7 +1,31 @@
 //! Sentences that name the rows they speak of.
 
 use serde_json::Value;
-use tallow::report::{Fields, format_mib, list_in_note};
+use tallow::report::{Fields, Speedup, Verdict, format_mib, list_in_note};
+
+/// A speed-up as a cell: the ratio of means, `unclear` where the spread leaves it without meaning, null where a side is
+/// missing.
+#[allow(dead_code)]
+pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
+    match speedup {
+        Some(speedup) if speedup.is_clear() => speedup.ratio.into(),
+        Some(_) => "unclear".into(),
+        None => Value::Null,
+    }
+}
+
+/// `planned is 1.24x as fast as eager`, or that the figures do not decide and what would.
+#[allow(dead_code)]
+pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
+    match speedup.verdict() {
+        Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
+        Verdict::AsFast => format!("{name} is as fast as {other} ({speedup})"),
+        Verdict::Unclear => format!(
+            "these figures do not decide whether {name} is faster than {other} ({speedup}): more steps on a quiet \
+             machine would"
+        ),
+    }
+}
 
 /// The fields that tell rows apart, each with what stands before its value in a row's name.
 const LABELS: [(&str, &str); 12] = [

@@ -179,9 +179,23 @@ impl fmt::Display for Precision {
 impl FromStr for Precision {
     type Err = Error;
 
-    /// By [name](Self::name); PyTorch's fp32 and fp16 will do too.
+    /// Parses a [name](Self::name), in any case, with PyTorch's names of the dtypes as aliases: float32, fp32, float16,
+    /// fp16, half, bfloat16.
     fn from_str(name: &str) -> Result<Self> {
-        let ours = name.replacen("fp", "f", 1);
+        const ALIASES: [(&str, &str); 6] = [
+            ("bfloat16", "bf16"),
+            ("float32", "f32"),
+            ("float16", "f16"),
+            ("fp32", "f32"),
+            ("fp16", "f16"),
+            ("half", "f16"),
+        ];
+        let lower = name.to_lowercase();
+        let alias = ALIASES.iter().find_map(|(alias, ours)| {
+            let regime = lower.strip_prefix(alias)?;
+            Some(format!("{ours}{regime}"))
+        });
+        let ours = alias.unwrap_or(lower);
         let found = named().find(|(known, _)| *known == ours);
         found.map(|(_, precision)| precision).ok_or_else(|| {
             Error::config("precision", "name", format!("{name:?}")).must_be(

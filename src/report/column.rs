@@ -9,7 +9,7 @@ pub(super) const NOT_AVAILABLE: &str = "n/a";
 
 /// One column: the field it shows, its heading, and one unit and precision from top to bottom.
 ///
-/// The formats for people (text, Markdown, LaTeX, Typst) divide, round and group as the column says; CSV and JSON
+/// The formats for people (text, Markdown, LaTeX) divide, round and group as the column says; CSV and JSON
 /// carry the field as it is.
 ///
 /// ```
@@ -125,9 +125,11 @@ impl Column {
         }
     }
 
-    /// Whether a reader means it by `name`: its key, its title, its heading, or what it is under.
+    /// Whether a reader means it by `name`: its key, its title, its heading, or the heading over it, with or without the
+    /// unit.
     pub(super) fn is_called(&self, name: &str) -> bool {
-        let names = [&self.key, &self.title, &self.heading(), &self.under];
+        let over = format!("{} ({})", self.under, self.unit);
+        let names = [&self.key, &self.title, &self.heading(), &self.under, &over];
         names.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
 

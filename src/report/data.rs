@@ -19,11 +19,15 @@ pub(super) fn write_csv(report: &Report, out: &mut dyn Write) -> io::Result<()> 
     csv.flush()
 }
 
-/// Strings as they are, everything else as JSON; nothing for what is missing, which is how readers of CSV know it.
+/// Strings as they are, lists with `;` between their values, and an empty cell for what is missing.
 fn csv_cell(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),
         Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(values)) => {
+            let cells: Vec<String> = values.iter().map(|value| csv_cell(Some(value))).collect();
+            cells.join(";")
+        }
         Some(other) => other.to_string(),
     }
 }
@@ -33,6 +37,7 @@ pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()>
     let fields = [
         ("environment", to_string(&report.environment)?),
         ("configuration", to_string(&report.configuration)?),
+        ("answers", to_string(&report.answers)?),
         ("notes", to_string(&report.notes)?),
         ("analysis", to_string(&report.analysis)?),
         ("rows", rows(report, "    ")?),

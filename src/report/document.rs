@@ -1,19 +1,20 @@
 //! The document that every benchmark prints: where it ran, what was asked for, what came out.
 
+use serde::Serialize;
 use serde_json::Value;
 
 use super::text::Strip;
 use super::{Column, Fields};
 use crate::{Error, Result};
 
-/// One content, six formats.
+/// One content, five formats.
 ///
-/// Columns show some of the fields of the rows. Markdown, LaTeX and Typst show all columns; text does so too, in a
-/// [`Layout`](super::Layout) that may move or leave out some. CSV and JSON carry every field of every row, unrounded,
+/// Columns show some of the fields of the rows. Markdown shows all columns; text and LaTeX leave out the minor ones that
+/// a [`Layout`](super::Layout) or [`LATEX_COLUMNS`](super::LATEX_COLUMNS) has no place for. CSV and JSON carry every field of every row, unrounded,
 /// those that no column shows (`samples_ms`, say) after those that one does.
 ///
 /// The JSON document is
-/// `{"environment": {..}, "configuration": {..}, "notes": [..], "analysis": {..}, "rows": [{..}, ..]}`, and with
+/// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "analysis": {..}, "rows": [{..}, ..]}`, and with
 /// detail tables `"details": [{"title": "..", "notes": [..], "rows": [..]}, ..]` after the rows. All rows of a table
 /// have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
 ///
@@ -49,14 +50,48 @@ pub struct Report {
     pub lines: Vec<Fields>,
     /// What the rows say together, for programs: in JSON only. For people it is in the notes, in words.
     pub analysis: Fields,
+    /// What the figures say about the questions that the report was made for.
+    pub answers: Vec<Answer>,
     /// Sentences that a reader needs to judge the numbers: formulas, warnings. The formats for people number them.
     pub notes: Vec<String>,
-    /// What stands over the table where it is a detail of another report.
+    /// The line over the table, and its caption in LaTeX.
     pub title: String,
     /// Tables that go into detail, each with its title; their environment is this one's. CSV has one table:
     /// [`save`](Self::save) puts each of these into a file of its own. One that has lines and no rows shows people
     /// this report's own rows in another cut: CSV leaves it out.
     pub details: Vec<Report>,
+}
+
+/// A question and what the figures of a [`Report`] say about it, in one short paragraph.
+///
+/// ```
+/// use tallow::report::{Answer, Format, Report};
+///
+/// let report = Report {
+///     answers: vec![Answer::new("Which part takes longest?", "Backward: 8.1 of 12.3 ms (66%).")],
+///     ..Default::default()
+/// };
+/// assert_eq!(
+///     report.to_text(&Default::default()),
+///     "Answers\nWhich part takes longest?\n  Backward: 8.1 of 12.3 ms (66%).\n"
+/// );
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Answer {
+    /// The question, as its exercise asks it.
+    pub question: String,
+    /// The answer, with the figures and the formula it follows from.
+    pub answer: String,
+}
+
+impl Answer {
+    /// A question with its answer.
+    pub fn new(question: impl Into<String>, answer: impl Into<String>) -> Self {
+        Self {
+            question: question.into(),
+            answer: answer.into(),
+        }
+    }
 }
 
 impl Report {

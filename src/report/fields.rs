@@ -1,9 +1,13 @@
 //! Named values in the order in which they were put in, and rows of them joined into lines.
 
+use super::Speedup;
 use super::column::NOT_AVAILABLE;
 use super::words::{decimals_of, fixed, group};
+use crate::Error;
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 use serde_json::Value;
+use std::fmt;
 
 /// Keys and JSON values in a fixed order: the environment, the configuration or a row of a
 /// [`Report`](super::Report).
@@ -31,6 +35,43 @@ impl Fields {
     /// No fields.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The fields of a row that is a struct, in their order; fields that are `None`, NaN or infinite become null.
+    ///
+    /// ```
+    /// use tallow::report::Fields;
+    ///
+    /// #[derive(serde::Serialize, serde::Deserialize, PartialEq, Debug)]
+    /// struct Row {
+    ///     phase: String,
+    ///     mean_ms: Option<f64>,
+    /// }
+    ///
+    /// let row = Row { phase: "forward".into(), mean_ms: Some(117.46) };
+    /// let fields = Fields::of(&row)?;
+    /// assert_eq!(fields.get("mean_ms"), Some(&117.46.into()));
+    /// assert_eq!(fields.read::<Row>(), Some(row));
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Data`] for what JSON has no object for: a number, or a map whose keys are no strings.
+    pub fn of(row: &impl Serialize) -> crate::Result<Self> {
+        let json = serde_json::to_string(row);
+        let fields = json.and_then(|json| serde_json::from_str(&json));
+        fields.map_err(|error| {
+            Error::data("fields of a row", error.to_string())
+                .must_be("a struct of named fields", "derive Serialize for a struct")
+        })
+    }
+
+    /// The row as a struct that names some of its fields; `None` if one is missing or of another type.
+    pub fn read<T: DeserializeOwned>(&self) -> Option<T> {
+        let entries = self
+            .iter()
+            .map(|(key, value)| (key.to_string(), value.clone()));
+        serde_json::from_value(Value::Object(entries.collect())).ok()
     }
 
     /// Puts `value` under `key`: at the end, or in the place of the value that stood there.
@@ -77,6 +118,30 @@ impl Fields {
 impl Serialize for Fields {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.iter())
+    }
+}
+
+impl<'de> Deserialize<'de> for Fields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Fields;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
+                let mut fields = Fields::new();
+                while let Some((key, value)) = map.next_entry::<String, Value>()? {
+                    fields.insert(key, value);
+                }
+                Ok(fields)
+            }
+        }
+
+        deserializer.deserialize_map(Entries)
     }
 }
 
@@ -142,4 +207,13 @@ pub fn mean_and_std(row: &Fields) -> Value {
     let text = |value| group(&fixed(value, decimals_of(mean)));
     let std = number("std_ms").map_or(NOT_AVAILABLE.into(), text);
     format!("{} ± {std}", text(mean)).into()
+}
+
+/// How many times as fast `row` is as `before`, by their `mean_ms`, `std_ms` and `n`; `None` where one of them is missing.
+pub fn speedup(before: &Fields, row: &Fields) -> Option<Speedup> {
+    let part = |row: &Fields| {
+        let number = |key: &str| row.get(key)?.as_f64();
+        Some((number("mean_ms")?, number("std_ms")?, number("n")? as usize))
+    };
+    Speedup::of_means(part(before)?, part(row)?)
 }

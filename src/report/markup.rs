@@ -1,12 +1,12 @@
-//! Reports as Markdown, LaTeX and Typst.
+//! Reports as Markdown and LaTeX.
 
 use std::io::{self, Write};
 use std::iter::once;
 
-use super::Report;
 use super::column::plain;
-use super::text::Strip;
-use super::words::one_line;
+use super::text::leave_out;
+use super::words::{list_in_note, one_line};
+use super::{Answer, Report};
 
 /// Headers as lists, the table, notes as a numbered list, the detail tables.
 pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result<()> {
@@ -24,6 +24,13 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
     }
     if !report.columns.is_empty() {
         write_table(report, out)?;
+    }
+    if !report.answers.is_empty() {
+        writeln!(out, "\n**Answers**\n")?;
+    }
+    for Answer { question, answer } in &report.answers {
+        let [question, answer] = [question, answer].map(|text| escape_markdown(text));
+        writeln!(out, "- **{question}** {answer}")?;
     }
     if !report.notes.is_empty() {
         writeln!(out)?;
@@ -91,48 +98,69 @@ fn escape_markdown(text: &str) -> String {
     escaped
 }
 
-/// A table to include in a paper. What is not the table is a comment after `marker`, so that the file can be included
-/// anywhere and still says where its numbers come from.
-pub(super) fn write_typeset(
-    report: &Report,
-    marker: &str,
-    table: fn(&Report, &mut dyn Write) -> io::Result<()>,
-    out: &mut dyn Write,
-) -> io::Result<()> {
+/// The most columns of a table in LaTeX: a page is not wider. More minor ones are left out ([`Column::minor`]).
+///
+/// [`Column::minor`]: super::Column::minor
+pub const LATEX_COLUMNS: usize = 8;
+
+/// A table to include in a paper, its answers and notes as text under it. What led to the numbers is a comment, so that
+/// the file can be included anywhere and still says where they come from.
+pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let fields = report.headers().flat_map(|(_, fields)| fields.iter());
     for (key, value) in fields {
         let comment = format!("{key}: {}", plain(value));
-        writeln!(out, "{marker} {}", one_line(&comment))?;
+        writeln!(out, "% {}", one_line(&comment))?;
     }
-    for (i, note) in report.notes.iter().enumerate() {
-        writeln!(out, "{marker} note {}: {}", i + 1, one_line(note))?;
+    let left_out = match report.columns.is_empty() {
+        true => Vec::new(),
+        false => write_latex_table(report, out)?,
+    };
+    for Answer { question, answer } in &report.answers {
+        let [question, answer] = [question, answer].map(|text| escape_latex(text));
+        writeln!(out, "\n\\paragraph{{{question}}} {answer}")?;
     }
-    if report.columns.is_empty() {
-        return Ok(());
+    let left_out =
+        (!left_out.is_empty()).then(|| list_in_note("Left out for the width", &left_out));
+    let notes: Vec<String> = report
+        .notes
+        .iter()
+        .chain(&left_out)
+        .map(|note| escape_latex(note))
+        .collect();
+    if !notes.is_empty() {
+        let items: Vec<String> = notes
+            .iter()
+            .map(|note| format!("\\item {note}\n"))
+            .collect();
+        writeln!(
+            out,
+            "\n\\begin{{enumerate}}\n{}\\end{{enumerate}}",
+            items.concat()
+        )?;
     }
-    table(report, out)?;
     for detail in &report.details {
-        writeln!(out, "\n{marker} {}", one_line(&detail.title))?;
-        write_typeset(detail, marker, table, out)?;
+        writeln!(out)?;
+        write_latex(detail, out)?;
     }
     Ok(())
 }
 
-/// The headings, then each row.
-fn rows(report: &Report, strips: &[Strip<'_>]) -> Vec<Vec<String>> {
+/// Writes the table, and returns the headings of the columns that it has no place for.
+fn write_latex_table(report: &Report, out: &mut dyn Write) -> io::Result<Vec<String>> {
+    let mut strips = report.strips();
+    let mut left_out = Vec::new();
+    while strips.len() > LATEX_COLUMNS {
+        left_out.splice(0..0, leave_out(&mut strips));
+    }
+    let headings = strips.iter().map(|strip| strip.column.heading()).collect();
     let row = |row: usize| {
         strips
             .iter()
             .map(|strip| strip.cells[row].clone())
             .collect()
     };
-    let rows = (0..report.shown().len()).map(row);
-    once(report.headings()).chain(rows).collect()
-}
-
-pub(super) fn latex_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let strips = report.strips();
-    let lines = rows(report, &strips).into_iter().map(|cells| {
+    let rows = once(headings).chain((0..report.shown().len()).map(row));
+    let lines = rows.map(|cells: Vec<String>| {
         let cells: Vec<_> = cells.iter().map(|cell| escape_latex(cell)).collect();
         format!("{} \\\\\n", cells.join(" & "))
     });
@@ -142,39 +170,18 @@ pub(super) fn latex_table(report: &Report, out: &mut dyn Write) -> io::Result<()
         .map(|strip| if strip.right { 'r' } else { 'l' });
     let alignment: String = alignment.collect();
 
-    writeln!(out, "% needs \\usepackage{{booktabs}}")?;
-    writeln!(out, "\\begin{{tabular}}{{{alignment}}}")?;
-    write!(
+    writeln!(
         out,
-        "\\toprule\n{}\\midrule\n{}",
-        lines[0],
-        lines[1..].concat()
+        "% needs \\usepackage{{booktabs}}\n\\begin{{table}}[ht]\n\\centering"
     )?;
-    writeln!(out, "\\bottomrule\n\\end{{tabular}}")
-}
-
-/// A `#table`, its cells string literals: in them Typst gives no character a meaning.
-pub(super) fn typst_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let strips = report.strips();
-    let lines = rows(report, &strips).into_iter().map(|cells| {
-        let cells: Vec<_> = cells.iter().map(|cell| quote_typst(cell)).collect();
-        cells.join(", ")
-    });
-    let lines: Vec<String> = lines.collect();
-    // A tuple of one needs its comma.
-    let alignment = strips
-        .iter()
-        .map(|strip| if strip.right { "right, " } else { "left, " });
-    let alignment: String = alignment.collect();
-
-    writeln!(out, "#table(")?;
-    writeln!(out, "  columns: {},", report.columns.len())?;
-    writeln!(out, "  align: ({}),", alignment.trim_end_matches(' '))?;
-    writeln!(out, "  table.header({}),", lines[0])?;
-    for line in &lines[1..] {
-        writeln!(out, "  {line},")?;
+    if !report.title.is_empty() {
+        writeln!(out, "\\caption{{{}}}", escape_latex(&report.title))?;
     }
-    writeln!(out, ")")
+    writeln!(out, "\\begin{{tabular}}{{{alignment}}}")?;
+    let (heading, rows) = (&lines[0], lines[1..].concat());
+    write!(out, "\\toprule\n{heading}\\midrule\n{rows}")?;
+    writeln!(out, "\\bottomrule\n\\end{{tabular}}\n\\end{{table}}")?;
+    Ok(left_out)
 }
 
 fn escape_latex(text: &str) -> String {
@@ -206,20 +213,4 @@ fn escape_latex(text: &str) -> String {
         before = c;
     }
     escaped
-}
-
-fn quote_typst(text: &str) -> String {
-    let text = text.replace("\r\n", "\n");
-    let mut quoted = String::from("\"");
-    for c in text.chars() {
-        match c {
-            '\\' => quoted.push_str("\\\\"),
-            '"' => quoted.push_str("\\\""),
-            '\n' => quoted.push_str("\\n"),
-            c if c.is_control() => quoted.push(' '),
-            c => quoted.push(c),
-        }
-    }
-    quoted.push('"');
-    quoted
 }

@@ -1,9 +1,9 @@
-//! What a measurement looks like once it is made: statistics over samples, tables in six formats, line charts.
+//! Reports of measurements: statistics over samples, tables in five formats, charts.
 //!
 //! - [`Statistics`] turns samples into mean, deviation and quantiles;
-//! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON, LaTeX or Typst
+//! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON or LaTeX
 //!   ([`Format`]); [`Layout`] fits text to a terminal; [`pivot()`] puts the phases of a configuration side by side;
-//! - [`PowerLaw`] says how fast a measured thing grows;
+//! - [`Speedup`] compares two timings and [`PowerLaw`] fits growth: each says whether its figures decide;
 //! - [`plot`] draws charts, as SVG or PNG.
 //!
 //! Nothing here takes a measurement: timing lives in `bench`, memory in `memory`.
@@ -46,9 +46,10 @@ mod words;
 mod write;
 
 pub use column::Column;
-pub use document::Report;
-pub use fields::{Fields, mean_and_std, pivot};
-pub use statistics::{PowerLaw, Statistics};
+pub use document::{Answer, Report};
+pub use fields::{Fields, mean_and_std, pivot, speedup};
+pub use markup::LATEX_COLUMNS;
+pub use statistics::{PowerLaw, Speedup, Statistics, Verdict};
 pub use text::Layout;
 pub use words::{NOTE_CHARS, bytes_to_mib, counted, format_mib, group_digits, list_in_note};
 pub use write::{Format, save_document};

@@ -151,6 +151,94 @@ impl fmt::Display for Statistics {
     }
 }
 
+/// How many times as fast one timing is as another: the ratio of their means, with what their spread leaves open.
+///
+/// `ratio = mean_before / mean_after`. Its standard error, by the first-order propagation of those of the means, is
+/// `ratio * sqrt((s_b / m_b)^2 / n_b + (s_a / m_a)^2 / n_a)`; the interval is two of them either way, about 95%.
+///
+/// ```
+/// use tallow::report::{Speedup, Statistics, Verdict};
+///
+/// let eager = Statistics::new(&[10.0, 10.1, 9.9, 10.0])?;
+/// let planned = Statistics::new(&[5.0, 5.1, 4.9, 5.0])?;
+/// let speedup = Speedup::new(&eager, &planned).expect("several samples each");
+/// assert_eq!(speedup.ratio, 2.0);
+/// assert_eq!(speedup.verdict(), Verdict::Faster);
+/// assert_eq!(speedup.to_string(), "2.00x");
+///
+/// let noisy = Statistics::new(&[5.0, 25.0, 4.9, 5.0])?;
+/// let unclear = Speedup::new(&eager, &noisy).expect("several samples each");
+/// assert_eq!(unclear.verdict(), Verdict::Unclear);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Speedup {
+    /// The mean before over the mean after: 2 is twice as fast.
+    pub ratio: f64,
+    /// Two standard errors of the ratio.
+    pub error: f64,
+}
+
+/// What a [`Speedup`] shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The whole interval is over 1.
+    Faster,
+    /// The whole interval is under 1.
+    Slower,
+    /// The interval holds 1 and its error is within [`Speedup::CLEAR`].
+    AsFast,
+    /// The interval holds 1 and is wider than that: these samples do not decide. More steps or a quieter machine would.
+    Unclear,
+}
+
+impl Speedup {
+    /// The largest error, as a part of the ratio, with which the ratio is a figure worth printing.
+    pub const CLEAR: f64 = 0.2;
+
+    /// Compares two timings; `None` where either has one sample, or a mean that is not positive.
+    pub fn new(before: &Statistics, after: &Statistics) -> Option<Self> {
+        let part = |s: &Statistics| Some((s.mean_ms, s.std_ms?, s.n));
+        Self::of_means(part(before)?, part(after)?)
+    }
+
+    /// Compares two timings, each by mean, standard deviation and number of samples.
+    pub(super) fn of_means(before: (f64, f64, usize), after: (f64, f64, usize)) -> Option<Self> {
+        let relative = |(mean, std, n): (f64, f64, usize)| (std / mean).powi(2) / n as f64;
+        let ratio = before.0 / after.0;
+        let error = 2.0 * ratio * (relative(before) + relative(after)).sqrt();
+        let is_usable = before.0 > 0.0 && after.0 > 0.0 && ratio.is_finite() && error.is_finite();
+        is_usable.then_some(Self { ratio, error })
+    }
+
+    /// Whether the spread leaves the ratio meaningful: an error within [`CLEAR`](Self::CLEAR) of it.
+    pub fn is_clear(&self) -> bool {
+        self.error <= Self::CLEAR * self.ratio
+    }
+
+    /// What the interval shows.
+    pub fn verdict(&self) -> Verdict {
+        let (low, high) = (self.ratio - self.error, self.ratio + self.error);
+        match () {
+            _ if low > 1.0 => Verdict::Faster,
+            _ if high < 1.0 => Verdict::Slower,
+            _ if self.is_clear() => Verdict::AsFast,
+            _ => Verdict::Unclear,
+        }
+    }
+}
+
+/// `1.24x`, or where that is not clear `between 0.9x and 1.6x`.
+impl fmt::Display for Speedup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (low, high) = (self.ratio - self.error, self.ratio + self.error);
+        match self.is_clear() {
+            true => write!(f, "{:.2}x", self.ratio),
+            false => write!(f, "between {:.1}x and {high:.1}x", low.max(0.0)),
+        }
+    }
+}
+
 /// `sorted` is not empty and `q` lies in 0..=1.
 fn interpolate(sorted: &[f64], q: f64) -> f64 {
     let position = q * (sorted.len() - 1) as f64;
@@ -179,6 +267,8 @@ pub struct PowerLaw {
     pub coefficient: f64,
     /// How many points it was fitted to.
     pub points: usize,
+    /// R^2 of the line: the part of the variance of log y that it explains, 1 for points on a line.
+    pub r_squared: f64,
 }
 
 impl PowerLaw {
@@ -205,10 +295,18 @@ impl PowerLaw {
         let covariance: f64 = logs.iter().map(|(x, y)| (x - mean_x) * (y - mean_y)).sum();
         let variance: f64 = logs.iter().map(|(x, _)| (x - mean_x).powi(2)).sum();
         let exponent = covariance / variance;
+        let total: f64 = logs.iter().map(|(_, y)| (y - mean_y).powi(2)).sum();
+        let explained = exponent * covariance;
         Some(Self {
             exponent,
             coefficient: (mean_y - exponent * mean_x).exp(),
             points: logs.len(),
+            r_squared: if total > 0.0 { explained / total } else { 1.0 },
         })
+    }
+
+    /// Whether the points lie near enough to the line for its exponent to be worth a sentence: R^2 of at least 0.95.
+    pub fn fits(&self) -> bool {
+        self.r_squared >= 0.95
     }
 }

@@ -2,7 +2,8 @@
 
 use super::column::{NOT_AVAILABLE, plain};
 use super::words::{list_in_note, one_line, wrap};
-use super::{Column, Fields, Report};
+use super::{Answer, Column, Fields, Report};
+use std::iter::once;
 
 /// How a [`Report`](super::Report) is laid out as text.
 ///
@@ -20,7 +21,9 @@ pub struct Layout {
 }
 
 pub(super) fn text(report: &Report, layout: &Layout) -> String {
-    let mut blocks = blocks(report, "Configuration", layout);
+    let title = (!report.title.is_empty()).then(|| wrap(&report.title, layout.width, 2).join("\n"));
+    let mut blocks: Vec<String> = title.into_iter().collect();
+    blocks.extend(self::blocks(report, "Configuration", layout));
     for detail in &report.details {
         add_detail(&mut blocks, detail, layout);
     }
@@ -59,6 +62,7 @@ fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
     if !lines.is_empty() {
         blocks.push(lines.join("\n"));
     }
+    blocks.extend(answers(report, layout));
     let notes: Vec<&String> = report.notes.iter().chain(&note).collect();
     let numbered = notes.iter().enumerate().flat_map(|(i, note)| {
         let text = format!("{}. {note}", i + 1);
@@ -69,6 +73,19 @@ fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
         blocks.push(numbered.collect::<Vec<_>>().join("\n"));
     }
     blocks
+}
+
+/// The answers under their heading, each indented below its question.
+fn answers(report: &Report, layout: &Layout) -> Option<String> {
+    let lines = report
+        .answers
+        .iter()
+        .flat_map(|Answer { question, answer }| {
+            let answer = wrap(&format!("  {}", one_line(answer)), layout.width, 2);
+            wrap(question, layout.width, 0).into_iter().chain(answer)
+        });
+    let lines: Vec<String> = once("Answers".to_string()).chain(lines).collect();
+    (!report.answers.is_empty()).then(|| lines.join("\n"))
 }
 
 /// `Configuration: precision f32; data: 12,345 tokens`, without what is null.
@@ -108,7 +125,7 @@ fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<Str
     if !layout.every_column {
         move_what_agrees(&mut strips, &mut same);
         if let Some(width) = layout.width {
-            fit(&mut strips, width, &mut left_out);
+            left_out = fit(&mut strips, width);
         }
     }
     let note = (!left_out.is_empty()).then(|| {
@@ -198,33 +215,43 @@ fn fill(over: String, width: usize) -> String {
 
 const LEAST_WORDS: usize = 20;
 
-/// Leaves columns out until the others fit: the most minor first, of equals the last. Where only those are left that a
-/// reader cannot do without, long words are cut before one of them goes.
-fn fit(strips: &mut Vec<Strip<'_>>, width: usize, left_out: &mut Vec<String>) {
+/// Leaves columns out until the others fit `width`, and returns their headings: the most minor first, of equals the
+/// last. Once only the columns that a reader needs are left, long words are cut before one of those goes.
+fn fit(strips: &mut Vec<Strip<'_>>, width: usize) -> Vec<String> {
+    let mut left_out = Vec::new();
     while total(&widths(strips)) > width {
-        let of_minor = |i: &usize| (strips[*i].column.minor, *i);
-        let most = (1..strips.len()).max_by_key(of_minor);
-        let is_needed = most.is_none_or(|most| strips[most].column.minor == 0);
+        let is_needed = strips.iter().skip(1).all(|strip| strip.column.minor == 0);
         if is_needed && cut_words(strips, width) {
             continue;
         }
-        let Some(most) = most else { return };
-        // What is compared goes together: half a comparison says nothing.
-        let span = spans(strips).into_iter().find(|(_, end)| *end > most);
-        let (first, end) = span.unwrap_or((most, most + 1));
-        let minor = strips[most].column.minor;
-        let goes = |i: usize, strip: &Strip<'_>| {
-            (first.max(1)..end).contains(&i) && strip.column.minor == minor
-        };
-        let all = std::mem::take(strips).into_iter().enumerate();
-        let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
-        *strips = kept.into_iter().map(|(_, strip)| strip).collect();
-        let gone: Vec<Strip<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
-        let name = match &gone[..] {
-            [only] => only.column.heading(),
-            several => over(several),
-        };
-        left_out.insert(0, name);
+        let headings = leave_out(strips);
+        if headings.is_empty() {
+            break;
+        }
+        left_out.splice(0..0, headings);
+    }
+    left_out
+}
+
+/// Leaves out the most minor column, of equals the last, with its equals under the same heading: half a comparison says
+/// nothing. Returns their headings, the shared one if all under it go; none if only the first column is left.
+pub(super) fn leave_out(strips: &mut Vec<Strip<'_>>) -> Vec<String> {
+    let Some(most) = (1..strips.len()).max_by_key(|i| (strips[*i].column.minor, *i)) else {
+        return Vec::new();
+    };
+    let span = spans(strips).into_iter().find(|(_, end)| *end > most);
+    let (first, end) = span.unwrap_or((most, most + 1));
+    let minor = strips[most].column.minor;
+    let goes = |i: usize, strip: &Strip<'_>| {
+        (first.max(1)..end).contains(&i) && strip.column.minor == minor
+    };
+    let all = std::mem::take(strips).into_iter().enumerate();
+    let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
+    *strips = kept.into_iter().map(|(_, strip)| strip).collect();
+    let gone: Vec<Strip<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
+    match gone.len() > 1 && gone.len() == end - first {
+        true => vec![over(&gone)],
+        false => gone.iter().map(|strip| strip.column.heading()).collect(),
     }
 }
 

@@ -126,7 +126,7 @@ pub(super) fn wrap(text: &str, width: Option<usize>, indent: usize) -> Vec<Strin
     lines.into_iter().map(|line| line.into_owned()).collect()
 }
 
-/// Without anything that ends a line or moves the cursor: Typst takes the two Unicode separators for line ends.
+/// The text without characters that end a line or move the cursor.
 pub(super) fn one_line(text: &str) -> String {
     let is_bad = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
     text.replace("\r\n", " ").replace(is_bad, " ")

@@ -30,21 +30,19 @@ pub enum Format {
     Csv,
     /// One document with everything, unrounded; what is missing is `null`.
     Json,
-    /// A `tabular` with booktabs rules; environment and configuration as comments.
+    /// A `table` with a caption, booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns, answers and
+    /// notes as text under it; environment and configuration as comments.
     Latex,
-    /// A `#table`; environment and configuration as comments.
-    Typst,
 }
 
 impl Format {
     /// Every format, in the order in which help texts list them.
-    pub const ALL: [Format; 6] = [
+    pub const ALL: [Format; 5] = [
         Format::Text,
         Format::Markdown,
         Format::Csv,
         Format::Json,
         Format::Latex,
-        Format::Typst,
     ];
 
     /// The name that [`FromStr`] takes.
@@ -55,7 +53,6 @@ impl Format {
             Format::Csv => "csv",
             Format::Json => "json",
             Format::Latex => "latex",
-            Format::Typst => "typst",
         }
     }
 }
@@ -161,8 +158,7 @@ impl Report {
             Format::Markdown => markup::write_markdown(self, out),
             Format::Csv => data::write_csv(self, out),
             Format::Json => data::write_json(self, out),
-            Format::Latex => markup::write_typeset(self, "%", markup::latex_table, out),
-            Format::Typst => markup::write_typeset(self, "//", markup::typst_table, out),
+            Format::Latex => markup::write_latex(self, out),
         }
     }
 }

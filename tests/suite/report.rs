@@ -10,7 +10,7 @@ mod stopwatch;
 mod tables;
 
 use serde_json::{Value, json};
-use tallow::report::{Column, Fields, Format, Report};
+use tallow::report::{Answer, Column, Fields, Format, Report};
 
 fn rendered(report: &Report, format: Format) -> String {
     let mut out = Vec::new();
@@ -42,6 +42,7 @@ fn nasty() -> Report {
             Column::mib("peak_bytes", "Peak"),
         ],
         rows: vec![first, second],
+        answers: vec![Answer::new("Which?", "50% & more.")],
         notes: vec!["6N|12".into()],
         analysis: Fields::from_iter([("order", "N^2")]),
         ..Default::default()

@@ -298,13 +298,7 @@ fn details_are_in_every_format() {
         details: vec![detail],
         ..super::nasty()
     };
-    for format in [
-        Format::Text,
-        Format::Markdown,
-        Format::Json,
-        Format::Latex,
-        Format::Typst,
-    ] {
+    for format in [Format::Text, Format::Markdown, Format::Json, Format::Latex] {
         let text = rendered(&report, format);
         for part in ["Largest allocations", "lm", "A note."] {
             assert!(text.contains(part), "{format}: {part} in {text}");

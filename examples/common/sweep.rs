@@ -1,0 +1,86 @@
+//! Runs one after the other: progress with the time left, and Ctrl-C that leaves the rows there are.
+
+use super::say_aside;
+use signal_hook::consts::SIGINT;
+use signal_hook::flag;
+use std::fmt::Display;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use tallow::{Error, Result};
+
+/// Whether a sweep was stopped: the program then ends with 130, as shells expect after Ctrl-C.
+static IS_STOPPED: AtomicBool = AtomicBool::new(false);
+
+/// The runs of a benchmark. The first Ctrl-C ends the sweep after the current run, the second ends the program.
+pub struct Sweep {
+    runs: usize,
+    begun: usize,
+    start: Instant,
+    is_interrupted: Arc<AtomicBool>,
+}
+
+impl Sweep {
+    /// A sweep of `runs` runs, from now on.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system refuses to report signals.
+    pub fn new(runs: usize) -> Result<Self> {
+        let is_interrupted = Arc::<AtomicBool>::default();
+        let registered = flag::register_conditional_shutdown(SIGINT, 130, is_interrupted.clone())
+            .and_then(|_| flag::register(SIGINT, is_interrupted.clone()));
+        registered.map_err(|e| Error::io("listen to", "Ctrl-C", e))?;
+        Ok(Self {
+            runs,
+            begun: 0,
+            start: Instant::now(),
+            is_interrupted,
+        })
+    }
+
+    /// Begins the next run, whose `title` is printed as progress. Returns `false` once Ctrl-C was pressed: the caller
+    /// then leaves its loop and prints the rows there are.
+    pub fn begins(&mut self, title: impl Display) -> bool {
+        if self.is_interrupted.load(Ordering::SeqCst) {
+            IS_STOPPED.store(true, Ordering::SeqCst);
+            return false;
+        }
+        let left = self
+            .seconds_left()
+            .map(|s| format!(", about {s:.0} s left"));
+        self.begun += 1;
+        let (run, runs) = (self.begun, self.runs);
+        super::progress(format_args!(
+            "[{run}/{runs}] {title}{}",
+            left.unwrap_or_default()
+        ));
+        true
+    }
+
+    /// The seconds that the runs left take if they take as long as those so far; `None` before the first has ended.
+    fn seconds_left(&self) -> Option<f64> {
+        let mean = self.start.elapsed().as_secs_f64() / self.begun as f64;
+        (self.begun > 0).then(|| mean * self.runs.saturating_sub(self.begun) as f64)
+    }
+
+    /// A note for the report of a sweep that was stopped.
+    pub fn note(&self) -> Option<String> {
+        let is_stopped = IS_STOPPED.load(Ordering::SeqCst);
+        is_stopped.then(|| {
+            format!(
+                "Stopped by Ctrl-C after {} of {} runs.",
+                self.begun, self.runs
+            )
+        })
+    }
+}
+
+/// Whether a sweep of this program was stopped by Ctrl-C.
+pub fn is_stopped() -> bool {
+    IS_STOPPED.load(Ordering::SeqCst)
+}
+
+/// Reports a file that was written.
+pub fn wrote(path: &std::path::Path) {
+    say_aside(format_args!("wrote {}", path.display()));
+}
