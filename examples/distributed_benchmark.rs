@@ -1,31 +1,28 @@
-//! What several GPUs cost and gain: collectives by size, and a training step by how its gradients are exchanged.
+//! Times collectives and training steps of several ranks, measures a rank's memory, and estimates steps of more GPUs.
 //!
-//! The second half of Stanford CS336's second assignment ("distributed communication", "naive DDP", "flat", "overlap",
-//! "bucketed"), on NVIDIA GPUs by NCCL and on CPUs by MPI.
+//! The second half of Stanford CS336's second assignment: collectives, naive, flat, overlapped and bucketed DDP, the
+//! sharded optimizer, FSDP, and communication accounting. Ranks are threads of this process, or with `--gpus`, torchrun,
+//! srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
-//! cargo run --example distributed_benchmark --features cuda -- --gpus 2
-//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part memory steps \
-//!     --strategy replicated sharded-optimizer --size medium xl
-//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl \
-//!     --precision bf16 --attention flash --exchange-bf16
+//! cargo run --example distributed_benchmark
+//! cargo run --example distributed_benchmark -- --ranks 4 --part memory --strategy replicated sharded-optimizer fully-shard
+//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl --precision bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
 //!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
-//! cargo run --example distributed_benchmark -- --part accounting --d-model 16384 --d-ff 53248 --num-layers 126 \
-//!     --num-heads 128
+//! cargo run --example distributed_benchmark -- --part accounting
 //! mpirun -n 2 cargo run --example distributed_benchmark --features mpi -- --mib 1 10 --size tiny
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
-//!
-//! Times are rank 0's. Every rank has a batch of its own, so that a step of N ranks learns from N times as many tokens.
-//! "alone" is the same step on every rank at once without an exchange.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 #[path = "distributed_benchmark/accounting.rs"]
 mod accounting;
+#[path = "distributed_benchmark/answers.rs"]
+mod answers;
 #[path = "distributed_benchmark/collectives.rs"]
 mod collectives;
 mod common;
@@ -41,27 +38,34 @@ use clap::{Parser, ValueEnum};
 use common::models::{ModelFlags, describe};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
+use common::sweep::Progress;
 use common::{Common, Effects, Output, values};
 use paper::PaperFlags;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use steps::Ways;
-use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::distributed::Communicator;
+use tallow::distributed::{self, Communicator, Ranks};
 use tallow::report::{Fields, Report};
+use tallow::{Error, Result};
 
-/// Times collectives, and training steps whose gradients several ranks average
+/// Times collectives and training steps of several ranks, and measures their memory
 #[derive(Parser)]
-#[command(version)]
+#[command(version, after_help = EXAMPLES)]
 #[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
 #[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
-    /// What to measure
-    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["collectives", "steps"])]
+    /// collectives, steps, memory, paper, accounting; several
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["collectives", "steps"],
+          value_name = "PART", hide_possible_values = true)]
     part: Vec<Part>,
 
-    /// Sizes of a rank's buffer in collectives, in MiB
+    /// Ranks as threads, on the CPU [default: 2]
+    #[arg(long, value_name = "N", conflicts_with = "gpus")]
+    ranks: Option<NonZeroUsize>,
+
+    /// Sizes of a rank's buffer in collectives
     #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1024], value_name = "MIB")]
     mib: Vec<usize>,
 
@@ -71,30 +75,30 @@ struct Flags {
     #[command(flatten)]
     precision: PrecisionFlags,
 
-    /// What computes attention, naive or flash
-    #[arg(long, default_value_t = Algorithm::Naive)]
+    /// naive or flash
+    #[arg(long, default_value_t = Algorithm::Naive, value_name = "NAME")]
     attention: Algorithm,
 
-    /// Sequences of a rank's batch
-    #[arg(long, default_value_t = 4, value_parser = values::count())]
+    /// Sequences in a rank's batch
+    #[arg(long, default_value_t = 4, value_name = "B", value_parser = values::count())]
     batch_size: usize,
 
-    /// Tokens of a sequence
-    #[arg(long, default_value_t = 256, value_parser = values::count())]
+    /// Tokens in a sequence
+    #[arg(long, default_value_t = 256, value_name = "T", alias = "sequence-length", value_parser = values::count())]
     context_length: usize,
 
     #[command(flatten)]
     ways: Ways,
 
     /// Steps before those that are timed
-    #[arg(long, default_value_t = 3, value_parser = values::count_from_0())]
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = values::count_from_0())]
     warmup_steps: usize,
 
     /// Steps that are timed
-    #[arg(long, default_value_t = 10, value_parser = values::count())]
+    #[arg(long, default_value_t = 10, value_name = "N", alias = "iterations", value_parser = values::count())]
     steps: usize,
 
-    /// Save a trace of rank 0's steps for Perfetto (JSON), one for each way: kernels, and beside them collectives
+    /// Save a trace of rank 0's steps for Perfetto, a file for each row
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 
@@ -105,7 +109,7 @@ struct Flags {
     accounting: AccountingFlags,
 
     #[command(flatten)]
-    ranks: RankFlags,
+    processes: RankFlags,
 
     #[command(flatten)]
     output: Output,
@@ -114,26 +118,31 @@ struct Flags {
     common: Common,
 }
 
+const EXAMPLES: &str = "\
+Examples:
+  distributed_benchmark --ranks 2 --part steps --bucket-mib 1 10 100
+  distributed_benchmark --ranks 2 --part memory --strategy replicated sharded-optimizer fully-shard
+  distributed_benchmark --part accounting";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
     /// All-reduce, reduce-scatter and all-gather by size
     Collectives,
-    /// Training steps by how gradients are exchanged, and what is divided
+    /// Training steps by how gradients are exchanged
     Steps,
-    /// What a rank's memory holds, by what is divided
+    /// A rank's memory by what is divided
     Memory,
-    /// Training steps of more GPUs than there are, by rates that were measured
+    /// Estimated steps of more GPUs, by measured rates
     Paper,
-    /// Memory, and the least batch that hides communication, of feed-forward layers divided by data, weights (FSDP)
-    /// and tensors, on paper
+    /// The handout's communication accounting
     Accounting,
 }
 
 fn main() -> ExitCode {
     let flags = Flags::effects().parse();
-    match flags.ranks.launched() {
+    match flags.processes.launched() {
         Some(code) => code,
-        None => common::run(|| flags.common.around(|| flags.run())),
+        None => common::run(|| flags.run()),
     }
 }
 
@@ -142,7 +151,12 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
-            .of_ranks(|flags| (&flags.ranks, &flags.common))
+            .of_ranks(|flags| (&flags.processes, &flags.common))
+            .only(
+                "without torchrun, srun or mpirun, which start the ranks, on the CPU",
+                &["ranks"],
+                |flags| matches!(flags.ranks_as_threads(), Ok(Some(_))),
+            )
             .only("with --part collectives", &["mib"], |flags| {
                 flags.has(&[Part::Collectives])
             })
@@ -170,7 +184,6 @@ impl Flags {
                     "bucket-mib",
                     "exchange-bf16",
                     "strategy",
-                    "only-overlapped",
                     "memory-budget-gib",
                 ],
                 |flags| flags.has(&[Part::Steps, Part::Memory, Part::Paper]),
@@ -201,8 +214,45 @@ impl Flags {
         self.part.iter().any(|part| parts.contains(part))
     }
 
+    /// The ranks that are threads of this process; `None` where ranks are processes or GPUs.
+    fn ranks_as_threads(&self) -> Result<Option<NonZeroUsize>> {
+        let are_processes = Ranks::from_env()?.is_some() || self.processes.gpus.is_some();
+        let is_on_cpu = self.common.device.eq_ignore_ascii_case("cpu");
+        let ranks = self.ranks.or(NonZeroUsize::new(2));
+        Ok(ranks.filter(|_| !are_processes && is_on_cpu))
+    }
+
     fn run(&self) -> Result<()> {
-        let communicator = self.ranks.join(&self.common)?;
+        let Some(ranks) = self.ranks_as_threads()? else {
+            let communicator = self.processes.join(&self.common)?;
+            return self.common.around(|| self.run_rank(&communicator));
+        };
+        let communicators = distributed::threads(ranks.get())?;
+        let ended: Vec<Result<()>> = std::thread::scope(|scope| {
+            let run =
+                |communicator: Communicator| self.common.around(|| self.run_rank(&communicator));
+            let threads: Vec<_> = communicators
+                .into_iter()
+                .map(|communicator| scope.spawn(move || run(communicator)))
+                .collect();
+            let joined = threads.into_iter().map(|thread| thread.join());
+            joined
+                .map(|ended| ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        });
+        // A rank that fails takes the others with it: its own error says why.
+        let mut errors: Vec<Error> = ended.into_iter().filter_map(Result::err).collect();
+        let own = errors
+            .iter()
+            .position(|error| !matches!(error, Error::Rank { .. }));
+        match errors.is_empty() {
+            true => Ok(()),
+            false => Err(errors.swap_remove(own.unwrap_or(0))),
+        }
+    }
+
+    /// Runs all parts as one rank; rank 0 prints them.
+    fn run_rank(&self, communicator: &Communicator) -> Result<()> {
         if communicator.rank() == 0 {
             self.output.check_with([&self.trace])?;
         }
@@ -215,18 +265,35 @@ impl Flags {
         ];
         self.output.check_columns(tables)?;
         let models = self.models.models(self.context_length, &[self.attention])?;
+        let runs = self.part.iter().map(|part| match part {
+            Part::Collectives => 3 * self.mib.len(),
+            Part::Steps | Part::Memory => models.len() * self.ways.all().len(),
+            Part::Paper => models.len() * self.ways.all().iter().flatten().count(),
+            Part::Accounting => 0,
+        });
+        let runs = runs.sum();
+        let mut progress = (communicator.rank() == 0).then(|| Progress::new(runs));
+        let progress = &mut progress;
         let mut reports = Vec::new();
         for part in &self.part {
             reports.push(match part {
-                Part::Collectives => self.collectives(&communicator)?,
-                Part::Steps => self.training_steps(&communicator, &models)?,
-                Part::Memory => self.memory(&communicator, &models)?,
-                Part::Paper => self.on_paper(&models)?,
+                Part::Collectives => self.collectives(communicator, progress)?,
+                Part::Steps => self.training_steps(communicator, &models, progress)?,
+                Part::Memory => self.memory(communicator, &models, progress)?,
+                Part::Paper => self.on_paper(&models, progress)?,
                 Part::Accounting => self.accounting(&models)?,
             });
         }
-        let mut configuration = self.configuration(&communicator)?;
-        if self.part != [Part::Collectives] {
+        if communicator.rank() > 0 {
+            return Ok(()); // one rank's tables are all of it
+        }
+        let mut configuration = self.configuration(communicator)?;
+        let is_of_models = |part: &Part| match part {
+            Part::Collectives => false,
+            Part::Accounting => self.models.names_a_model(),
+            _ => true,
+        };
+        if self.part.iter().any(is_of_models) {
             configuration.merge(describe(&models));
         }
         let mut reports = reports.into_iter();
@@ -235,21 +302,20 @@ impl Flags {
             configuration,
             ..reports.next().unwrap_or_default()
         };
-        let report = Report {
+        self.output.publish(&Report {
             details: reports.collect(),
             ..report
-        };
-        match communicator.rank() {
-            0 => self.output.publish(&report),
-            _ => Ok(()), // one rank's table is all of it
-        }
+        })
     }
 
     fn configuration(&self, communicator: &Communicator) -> Result<Fields> {
         let mut fields = Fields::new();
         let measures = |part: &Part| !matches!(part, Part::Paper | Part::Accounting);
         if self.part.iter().any(measures) {
-            fields.insert("ranks", communicator.world_size());
+            let ranks = communicator.world_size();
+            let are_threads = self.ranks_as_threads()?.is_some();
+            let ranks = format!("{ranks}{}", if are_threads { " threads" } else { "" });
+            fields.insert("ranks", ranks);
             fields.insert("warm-up", self.warmup_steps);
             fields.insert("steps", self.steps);
         }

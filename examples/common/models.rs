@@ -12,15 +12,15 @@ use tallow::report::{Fields, group_digits};
 /// Flags of every example that measures models by preset or by sizes.
 #[derive(Args, Clone, Debug)]
 pub struct ModelFlags {
-    /// tiny, small, medium, large, xl, wide, 2.7b or 10b; several [default: tiny]
+    /// tiny, small, medium, large, xl, wide, 2.7b, 10b [default: tiny]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     size: Vec<String>,
 
-    /// Models by the config.json of a folder or of org/name in the hub's cache; several
+    /// Folders with a config.json, or org/name in the hub's cache
     #[arg(long, num_args = 1.., value_name = "FOLDER")]
     family: Vec<PathBuf>,
 
-    /// Width of the residual stream [default: the preset's, as the next four]
+    /// Width of the residual stream, instead of the preset's
     #[arg(long, value_name = "N")]
     d_model: Option<usize>,
 
@@ -49,6 +49,13 @@ pub struct Model {
 }
 
 impl ModelFlags {
+    /// Whether a flag names a model or one of its sizes.
+    pub fn names_a_model(&self) -> bool {
+        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
+        let is_sized = sizes.iter().any(Option::is_some);
+        is_sized || !self.size.is_empty() || !self.family.is_empty()
+    }
+
     /// The models to measure: presets, with whatever sizes are given in place of theirs, and room for `context_length`
     /// tokens. Each is one that every algorithm of `attention` can compute.
     pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {

@@ -10,6 +10,7 @@ use tallow::{Error, Result};
 
 /// Flags of every example that prints a table.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Report and run")]
 pub struct Output {
     /// text, markdown, csv, json or latex
     #[arg(long, default_value = "text", value_name = "NAME")]

@@ -7,12 +7,12 @@ use tallow::{Error, Result};
 /// Flags of every example that can compute in half precision.
 #[derive(Args, Clone, Debug)]
 pub struct PrecisionFlags {
-    /// f32, bf16 or f16 (autocast, f32 parameters); several
+    /// f32, bf16, f16: autocast with f32 parameters; several
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     precision: Vec<Precision>,
 
-    /// Lists of ops that autocast uses [default: cuda]
-    #[arg(long, value_enum, value_name = "NAME")]
+    /// Autocast's lists of ops, cuda or cpu [default: cuda]
+    #[arg(long, value_enum, value_name = "NAME", hide_possible_values = true)]
     autocast: Option<AutocastFlag>,
 
     /// Half precision throughout, parameters too

@@ -12,11 +12,42 @@ use tallow::{Error, Result};
 /// Whether a sweep was stopped: the program then ends with 130, as shells expect after Ctrl-C.
 static IS_STOPPED: AtomicBool = AtomicBool::new(false);
 
-/// The runs of a benchmark. The first Ctrl-C ends the sweep after the current run, the second ends the program.
-pub struct Sweep {
+/// Counts runs and estimates the time left.
+pub struct Progress {
     runs: usize,
     begun: usize,
     start: Instant,
+}
+
+impl Progress {
+    /// Progress of `runs` runs, from now on.
+    pub fn new(runs: usize) -> Self {
+        Self {
+            runs,
+            begun: 0,
+            start: Instant::now(),
+        }
+    }
+
+    /// Prints the next run's number, `title` and the time left, if stderr is a terminal.
+    pub fn begin(&mut self, title: impl Display) {
+        let left = self.seconds_left();
+        let left = left.map_or(String::new(), |s| format!(", about {s:.0} s left"));
+        self.begun += 1;
+        let (run, runs) = (self.begun, self.runs);
+        super::progress(format_args!("[{run}/{runs}] {title}{left}"));
+    }
+
+    /// The seconds that the runs left take if they take as long as those so far; `None` before the first has ended.
+    fn seconds_left(&self) -> Option<f64> {
+        let mean = self.start.elapsed().as_secs_f64() / self.begun as f64;
+        (self.begun > 0).then(|| mean * self.runs.saturating_sub(self.begun) as f64)
+    }
+}
+
+/// The runs of a benchmark. The first Ctrl-C ends the sweep after the current run, the second ends the program.
+pub struct Sweep {
+    progress: Progress,
     is_interrupted: Arc<AtomicBool>,
 }
 
@@ -31,9 +62,7 @@ impl Sweep {
             .and_then(|_| flag::register(SIGINT, is_interrupted.clone()));
         registered.map_err(|e| Error::io("listen to", "Ctrl-C", e))?;
         Ok(Self {
-            runs,
-            begun: 0,
-            start: Instant::now(),
+            progress: Progress::new(runs),
             is_interrupted,
         })
     }
@@ -45,33 +74,14 @@ impl Sweep {
             IS_STOPPED.store(true, Ordering::SeqCst);
             return false;
         }
-        let left = self
-            .seconds_left()
-            .map(|s| format!(", about {s:.0} s left"));
-        self.begun += 1;
-        let (run, runs) = (self.begun, self.runs);
-        super::progress(format_args!(
-            "[{run}/{runs}] {title}{}",
-            left.unwrap_or_default()
-        ));
+        self.progress.begin(title);
         true
-    }
-
-    /// The seconds that the runs left take if they take as long as those so far; `None` before the first has ended.
-    fn seconds_left(&self) -> Option<f64> {
-        let mean = self.start.elapsed().as_secs_f64() / self.begun as f64;
-        (self.begun > 0).then(|| mean * self.runs.saturating_sub(self.begun) as f64)
     }
 
     /// A note for the report of a sweep that was stopped.
     pub fn note(&self) -> Option<String> {
-        let is_stopped = IS_STOPPED.load(Ordering::SeqCst);
-        is_stopped.then(|| {
-            format!(
-                "Stopped by Ctrl-C after {} of {} runs.",
-                self.begun, self.runs
-            )
-        })
+        let Progress { begun, runs, .. } = self.progress;
+        is_stopped().then(|| format!("Stopped by Ctrl-C after {begun} of {runs} runs."))
     }
 }
 

@@ -1,84 +1,142 @@
-//! CS336's communication accounting: feed-forward layers of two products, divided among devices by data, by weights
-//! (FSDP) and by columns of weights (tensor parallelism).
+//! CS336's communication accounting: feed-forward layers divided among devices by data, by weights (FSDP) and by the
+//! columns of weights (tensor parallelism).
 //!
-//! A block has two weights of D F elements. On N = X Y devices, X by FSDP (or data alone) and Y by tensor parallelism,
-//! a device has b tokens, and the forward of a block computes `4 b D F` FLOPs. Meanwhile it receives, in bf16,
-//! - by FSDP the weights of its columns from X devices, `(X - 1)/X 4 D F / Y` bytes over M_X links;
+//! A block has `w` weights of D F elements. On N = X Y devices, X by FSDP (or data alone) and Y by tensor parallelism,
+//! a device has b tokens, and the forward of a block computes `2 w b D F` FLOPs. Meanwhile it receives, in bf16,
+//! - by FSDP the weights of its columns from X devices, `(X - 1)/X 2 w D F / Y` bytes over M_X links;
 //! - by tensor parallelism, of the b Y tokens of its Y devices, the inputs and in parts the outputs,
 //!   `(Y - 1)/Y 4 b Y D` bytes over M_Y links.
 //!
-//! It is bound by compute where the FLOPs take as long as both: from the b of the table on. Data parallelism alone has
-//! nothing to receive in forward; its backward, of twice the FLOPs, all-reduces the gradients, `2 (X - 1)/X 4 D F`
-//! bytes. ("How to Scale Your Model", Austin et al., 2025, chapter 5.)
+//! It is compute-bound where the FLOPs take as long as both: from the b of the table on. Data parallelism alone receives
+//! nothing in forward; its backward, of twice the FLOPs, all-reduces the gradients, `2 (X - 1)/X 2 w D F` bytes. ("How
+//! to Scale Your Model", Austin et al., 2025, chapter 5.)
 
 use super::common::models::Model;
 use super::{Flags, values};
 use clap::Args;
-use tallow::model::TransformerConfig;
-use tallow::report::{Column, Fields, Report};
+use serde::Serialize;
+use tallow::report::{Answer, Column, Fields, Report, group_digits};
 use tallow::{Error, Result};
 
 /// The devices, and how a model is divided among them. The defaults are the handout's: TPU v5p, 16 by FSDP, 4 by
 /// tensor parallelism
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Accounting")]
+#[command(next_help_heading = "Accounting (defaults: the handout's TPU v5p)")]
 pub struct AccountingFlags {
-    /// X: devices that weights are divided among by FSDP
-    #[arg(long, default_value_t = 16, value_parser = values::count())]
+    /// X: devices that FSDP divides weights among
+    #[arg(long, default_value_t = 16, value_name = "X", value_parser = values::count())]
     fsdp: usize,
 
     /// Y: devices that each weight's columns are divided among
-    #[arg(long, default_value_t = 4, value_parser = values::count())]
+    #[arg(long, default_value_t = 4, value_name = "Y", value_parser = values::count())]
     tensor_parallel: usize,
 
-    /// C: FLOPs of a device a second, in TFLOP/s
-    #[arg(long, default_value_t = 460.0, value_name = "TFLOPS")]
+    /// C: arithmetic rate of a device in bf16, in TFLOP/s
+    #[arg(long, default_value_t = 460.0, value_name = "C")]
     device_tflops: f64,
 
-    /// Bytes of a device a second over one link, in GB/s, both directions together
-    #[arg(long, default_value_t = 180.0, value_name = "GB/S")]
+    /// Rate of one link of a device, both directions, in GB/s
+    #[arg(long, default_value_t = 180.0, value_name = "W")]
     link_gb_s: f64,
 
-    /// M_X: links of a device for FSDP
-    #[arg(long, default_value_t = 2, value_parser = values::count())]
-    fsdp_links: usize,
+    /// M_X and M_Y: links of a device for FSDP and for tensors
+    #[arg(long, num_args = 2, value_names = ["M_X", "M_Y"], default_values_t = [2, 1], value_parser = values::count())]
+    links: Vec<usize>,
 
-    /// M_Y: links of a device for tensor parallelism
-    #[arg(long, default_value_t = 1, value_parser = values::count())]
-    tensor_links: usize,
-
-    /// Memory of a device, in GB
+    /// Memory of a device, in GB (10^9 bytes)
     #[arg(long, default_value_t = 95.0, value_name = "GB")]
     device_gb: f64,
 }
 
-/// Of a model's feed-forward layers.
-struct Sizes {
-    d: f64,
-    f: f64,
-    layers: f64,
-    tokens: f64,
+/// A model's feed-forward layers.
+#[derive(Clone, Copy, Debug)]
+pub struct Layers {
+    pub d: f64,
+    pub f: f64,
+    pub blocks: f64,
+    /// Weights of a block: 2, or 3 of a gated network.
+    pub weights: f64,
+    /// Tokens in all, whose activations are kept for backward.
+    pub tokens: f64,
 }
 
-impl Sizes {
-    fn parameters(&self) -> f64 {
-        self.layers * 2.0 * self.d * self.f
+impl Layers {
+    /// CS336's XXL: 126 blocks, each with two linear layers.
+    fn handout(tokens: f64) -> Self {
+        Self {
+            d: 16384.0,
+            f: 53248.0,
+            blocks: 126.0,
+            weights: 2.0,
+            tokens,
+        }
     }
 
-    /// Weights, gradients, and AdamW's two means, all f32.
+    fn parameters(&self) -> f64 {
+        self.blocks * self.weights * self.d * self.f
+    }
+
+    /// Weights, gradients and AdamW's two moments, all f32: 16 bytes a parameter.
     fn state_bytes(&self) -> f64 {
         16.0 * self.parameters()
     }
 
-    /// What backward reads: the inputs of both products, bf16.
+    /// What backward reads, in bf16: a block's input, and what its last weight and its activation take as inputs.
     fn activation_bytes(&self) -> f64 {
-        2.0 * self.layers * self.tokens * (self.d + self.f)
+        let hidden = if self.weights > 2.0 { 3.0 } else { 1.0 };
+        2.0 * self.blocks * self.tokens * (self.d + hidden * self.f)
     }
 
-    /// Of a device of `n`, among which state and every second block's activations are divided.
+    /// Bytes of one of `n` devices among which the state and half of the activations are divided.
     fn device_bytes(&self, n: f64) -> f64 {
         (self.state_bytes() + self.activation_bytes() / 2.0) / n + self.activation_bytes() / 2.0
     }
+
+    /// The fewest devices of `bytes` that hold a device's share; `None` if no number does.
+    fn fewest_devices(&self, bytes: f64) -> Option<f64> {
+        let left = bytes - self.activation_bytes() / 2.0;
+        let divided = self.state_bytes() + self.activation_bytes() / 2.0;
+        (left > 0.0).then(|| (divided / left).floor() + 1.0)
+    }
+}
+
+/// How the devices are used.
+#[derive(Clone, Copy, Debug)]
+enum Division {
+    Data,
+    Fsdp,
+    Tensor,
+    Both,
+}
+
+#[derive(Serialize)]
+struct Row {
+    model: String,
+    division: String,
+    devices: u64,
+    device_bytes: f64,
+    fits: &'static str,
+    tokens_of_device: Option<f64>,
+    tokens: Option<f64>,
+}
+
+pub fn columns() -> Vec<Column> {
+    let tokens = |key, title| {
+        Column::number(key, title, "", 0)
+            .grouped()
+            .under("Compute-bound from tokens")
+    };
+    vec![
+        Column::text("model", "Model"),
+        Column::text("division", "Divided by"),
+        Column::text("devices", "Devices"),
+        Column::number("device_bytes", "Each holds", "GB", 1)
+            .scaled(1e9)
+            .grouped(),
+        Column::text("fits", "Fits"),
+        tokens("tokens_of_device", "of a device"),
+        tokens("tokens", "in all"),
+    ]
 }
 
 impl AccountingFlags {
@@ -88,8 +146,7 @@ impl AccountingFlags {
         "tensor-parallel",
         "device-tflops",
         "link-gb-s",
-        "fsdp-links",
-        "tensor-links",
+        "links",
         "device-gb",
     ];
 
@@ -112,129 +169,185 @@ impl AccountingFlags {
         Ok(())
     }
 
-    /// The least tokens of a device that its FLOPs take as long as what it receives; `None` if none are enough.
-    fn compute_bound(&self, sizes: &Sizes, x: f64, y: f64) -> Option<f64> {
+    /// The fewest tokens of a device with which a block's FLOPs take as long as what the device receives; `None` if no
+    /// number is enough.
+    fn compute_bound(&self, layers: &Layers, division: Division) -> Option<f64> {
         let (flops, link) = (1e12 * self.device_tflops, 1e9 * self.link_gb_s);
-        let of_others = |n: f64| (n - 1.0) / n;
-        // Seconds of a block, over 4 D: of b tokens compute takes b F / C.
-        let weights = of_others(x) * sizes.f / y / (link * self.fsdp_links as f64);
-        let of_a_token = of_others(y) * y / (link * self.tensor_links as f64);
-        let left = sizes.f / flops - of_a_token;
+        let (x, y) = (self.fsdp as f64, self.tensor_parallel as f64);
+        let n = x * y;
+        let both_links = (self.links[0] + self.links[1]) as f64 * link;
+        let (x, y, x_rate, y_rate) = match division {
+            // In backward: twice the FLOPs, and an all-reduce of twice the weights' bytes.
+            Division::Data | Division::Fsdp => (n, 1.0, both_links, both_links),
+            Division::Tensor => (1.0, n, both_links, both_links),
+            Division::Both => (
+                x,
+                y,
+                self.links[0] as f64 * link,
+                self.links[1] as f64 * link,
+            ),
+        };
+        let weight_elements = layers.weights * layers.d * layers.f;
+        let weights = (x - 1.0) / x * 2.0 * weight_elements / y / x_rate;
+        let left = 2.0 * weight_elements / flops - (y - 1.0) * 4.0 * layers.d / y_rate;
         (left > 0.0).then(|| weights / left)
     }
-
-    /// The same, of data parallelism over X devices, in backward.
-    fn compute_bound_by_data(&self, x: f64) -> f64 {
-        let (flops, link) = (1e12 * self.device_tflops, 1e9 * self.link_gb_s);
-        (x - 1.0) / x * flops / (link * self.fsdp_links as f64)
-    }
-}
-
-pub fn columns() -> Vec<Column> {
-    let gb = |key, title| Column::number(key, title, "GB", 1).scaled(1e9).grouped();
-    vec![
-        Column::text("model", "Model"),
-        Column::text("division", "Divided by"),
-        Column::text("devices", "Devices"),
-        gb("device_bytes", "Memory of each"),
-        Column::text("fits", "Fits"),
-        Column::number("tokens_of_device", "Compute-bound from b =", "", 0).grouped(),
-        Column::number("tokens", "Tokens in all", "", 0).grouped(),
-    ]
 }
 
 impl Flags {
+    /// Accounts for the models, or for the handout's where no model is named.
     pub fn accounting(&self, models: &[Model]) -> Result<Report> {
         let flags = &self.accounting;
         flags.validate()?;
-        let (x, y) = (flags.fsdp as f64, flags.tensor_parallel as f64);
-        let n = x * y;
-        let mut rows = Vec::new();
-        let mut notes = Vec::new();
-        for model in models {
-            let sizes = self.sizes(&model.config);
-            let state = sizes.state_bytes();
-            let whole = state + sizes.activation_bytes();
-            let of_data = flags.compute_bound_by_data(n);
-            let mut add = |division: &str, devices: f64, bytes: f64, tokens: Option<f64>| {
-                let mut row = Fields::new();
-                row.insert("model", model.name.as_str());
-                row.insert("division", division);
-                row.insert("devices", devices as u64);
-                row.insert("device_bytes", bytes);
-                let fits = bytes < 1e9 * flags.device_gb;
-                row.insert("fits", if fits { "yes" } else { "no" });
-                row.insert("tokens_of_device", tokens);
-                row.insert("tokens", tokens.map(|tokens| tokens * devices));
-                rows.push(row);
+        let tokens = self.batch_size as f64 * self.context_length as f64;
+        let layers = models.iter().map(|Model { name, config }| {
+            let layers = Layers {
+                d: config.d_model as f64,
+                f: config.d_ff as f64,
+                blocks: config.num_layers as f64,
+                weights: config.feed_forward_maps() as f64,
+                tokens,
             };
-            add("nothing", 1.0, whole, Some(0.0));
-            add("data", n, whole, Some(of_data));
-            let of_weights = flags.compute_bound(&sizes, n, 1.0);
-            add(
-                "data and weights (FSDP)",
-                n,
-                sizes.device_bytes(n),
-                of_weights,
-            );
-            let of_both = flags.compute_bound(&sizes, x, y);
-            let both = format!("FSDP {x}, tensor {y}");
-            add(&both, n, sizes.device_bytes(n), of_both);
-            notes.extend(self.memory_in_words(&model.name, &sizes));
-        }
-        notes.push(format!(
-            "A device has b tokens; from the b given on, products take as long as what it receives (forward; of data \
-             alone backward), at {} TFLOP/s and {} GB/s a link.",
-            flags.device_tflops, flags.link_gb_s
-        ));
-        Ok(Report {
+            (name.clone(), layers)
+        });
+        let models: Vec<(String, Layers)> = match self.models.names_a_model() {
+            true => layers.collect(),
+            false => vec![("the handout's XXL".into(), Layers::handout(tokens))],
+        };
+        let (x, y) = (flags.fsdp, flags.tensor_parallel);
+        let n = (x * y) as f64;
+        let mut report = Report {
             title: "Accounting of feed-forward layers".into(),
             columns: columns(),
-            rows,
-            notes,
             ..Default::default()
-        })
-    }
-
-    fn sizes(&self, model: &TransformerConfig) -> Sizes {
-        Sizes {
-            d: model.d_model as f64,
-            f: model.d_ff as f64,
-            layers: model.num_layers as f64,
-            tokens: self.batch_size as f64 * self.context_length as f64,
-        }
-    }
-
-    fn memory_in_words(&self, name: &str, sizes: &Sizes) -> Vec<String> {
-        let device = 1e9 * self.accounting.device_gb;
-        let gb = |bytes: f64| format!("{:.1} GB", bytes / 1e9);
-        let (state, kept) = (sizes.state_bytes(), sizes.activation_bytes());
-        let left = device - kept / 2.0;
-        let fewest = match left > 0.0 {
-            true => {
-                let fewest = ((state + kept / 2.0) / left).floor() + 1.0;
-                format!(
-                    "from {fewest} devices on a device's part is under {}",
-                    gb(device)
-                )
-            }
-            false => format!("no number of devices is enough for {} of each", gb(device)),
         };
-        vec![
-            format!(
-                "{name}: {:.2} G parameters; weights, gradients and AdamW's means in f32 take {}, as much as {:.0} \
-                 devices of {} have.",
-                sizes.parameters() / 1e9,
-                gb(state),
-                (state / device).ceil(),
-                gb(device),
-            ),
-            format!(
-                "{name}: backward reads {} in bf16 of {} tokens. With all state and half of that divided, (state + \
-                 kept / 2) / N + kept / 2, {fewest}.",
-                gb(kept),
-                sizes.tokens,
-            ),
-        ]
+        for (name, layers) in &models {
+            let whole = layers.state_bytes() + layers.activation_bytes();
+            let divided = layers.device_bytes(n);
+            for (division, devices, bytes, bound) in [
+                ("nothing".to_string(), 1.0, whole, Some(0.0)),
+                (
+                    "data".into(),
+                    n,
+                    whole,
+                    flags.compute_bound(layers, Division::Data),
+                ),
+                (
+                    "weights (FSDP)".into(),
+                    n,
+                    divided,
+                    flags.compute_bound(layers, Division::Fsdp),
+                ),
+                (
+                    "columns (tensor)".into(),
+                    n,
+                    divided,
+                    flags.compute_bound(layers, Division::Tensor),
+                ),
+                (
+                    format!("FSDP {x}, tensor {y}"),
+                    n,
+                    divided,
+                    flags.compute_bound(layers, Division::Both),
+                ),
+            ] {
+                report.rows.push(Fields::of(&Row {
+                    model: name.clone(),
+                    division,
+                    devices: devices as u64,
+                    device_bytes: bytes,
+                    fits: if bytes < 1e9 * flags.device_gb {
+                        "yes"
+                    } else {
+                        "no"
+                    },
+                    tokens_of_device: bound,
+                    tokens: bound.map(|tokens| tokens * devices),
+                })?);
+            }
+            report.answers.extend(answers(name, layers, flags));
+        }
+        report.notes.push(format!(
+            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division alone \
+             has all of them.",
+            flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
+        ));
+        Ok(report)
     }
+}
+
+/// The handout's questions (a) to (d), and what bounds each division.
+pub fn answers(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answer> {
+    let device = 1e9 * flags.device_gb;
+    let gb = |bytes: f64| format!("{} GB", group_digits((bytes / 1e9).round() as u64));
+    let (x, y) = (flags.fsdp as f64, flags.tensor_parallel as f64);
+    let (state, kept) = (layers.state_bytes(), layers.activation_bytes());
+    let hold = |bytes: f64| match (bytes / device).ceil() {
+        1.0 => format!("one device of {} holds", gb(device)),
+        n => format!("{n:.0} devices of {} together hold", gb(device)),
+    };
+    let fewest = match layers.fewest_devices(device) {
+        Some(1.0) => "One device is enough".to_string(),
+        Some(n) => format!("{n:.0} devices are the fewest"),
+        None => format!(
+            "No number is enough: half of the activations alone is {}",
+            gb(kept / 2.0)
+        ),
+    };
+    let tokens = |bound: Option<f64>| match bound {
+        Some(bound) => format!("{} tokens a device", group_digits(bound.ceil() as u64)),
+        None => "no number of tokens".into(),
+    };
+    let both = flags.compute_bound(layers, Division::Both);
+    let in_all = both.map_or(String::new(), |b| {
+        format!(", {} in all", group_digits((b * x * y).ceil() as u64))
+    });
+    let each = |division| tokens(flags.compute_bound(layers, division));
+    vec![
+        Answer::new(
+            format!("(a) {name}: how much memory do weights, gradients and optimizer state take on one device?"),
+            format!(
+                "{} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {}, which {}. Backward \
+                 reads {} of activations in bf16, of {} tokens.",
+                group_digits(layers.parameters() as u64),
+                gb(state),
+                hold(state),
+                gb(kept),
+                group_digits(layers.tokens as u64)
+            ),
+        ),
+        Answer::new(
+            format!("(b) {name}: how many devices, with the state and half of the activations divided by FSDP?"),
+            format!(
+                "A device of N holds (state + kept / 2) / N + kept / 2. {fewest} for it to be under {}.",
+                gb(device)
+            ),
+        ),
+        Answer::new(
+            format!("(c) {name}: from which batch is FSDP {x} x tensor {y} bound by compute?"),
+            format!(
+                "From {}{in_all}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W).",
+                tokens(both)
+            ),
+        ),
+        Answer::new(
+            format!("(d) {name}: how can the batch be smaller at the same throughput?"),
+            "Communication has to shrink with it: divide the weights' columns among more devices (FSDP's bytes go with \
+             1/Y), give tensor parallelism as many links as it needs, exchange in 8 bits, and gather the next block's \
+             weights while this one computes. Where memory allows, several micro-batches can share one gather."
+                .to_string(),
+        ),
+        Answer::new(
+            format!("{name}: what limits each way of dividing it among {:.0} devices with the same links?", x * y),
+            format!(
+                "Data: bound by compute from {}, and each device holds everything. FSDP: from {}, at 1/N of the state. \
+                 Tensor parallelism alone: {}, since each device receives 4 b D bytes from each of the others, whatever \
+                 b is. Both: from {}.",
+                each(Division::Data),
+                each(Division::Fsdp),
+                each(Division::Tensor),
+                tokens(both)
+            ),
+        ),
+    ]
 }

@@ -1,11 +1,14 @@
 //! Collectives by size.
 
-use super::{Flags, common};
+use super::Flags;
+use super::answers::{self, Collected};
+use super::common::sweep::Progress;
 use candle_core::{DType, Tensor};
+use serde::Serialize;
 use tallow::Result;
 use tallow::bench::Stopwatch;
 use tallow::distributed::{Communicator, Reduce};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, mean_and_std};
 
 /// What is timed, and how many times its bytes cross a rank's link, over (ranks - 1) / ranks: so that rates of all can
 /// be compared with the link's.
@@ -15,25 +18,48 @@ const COLLECTIVES: [(&str, f64); 3] = [
     ("all_gather", 1.0),
 ];
 
+#[derive(Serialize)]
+struct Row<'a> {
+    collective: &'a str,
+    mib: usize,
+    mean_ms: f64,
+    std_ms: Option<f64>,
+    n: usize,
+    /// `None` of one rank, which sends nothing.
+    bus_gb_s: Option<f64>,
+}
+
 pub fn columns() -> Vec<Column> {
     vec![
         Column::text("collective", "Collective"),
         Column::number("mib", "Buffer", "MiB", 0),
-        Column::ms("ms", "Time"),
-        Column::ms("std_ms", "Std").minor(1),
-        Column::number("bus_gb_s", "Bus rate", "GB/s", 1),
+        Column::ms("time", "Time"),
+        Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
     ]
 }
 
 impl Flags {
-    pub fn collectives(&self, communicator: &Communicator) -> Result<Report> {
+    /// Times each collective at each size.
+    pub fn collectives(
+        &self,
+        communicator: &Communicator,
+        progress: &mut Option<Progress>,
+    ) -> Result<Report> {
         let world_size = communicator.world_size();
-        let mut rows = Vec::new();
+        let ranks = world_size as f64;
+        let mut report = Report {
+            title: "Collectives".into(),
+            columns: columns(),
+            ..Default::default()
+        };
+        let mut reduced = Vec::new();
         for (name, passes) in COLLECTIVES {
-            for mib in &self.mib {
+            for &mib in &self.mib {
                 let bytes = mib << 20;
                 let elements = (bytes / size_of::<f32>()).next_multiple_of(world_size);
-                common::progress(format_args!("{name}, {mib} MiB"));
+                if let Some(progress) = progress {
+                    progress.begin(format_args!("{name}, {mib} MiB"));
+                }
                 let x = Tensor::zeros(elements, DType::F32, communicator.device())?;
                 let part = x.narrow(0, 0, elements / world_size)?;
                 let timing = Stopwatch::new(communicator.device())
@@ -44,28 +70,34 @@ impl Flags {
                         _ => communicator.all_gather(&part).map(drop),
                     })?;
                 let statistics = timing.statistics()?;
-                let ranks = world_size as f64;
                 let crossing = passes * (ranks - 1.0) / ranks * bytes as f64;
-                let mut row = Fields::new();
-                row.insert("collective", name);
-                row.insert("mib", *mib);
-                row.insert("ms", statistics.median_ms);
-                row.insert("std_ms", statistics.std_ms);
-                row.insert("bus_gb_s", crossing / statistics.median_ms / 1e6);
-                rows.push(row);
+                let bus_gb_s = (world_size > 1).then(|| crossing / statistics.mean_ms / 1e6);
+                if name == "all_reduce" {
+                    reduced.extend(bus_gb_s.map(|bus_gb_s| Collected {
+                        mib,
+                        time: statistics.clone(),
+                        bus_gb_s,
+                    }));
+                }
+                let mut row = Fields::of(&Row {
+                    collective: name,
+                    mib,
+                    mean_ms: statistics.mean_ms,
+                    std_ms: statistics.std_ms,
+                    n: statistics.n,
+                    bus_gb_s,
+                })?;
+                report.rows.push(row.clone());
+                row.insert("time", mean_and_std(&row));
+                report.lines.push(row);
             }
         }
-        Ok(Report {
-            title: "Collectives".into(),
-            columns: columns(),
-            rows,
-            notes: vec![
-                "Times are medians; buffers are f32. The bus rate is what crosses a rank's link in one direction, \
-                 2 (N - 1) / N times the buffer of an all-reduce and half of that of the others, over the time."
-                    .into(),
-                "Reduce-scatter and all-gather allocate their result, and copy a part of it.".into(),
-            ],
-            ..Default::default()
-        })
+        report.answers = answers::collectives(world_size, &reduced);
+        report.notes = vec![
+            "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
+             2 (N - 1) / N times the buffer of an all-reduce, half of that of the others."
+                .into(),
+        ];
+        Ok(report)
     }
 }

@@ -1,9 +1,12 @@
 //! What a rank's memory holds, before and after its steps.
 
+use super::Flags;
+use super::answers::{self, Held};
 use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
+use super::common::sweep::Progress;
 use super::steps::{Job, Way};
-use super::{Flags, common};
+use serde::Serialize;
 use tallow::distributed::Communicator;
 use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
@@ -11,95 +14,140 @@ use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
 
+#[derive(Serialize)]
+struct Row {
+    model: String,
+    strategy: &'static str,
+    exchange: String,
+    init_bytes: u64,
+    peak_bytes: Option<u64>,
+    after_bytes: u64,
+    state_bytes: u64,
+    predicted_bytes: u64,
+}
+
 pub fn columns() -> Vec<Column> {
+    let held = |key, title| Column::mib(key, title).under("A rank");
     vec![
         Column::text("model", "Model"),
         Column::text("strategy", "Strategy"),
         Column::text("exchange", "Gradients averaged"),
-        Column::mib("state_bytes", "Optimizer state").minor(1),
-        Column::mib("init_bytes", "After init"),
-        Column::mib("after_bytes", "After the step").minor(2),
-        Column::mib("peak_bytes", "Peak"),
-        Column::mib("predicted_bytes", "Predicted"),
+        held("init_bytes", "after init"),
+        held("peak_bytes", "peak of a step"),
+        held("after_bytes", "after it"),
+        Column::mib("state_bytes", "Optimizer").minor(1),
+        Column::mib("predicted_bytes", "Predicted peak").minor(2),
     ]
 }
 
 impl Flags {
-    pub fn memory(&self, communicator: &Communicator, models: &[Model]) -> Result<Report> {
-        let mut rows = Vec::new();
-        for model in models {
-            for way in self.ways.all() {
-                let (strategy, exchange) = Way::names(way);
-                common::progress(format_args!(
-                    "{}, memory, {strategy}, {exchange}",
-                    model.name
-                ));
-                let mut row = Fields::new();
-                row.insert("model", model.name.as_str());
-                row.insert("strategy", strategy);
-                row.insert("exchange", exchange);
-                row.merge(self.memory_of(communicator, &model.config, way)?);
-                rows.push(row);
-            }
-        }
-        Ok(Report {
+    /// Measures a rank's memory by what is divided.
+    pub fn memory(
+        &self,
+        communicator: &Communicator,
+        models: &[Model],
+        progress: &mut Option<Progress>,
+    ) -> Result<Report> {
+        let mut report = Report {
             title: "Memory of a rank".into(),
             columns: columns(),
-            rows,
-            notes: vec![
-                "Of rank 0, in two steps: what tensors take when model and optimizer are there, and after the steps, \
-                 when the plan's arena is there too. The peak stands beside what the plan says."
-                    .into(),
-            ],
             ..Default::default()
-        })
+        };
+        for model in models {
+            let mut held = Vec::new();
+            for way in self.ways.all() {
+                let (strategy, exchange) = Way::names(way);
+                if let Some(progress) = progress {
+                    progress.begin(format_args!(
+                        "{}, memory, {strategy}, {exchange}",
+                        model.name
+                    ));
+                }
+                let row = self.memory_of(communicator, model, way)?;
+                held.extend(row.peak_bytes.map(|peak_bytes| Held {
+                    strategy,
+                    init_bytes: row.init_bytes,
+                    peak_bytes,
+                    after_bytes: row.after_bytes,
+                    state_bytes: row.state_bytes,
+                }));
+                report.rows.push(Fields::of(&row)?);
+            }
+            report.answers.extend(answers::memory(
+                &model.name,
+                communicator.world_size(),
+                &held,
+            ));
+        }
+        report.notes = vec![
+            "After init are model and optimizer. A step's peak is just before the optimizer's update, with the plan's arena \
+             and all gradients; after it the arena stays, for the next step."
+                .into(),
+        ];
+        if self.ranks_as_threads()?.is_some() {
+            let note = "Ranks are threads of one process: its memory is divided by their number.";
+            report.notes.push(note.into());
+        }
+        Ok(report)
     }
 
     fn memory_of(
         &self,
         communicator: &Communicator,
-        config: &TransformerConfig,
+        model: &Model,
         way: Option<Way>,
-    ) -> Result<Fields> {
+    ) -> Result<Row> {
+        let (strategy, exchange) = Way::names(way);
         let device = communicator.device();
         let meter = Meter::new(device);
+        // Threads share the meter: each reads it while all of them wait.
+        let sharing = self
+            .ranks_as_threads()?
+            .map_or(1, |ranks| ranks.get() as u64);
         let taken = || {
             device.synchronize()?;
-            meter.current_bytes().ok_or_else(|| Error::Order {
+            communicator.barrier()?;
+            let bytes = meter.current_bytes().ok_or_else(|| Error::Order {
                 op: "--part memory",
                 problem: "this device has no counters".into(),
                 hint: "measure on the CPU or a CUDA GPU".into(),
-            })
+            });
+            communicator.barrier()?;
+            bytes
         };
-        communicator.barrier()?; // what was exchanged last is freed
         let base = taken()?;
-        let of_run = || Ok::<_, Error>(taken()?.saturating_sub(base));
-        let config = with_attention(config, self.attention);
+        let of_run = || Ok::<_, Error>(taken()?.saturating_sub(base) / sharing);
+        let config: TransformerConfig = with_attention(&model.config, self.attention);
         let job = Job::new(communicator, &config, self.common.seed, way)?;
         let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
-        let strategy = way.map(|way| way.strategy);
-        if strategy == Some(Strategy::ShardedOptimizer) {
+        if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
             optimizer.shard(communicator)?;
         }
         let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
-        let init = of_run()?;
-        let mut row = Fields::new();
+        let init_bytes = of_run()?;
         meter.reset_peak();
+        communicator.barrier()?;
         let mut planned = job.planned(&optimizer, &self.step_config()?)?;
         let predicted_bytes = planned.prepare((&tokens, &targets))?.total_bytes();
         for _ in 0..2 {
             planned.run(&mut optimizer, (&tokens, &targets))?;
         }
-        row.insert("after_bytes", of_run()?);
-        row.insert(
-            "peak_bytes",
-            meter.peak_bytes().map(|peak| peak.saturating_sub(base)),
-        );
-        row.insert("predicted_bytes", predicted_bytes);
+        let after_bytes = of_run()?;
+        let peak_bytes = meter
+            .peak_bytes()
+            .map(|peak| peak.saturating_sub(base) / sharing);
         let state = optimizer.state().into_iter();
         let state = state.map(|(_, x)| (x.elem_count() * x.dtype().size_in_bytes()) as u64);
-        row.insert("state_bytes", state.sum::<u64>());
-        row.insert("init_bytes", init);
-        Ok(row)
+        communicator.barrier()?; // no rank frees before all have read the meter
+        Ok(Row {
+            model: model.name.clone(),
+            strategy,
+            exchange,
+            init_bytes,
+            peak_bytes,
+            after_bytes,
+            state_bytes: state.sum(),
+            predicted_bytes,
+        })
     }
 }

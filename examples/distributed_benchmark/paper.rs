@@ -1,7 +1,8 @@
-//! Training steps of more GPUs than there are, on paper.
+//! Estimated training steps of more GPUs than there are.
 
 use super::common::models::{Model, with_attention};
 use super::common::ranks::Strategy;
+use super::common::sweep::Progress;
 use super::steps::Way;
 use super::{Flags, common, values};
 use clap::Args;
@@ -13,42 +14,42 @@ use tallow::{Error, Result};
 
 /// What was measured of a GPU and of the network.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "On paper")]
+#[command(next_help_heading = "Estimated steps of more GPUs (--part paper)")]
 pub struct PaperFlags {
-    /// How many GPUs
+    /// Numbers of GPUs; several
     #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [8, 64, 512], value_name = "N",
           value_parser = values::count())]
     world_size: Vec<usize>,
 
-    /// FLOPs of matrix products a second of a GPU, in TFLOP/s
+    /// Rate of a GPU's matmuls, in TFLOP/s
     #[arg(long, value_name = "TFLOPS")]
     product_tflops: Option<f64>,
 
-    /// What a GPU's kernels read and write, in GB/s
+    /// Rate at which kernels read and write, in GB/s
     #[arg(long, value_name = "GB/S")]
     memory_gb_s: Option<f64>,
 
-    /// What each kernel takes beside that, in microseconds
+    /// Overhead of each kernel, in microseconds
     #[arg(long, default_value_t = 1.0, value_name = "US")]
     kernel_us: f64,
 
-    /// The step of a GPU alone, in ms, for each model: the rates above are then scaled until it takes so long
+    /// Measured step of one GPU for each model
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "MS")]
     alone_ms: Vec<f64>,
 
-    /// The bus rate of large all-reduces, in GB/s, of all numbers of GPUs or of each
+    /// Bus rate of all-reduces, one or for each world size
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "GB/S")]
     reduce_gb_s: Vec<f64>,
 
-    /// The bus rate of large all-gathers and reduce-scatters, likewise
+    /// Bus rate of all-gathers and reduce-scatters, likewise
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "GB/S")]
     gather_gb_s: Vec<f64>,
 
-    /// What each collective takes beside that, in microseconds
+    /// Overhead of each collective, in microseconds
     #[arg(long, default_value_t = 20.0, value_name = "US")]
     exchange_us: f64,
 
-    /// How much of an exchange's time the kernels beside it lose, 0 to 1
+    /// Share of an exchange that kernels lose, 0 to 1
     #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
     contention: f64,
 }
@@ -56,14 +57,15 @@ pub struct PaperFlags {
 pub fn columns() -> Vec<Column> {
     let mut columns = plan_columns();
     columns.insert(0, Column::text("model", "Model"));
-    columns.insert(2, Column::text("exchange", "Gradients averaged").minor(1));
+    columns.insert(2, Column::text("exchange", "Gradients averaged").minor(0));
     columns
 }
 
 impl Flags {
-    pub fn on_paper(&self, models: &[Model]) -> Result<Report> {
+    /// Plans the steps of a rank, and estimates their time by the rates that are given.
+    pub fn on_paper(&self, models: &[Model], progress: &mut Option<Progress>) -> Result<Report> {
         let mut all = Report {
-            title: "On paper".into(),
+            title: "Estimated steps of more GPUs".into(),
             columns: columns(),
             ..Default::default()
         };
@@ -82,7 +84,9 @@ impl Flags {
             let ranks = ranks.map(|(ranks, rates)| Ok((ranks, fitted(rates)?)));
             let ranks = ranks.collect::<Result<Vec<_>>>()?;
             for (strategy, exchange, plan) in self.strategies()? {
-                common::progress(format_args!("{}, {strategy}, on paper", model.name));
+                if let Some(progress) = progress {
+                    progress.begin(format_args!("{}, {strategy}, estimated", model.name));
+                }
                 let tokens = [self.batch_size, self.context_length];
                 let report = plan_report(&config, tokens, &[(strategy, plan)], &ranks)?;
                 all.notes = report.notes;

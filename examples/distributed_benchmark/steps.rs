@@ -1,11 +1,15 @@
 //! Training steps by how their gradients are exchanged.
 
+use super::answers::{self, Measured};
 use super::common::models::{Model, with_attention};
 use super::common::outputs::named;
 use super::common::ranks::Strategy;
-use super::{Flags, common, values};
+use super::common::sweep::Progress;
+use super::common::{gib_bytes, wrote};
+use super::{Flags, values};
 use candle_core::{DType, Device, Tensor, Var};
 use clap::Args;
+use serde::Serialize;
 use std::path::PathBuf;
 use tallow::bench::Stopwatch;
 use tallow::compile::{Step, StepConfig};
@@ -15,7 +19,7 @@ use tallow::distributed::{
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{self, Profiler};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, Speedup, Verdict, mean_and_std};
 use tallow::{Result, nn};
 
 /// In a trace: the first of a planned step on a GPU records what the others replay.
@@ -24,33 +28,30 @@ const TRACED_STEPS: usize = 3;
 /// How steps are run.
 #[derive(Args, Clone, Debug)]
 pub struct Ways {
-    /// Bytes of a bucket, in MiB: a row each
+    /// Sizes of a bucket of gradients; several
     #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_name = "MIB")]
     bucket_mib: Vec<u64>,
 
-    /// Round gradients to bf16 to average them
+    /// Exchange gradients in bf16
     #[arg(long)]
     exchange_bf16: bool,
 
-    /// What is divided among the ranks, besides the batch
-    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated")]
+    /// replicated, sharded-optimizer, fully-shard; several
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated", value_name = "NAME",
+          hide_possible_values = true)]
     pub strategy: Vec<Strategy>,
 
-    /// Leave out the exchanges that do not overlap with backward
-    #[arg(long)]
-    only_overlapped: bool,
-
-    /// Leave out the steps alone, which a model may be too large for
+    /// Without the steps alone, for models too large for one rank
     #[arg(long)]
     without_alone: bool,
 
-    /// Recompute in backward so much that the arena of a step is within these, in GiB
+    /// Recompute until the arena of a step is within this
     #[arg(long, value_name = "GIB", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 }
 
 /// How ranks train together.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Way {
     pub strategy: Strategy,
     pub exchange: ReplicatedConfig,
@@ -82,15 +83,13 @@ impl Ways {
     /// Alone first, which the others are compared with.
     pub fn all(&self) -> Vec<Option<Way>> {
         let serial = [Exchange::PerParameter, Exchange::Flat];
-        let serial = serial.into_iter().filter(|_| !self.only_overlapped);
         let each = Exchange::Overlapped { bucket_bytes: 0 };
-        let each = Some(each).filter(|_| !self.only_overlapped);
         let buckets = self.bucket_mib.iter();
         let buckets = buckets.map(|mib| Exchange::Overlapped {
             bucket_bytes: mib << 20,
         });
         let dtype = self.exchange_bf16.then_some(DType::BF16);
-        let exchanged = serial.chain(each).chain(buckets);
+        let exchanged = serial.into_iter().chain([each]).chain(buckets);
         let exchanged: Vec<_> = exchanged
             .map(|exchange| ReplicatedConfig { exchange, dtype })
             .collect();
@@ -112,65 +111,116 @@ impl Ways {
     }
 }
 
+#[derive(Serialize)]
+struct Row {
+    model: String,
+    strategy: &'static str,
+    exchange: String,
+    mean_ms: f64,
+    std_ms: Option<f64>,
+    n: usize,
+    /// What the exchange adds to the step alone; `None` without one.
+    exposed_ms: Option<f64>,
+    exposed_percent: Option<f64>,
+    tokens_per_s: u64,
+    efficiency_percent: Option<f64>,
+}
+
 pub fn columns() -> Vec<Column> {
     vec![
         Column::text("model", "Model"),
         Column::text("strategy", "Strategy"),
         Column::text("exchange", "Gradients averaged"),
-        Column::ms("step_ms", "Step"),
-        Column::ms("std_ms", "Std").minor(1),
-        Column::ms("exposed_ms", "Exposed"),
-        Column::number("exposed_percent", "Exposed", "%", 1),
-        Column::count("tokens_per_s", "Tokens/s, all ranks"),
-        Column::number("efficiency_percent", "Of alone", "%", 1),
+        Column::ms("time", "Step"),
+        Column::ms("exposed", "Exposed"),
+        Column::number("exposed_share", "Exposed", "%", 1),
+        Column::count("tokens_per_s", "Tokens/s").minor(1),
+        Column::number("efficiency_percent", "Alone / step", "%", 1).minor(2),
     ]
 }
 
 impl Flags {
-    pub fn training_steps(&self, communicator: &Communicator, models: &[Model]) -> Result<Report> {
-        let mut rows = Vec::new();
+    /// Times training steps by how gradients are exchanged and what is divided.
+    pub fn training_steps(
+        &self,
+        communicator: &Communicator,
+        models: &[Model],
+        progress: &mut Option<Progress>,
+    ) -> Result<Report> {
+        let mut report = Report {
+            title: "Training steps".into(),
+            columns: columns(),
+            ..Default::default()
+        };
+        let ranks = communicator.world_size();
         for model in models {
-            let mut alone_ms = f64::NAN;
+            let mut measured: Vec<Measured> = Vec::new();
             for way in self.ways.all() {
                 let (strategy, exchange) = Way::names(way);
-                common::progress(format_args!("{}, {strategy}, {exchange}", model.name));
                 let title = format!("{} {strategy} {exchange}", model.name);
+                if let Some(progress) = progress {
+                    progress.begin(&title);
+                }
                 let traces = models.len() * self.ways.all().len();
                 let trace = self.trace.as_ref();
                 let trace = trace.map(|path| named(path, &title, traces));
-                let timing = self.step(communicator, &model.config, way, trace)?;
-                let statistics = timing.statistics()?;
-                let step_ms = statistics.median_ms;
-                if way.is_none() {
-                    alone_ms = step_ms;
+                let step = self
+                    .step(communicator, &model.config, way, trace)?
+                    .statistics()?;
+                let alone = measured.iter().find(|other| other.exchange.is_none());
+                let alone = alone.map(|alone| alone.step.clone());
+                let exposed_ms = alone.as_ref().map(|alone| step.mean_ms - alone.mean_ms);
+                let speedup = alone.as_ref().and_then(|alone| Speedup::new(alone, &step));
+                let is_seen = speedup.is_some_and(|s| s.verdict() == Verdict::Slower);
+                let mut row = Fields::of(&Row {
+                    model: model.name.clone(),
+                    strategy,
+                    exchange,
+                    mean_ms: step.mean_ms,
+                    std_ms: step.std_ms,
+                    n: step.n,
+                    exposed_ms,
+                    exposed_percent: exposed_ms.map(|ms| 100.0 * ms / step.mean_ms),
+                    tokens_per_s: (1e3 * (ranks * self.batch_size * self.context_length) as f64
+                        / step.mean_ms) as u64,
+                    efficiency_percent: alone.map(|alone| 100.0 * alone.mean_ms / step.mean_ms),
+                })?;
+                report.rows.push(row.clone());
+                row.insert("time", mean_and_std(&row));
+                for (shown, key) in [
+                    ("exposed", "exposed_ms"),
+                    ("exposed_share", "exposed_percent"),
+                ] {
+                    let value = row.get(key).cloned().filter(|value| !value.is_null());
+                    row.insert(
+                        shown,
+                        value.map(|ms| if is_seen { ms } else { "in the noise".into() }),
+                    );
                 }
-                let exposed_ms = step_ms - alone_ms;
-                let ranks = communicator.world_size();
-                let tokens = ranks * self.batch_size * self.context_length;
-                let mut row = Fields::new();
-                row.insert("model", model.name.as_str());
-                row.insert("strategy", strategy);
-                row.insert("exchange", exchange);
-                row.insert("step_ms", step_ms);
-                row.insert("std_ms", statistics.std_ms);
-                row.insert("exposed_ms", exposed_ms);
-                row.insert("exposed_percent", 100.0 * exposed_ms / step_ms);
-                row.insert("tokens_per_s", (tokens as f64 / step_ms * 1e3) as u64);
-                row.insert("efficiency_percent", 100.0 * alone_ms / step_ms);
-                rows.push(row);
+                report.lines.push(row);
+                measured.push(Measured {
+                    strategy,
+                    exchange: way.map(|way| way.exchange.exchange),
+                    step,
+                });
             }
+            report
+                .answers
+                .extend(answers::steps(&model.name, ranks, &measured));
         }
-        Ok(Report {
-            title: "Training steps".into(),
-            columns: columns(),
-            rows,
-            notes: vec![
-                "Times are medians of forward, loss, backward, exchange and AdamW. Exposed is what the exchange adds \
-                 to the step alone, which runs on all ranks at once: the part of communication that nothing hides."
-                    .into(),
-            ],
-            ..Default::default()
-        })
+        report.notes = vec![
+            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same step on \
+             every rank at once, without an exchange."
+                .into(),
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the noise where \
+             the two steps do not differ by two standard errors."
+                .into(),
+        ];
+        if ranks == 1 {
+            let note = "One rank: nothing is exchanged and nothing divided. Give --ranks 2.";
+            report.notes.push(note.into());
+        }
+        Ok(report)
     }
 
     fn step(
@@ -204,7 +254,8 @@ impl Flags {
                 step()?;
             }
             if let Some(profiler) = profiler {
-                profiler.finish()?.save_trace(path)?;
+                profiler.finish()?.save_trace(&path)?;
+                wrote(&path);
             }
         }
         communicator.check()?;
@@ -215,7 +266,7 @@ impl Flags {
         let budget = self.ways.memory_budget_gib;
         Ok(StepConfig {
             precision: self.precision.precision()?,
-            memory_budget_bytes: budget.map(|gib| (gib * 2f64.powi(30)) as u64),
+            memory_budget_bytes: budget.map(gib_bytes),
             ..Default::default()
         })
     }

@@ -1,4 +1,4 @@
-//! What training on several GPUs takes, on paper.
+//! Estimated memory and time of training on several GPUs.
 
 use crate::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use crate::distributed::Shard;
@@ -97,8 +97,11 @@ pub fn plan_report(
         columns: plan_columns(),
         rows,
         notes: vec![
-            "Of a planned step, by the rates given: its kernels, what they wait for exchanges, and what they lose to \
-             contention beside them. Efficiency is the step of a GPU alone over it."
+            "Estimated from a plan and the rates given: kernels, the time they wait for exchanges, and the time they lose to \
+             exchanges that run next to them."
+                .into(),
+            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
+             optimizer's update among them."
                 .into(),
         ],
         ..Default::default()

@@ -65,8 +65,13 @@ impl fmt::Display for Exchange {
             Self::Flat => f.pad("flat"),
             Self::Overlapped { bucket_bytes: 0 } => f.pad("overlapped, one by one"),
             Self::Overlapped { bucket_bytes } => {
-                let mib = *bucket_bytes as f64 / f64::from(1 << 20);
-                f.pad(&format!("buckets of {mib} MiB"))
+                let (unit, name) = match *bucket_bytes {
+                    0..1024 => (1.0, "bytes"),
+                    1024..1_048_576 => (1024.0, "KiB"),
+                    _ => (1_048_576.0, "MiB"),
+                };
+                let size = (10.0 * *bucket_bytes as f64 / unit).round() / 10.0;
+                f.pad(&format!("buckets of {size} {name}"))
             }
         }
     }

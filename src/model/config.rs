@@ -240,8 +240,8 @@ impl TransformerConfig {
         self.architecture == Architecture::Gpt2
     }
 
-    /// How many maps of D F elements a block has.
-    pub(crate) fn feed_forward_maps(&self) -> usize {
+    /// The number of weights of D F elements in a block: 3 of a gated feed-forward network, 2 of GPT-2's.
+    pub fn feed_forward_maps(&self) -> usize {
         match self.architecture {
             Architecture::Llama | Architecture::Gemma2 => 3,
             Architecture::Gpt2 => 2,

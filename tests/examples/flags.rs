@@ -189,7 +189,6 @@ const CASES: &[Case] = &[
             ("bucket-mib", &["--part accounting --bucket-mib 1"]),
             ("exchange-bf16", &["--part collectives --exchange-bf16"]),
             ("strategy", &["--part collectives --strategy replicated"]),
-            ("only-overlapped", &["--part collectives --only-overlapped"]),
             ("without-alone", &["--part paper --without-alone"]),
             ("seed", &["--part paper --seed 1"]),
             (
@@ -212,8 +211,11 @@ const CASES: &[Case] = &[
             ("tensor-parallel", &["--part steps --tensor-parallel 8"]),
             ("device-tflops", &["--part steps --device-tflops 8"]),
             ("link-gb-s", &["--part steps --link-gb-s 8"]),
-            ("fsdp-links", &["--part steps --fsdp-links 8"]),
-            ("tensor-links", &["--part steps --tensor-links 8"]),
+            ("links", &["--part steps --links 8 1"]),
+            (
+                "ranks",
+                &["--device cuda:0 --ranks 2", "--gpus 2 --ranks 2"],
+            ),
             ("device-gb", &["--part steps --device-gb 8"]),
         ],
     },
