@@ -5,7 +5,10 @@
 pub(crate) mod gpt2;
 mod mixture;
 
-use crate::golden::{bounds, close, elements};
+use crate::check::elements;
+use crate::golden::{bounds, close};
+#[cfg(feature = "cuda")]
+use crate::settings::{in_precision, with_lr};
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_nn::VarBuilder;
 use gpt2::{Gpt2, Gpt2Config};
@@ -215,10 +218,7 @@ fn gpt2_planned_in_half_on_a_gpu(
     };
     let (tokens, targets) = (ids(0), ids(1));
     let model = || Gpt2::new(config.clone(), tallow::nn::seeded(1, DType::F32, &gpu)).unwrap();
-    let hyperparameters = AdamWConfig {
-        lr: 1e-3,
-        ..Default::default()
-    };
+    let hyperparameters = with_lr(1e-3);
     let eager = model();
     let mut optimizer = AdamW::new(eager.parameters(), hyperparameters).unwrap();
     let wanted = [0; 6].map(|_| {
@@ -229,10 +229,7 @@ fn gpt2_planned_in_half_on_a_gpu(
             .to_scalar::<f32>()
             .unwrap()
     });
-    let config = StepConfig {
-        precision,
-        ..Default::default()
-    };
+    let config = in_precision(precision);
     let mut runs = Vec::new();
     for _ in 0..2 {
         let planned = model();

@@ -14,6 +14,7 @@ mod signals;
 mod steps;
 mod writers;
 
+use crate::check::refusal;
 use std::path::{Path, PathBuf};
 
 use tallow::data::Tokens;
@@ -107,14 +108,4 @@ fn checkpoint() -> (TempDir, PathBuf) {
     let folder = tempdir().unwrap();
     let path = folder.path().join("run.safetensors");
     (folder, path)
-}
-
-/// The error's text, which must contain all of `parts`.
-fn refusal<T: std::fmt::Debug>(result: Result<T>, parts: &[&str]) -> Error {
-    let error = result.expect_err("this must be refused");
-    let text = error.to_string();
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text:?}");
-    }
-    error
 }

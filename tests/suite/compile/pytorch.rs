@@ -1,7 +1,8 @@
 //! Planned steps against PyTorch, by the golden files of `fixtures/`.
 
 use super::logits_of;
-use crate::golden::{Golden, bounds, close, elements};
+use crate::check::elements;
+use crate::golden::{Golden, bounds, close};
 use candle_core::{DType, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;

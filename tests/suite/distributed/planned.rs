@@ -1,13 +1,15 @@
 //! Planned steps: exchanges are calls of the plan.
 
 use super::{EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks};
+use crate::check::refusal;
+use crate::settings::scaler_from;
 use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::Error;
 use tallow::compile::{Batch, Op, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
-use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
+use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 use tallow::precision::Precision;
 
 fn plan_config(accumulation: usize) -> StepConfig {
@@ -186,10 +188,7 @@ fn an_overflow_is_seen_by_all() {
         };
         let mut step =
             Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
-        let mut scaler = GradScaler::new(GradScalerConfig {
-            init_scale: if ranks.rank() == 0 { 1e38 } else { 1.0 },
-            ..Default::default()
-        })?;
+        let mut scaler = scaler_from(if ranks.rank() == 0 { 1e38 } else { 1.0 });
         let [tokens, targets] = batch(ranks.rank());
         let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
         Ok((done.stepped(), optimizer.steps()))
@@ -211,8 +210,7 @@ fn what_is_refused() {
     let [tokens, targets] = batch(0);
     let step = Step::of(&model, &optimizer, &config).unwrap();
     let mut step = step.replicated(&optimizer, &replicated).unwrap();
-    let error = step.prepare((&tokens, &targets)).unwrap_err();
-    assert!(error.to_string().contains("None or f32"), "{error}");
+    refusal(step.prepare((&tokens, &targets)), &["None or f32"]);
     let without_ranks = StepConfig {
         ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         ..config.clone()
@@ -234,8 +232,7 @@ fn what_is_refused() {
         clip_norm: None,
         ..config
     };
-    let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("false with several ranks"), "{error}");
+    refusal(config.validate(), &["false with several ranks"]);
 }
 
 /// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one

@@ -2,7 +2,7 @@
 
 use super::judge::hold_against;
 use super::oracle::Oracle;
-use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, numbers, there};
+use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, elements, there};
 use candle_core::{DType, Device, Tensor, safetensors};
 use rstest::rstest;
 use serde_json::Value;
@@ -29,7 +29,7 @@ impl Golden {
     }
 
     fn numbers(&self, case: &str, key: &str) -> Vec<f64> {
-        numbers(&self.tensors[&format!("{case}.{key}")])
+        elements(&self.tensors[&format!("{case}.{key}")])
     }
 
     fn problem(&self, case: &str) -> Problem {
