@@ -29,7 +29,7 @@ mod retrace;
 mod tf32;
 mod tied;
 
-use crate::check::norms;
+use crate::check::{self, norms};
 use crate::settings::{in_precision, with_lr};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -78,8 +78,7 @@ pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Te
 /// A model and its optimizer; the same seed gives the same.
 pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW) {
     let model = TransformerLM::new(config, 5, &CPU).unwrap();
-    let adamw = with_lr(3e-3);
-    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 
@@ -91,6 +90,17 @@ pub fn logits_of(model: &TransformerLM, precision: Precision) -> Step<'_> {
         model.forward(&inputs.get("tokens")?)
     });
     step.unwrap()
+}
+
+/// A plan that clips unless it updates in backward, which does not go together.
+fn updating(precision: Precision, accumulation: usize, optimizer_in_backward: bool) -> StepConfig {
+    StepConfig {
+        precision,
+        accumulation,
+        clip_norm: (!optimizer_in_backward).then_some(0.5),
+        optimizer_in_backward,
+        ..Default::default()
+    }
 }
 
 /// The plan of a model's step on the CPU, on tokens (B, T) in a micro-batch, and the blocks that it recomputes.
@@ -329,9 +339,8 @@ impl Judge<'_> {
 }
 
 /// Every weight's bits.
-pub fn bits(model: &TransformerLM) -> Vec<u32> {
-    let values = |var: &Var| -> Vec<f32> { var.flatten_all().unwrap().to_vec1().unwrap() };
+pub fn bits(model: &TransformerLM) -> Vec<u64> {
     let parameters = model.parameters();
-    let bits = parameters.iter().flat_map(|(_, var)| values(var));
-    bits.map(f32::to_bits).collect()
+    let bits = parameters.iter().flat_map(|(_, var)| check::bits(var));
+    bits.collect()
 }

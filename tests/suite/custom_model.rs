@@ -6,15 +6,14 @@ pub(crate) mod gpt2;
 mod mixture;
 
 use crate::check::elements;
-use crate::golden::{bounds, close};
+use crate::golden::{bounds, close, fixture};
 #[cfg(feature = "cuda")]
 use crate::settings::{in_precision, with_lr};
-use candle_core::{DType, Device, Tensor, safetensors};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use gpt2::{Gpt2, Gpt2Config};
 use rstest::rstest;
 use std::collections::{BTreeSet, HashMap};
-use std::path::Path;
 use tallow::attention::Algorithm;
 use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Target};
@@ -35,10 +34,7 @@ struct Golden {
 
 impl Golden {
     fn read(attention: Algorithm) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/gpt2_f64.safetensors");
-        let bytes = std::fs::read(path).unwrap();
-        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        let metadata = header.metadata().as_ref().unwrap();
+        let (tensors, metadata) = fixture("gpt2_f64");
         let config: HashMap<String, usize> = serde_json::from_str(&metadata["config"]).unwrap();
         let config = Gpt2Config {
             vocab_size: config["vocab_size"],
@@ -51,7 +47,7 @@ impl Golden {
         Self {
             config,
             hyperparameters: serde_json::from_str(&metadata["hyperparameters"]).unwrap(),
-            tensors: safetensors::load_buffer(&bytes, &Device::Cpu).unwrap(),
+            tensors,
         }
     }
 

@@ -6,7 +6,7 @@ mod loading;
 mod saving;
 
 use crate::check::{elements, refusal};
-use crate::golden::{bounds, close};
+use crate::golden::{bounds, close, fixture};
 use crate::settings::loaded_as;
 use candle_core::{DType, Device, Tensor, safetensors};
 use proptest::prelude::*;
@@ -59,10 +59,7 @@ struct Golden {
 
 impl Golden {
     fn read(name: &str) -> Self {
-        let bytes = fs::read(fixtures().join(format!("{name}.safetensors"))).unwrap();
-        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        let metadata = header.metadata().as_ref().unwrap();
-        let tensors = safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
+        let (tensors, metadata) = fixture(&format!("families/{name}"));
         let weights = tensors
             .iter()
             .filter(|(name, _)| BEGINNINGS.iter().any(|prefix| name.starts_with(prefix)));

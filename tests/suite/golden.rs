@@ -26,6 +26,18 @@ pub struct Golden {
     tensors: HashMap<String, Tensor>,
 }
 
+/// The tensors and the metadata of `fixtures/{name}.safetensors`.
+pub fn fixture(name: &str) -> (HashMap<String, Tensor>, HashMap<String, String>) {
+    let bytes = std::fs::read(path_of(name)).unwrap();
+    let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let tensors = safetensors::load_buffer(&bytes, &CPU).unwrap();
+    (tensors, header.metadata().clone().unwrap())
+}
+
+fn path_of(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("fixtures/{name}.safetensors"))
+}
+
 impl Golden {
     /// `lm_t13` or `lm_t37` as computed in f64.
     pub fn read(name: &str) -> Self {
@@ -33,12 +45,8 @@ impl Golden {
     }
 
     pub fn read_as(name: &str, dtype: &str) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("fixtures")
-            .join(format!("{name}_{dtype}.safetensors"));
-        let bytes = std::fs::read(&path).unwrap();
-        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        let metadata = header.metadata().as_ref().unwrap();
+        let name = format!("{name}_{dtype}");
+        let (tensors, metadata) = fixture(&name);
         let parse =
             |key: &str| -> serde_json::Value { serde_json::from_str(&metadata[key]).unwrap() };
         let mut config = parse("config");
@@ -46,8 +54,8 @@ impl Golden {
         Self {
             config: serde_json::from_value(config).unwrap(),
             hyperparameters: serde_json::from_value(parse("hyperparameters")).unwrap(),
-            tensors: safetensors::load_buffer(&bytes, &CPU).unwrap(),
-            path,
+            tensors,
+            path: path_of(&name),
         }
     }
 

@@ -14,7 +14,7 @@ mod signals;
 mod steps;
 mod writers;
 
-use crate::check::refusal;
+use crate::check::{self, refusal};
 use std::path::{Path, PathBuf};
 
 use tallow::data::Tokens;
@@ -92,15 +92,12 @@ fn take(trainer: &mut Trainer, count: usize) -> Vec<StepReport> {
 }
 
 /// Every weight and every entry of the optimizer's state, as bits.
-fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
+fn bits(trainer: &Trainer) -> Vec<(String, Vec<u64>)> {
     let weights = trainer.model().parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
     let all = weights.chain(trainer.optimizer().state());
-    let bits = all.map(|(name, tensor)| {
-        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        (name, values.into_iter().map(f32::to_bits).collect())
-    });
-    bits.collect()
+    all.map(|(name, tensor)| (name, check::bits(&tensor)))
+        .collect()
 }
 
 /// A folder that is removed at the end, and a path in it.

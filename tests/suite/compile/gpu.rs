@@ -24,8 +24,7 @@ pub fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, 
     let path = folder.path().join("model.safetensors");
     model.save(&path).unwrap();
     let model = TransformerLM::load(config, &path, device).unwrap();
-    let adamw = with_lr(3e-3);
-    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 

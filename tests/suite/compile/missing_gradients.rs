@@ -1,6 +1,6 @@
 //! Planned steps with parameters that the loss does not depend on.
 
-use crate::check::refusal;
+use crate::check::{elements, refusal};
 use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
 use tallow::compile::{Step, StepConfig};
@@ -66,10 +66,9 @@ impl Model {
         optimizer.step(&gradients).unwrap();
     }
 
-    fn elements(&self) -> Vec<Vec<f32>> {
+    fn elements(&self) -> Vec<Vec<f64>> {
         let parameters = self.parameters.iter();
-        let elements = parameters.map(|(_, var)| var.flatten_all().unwrap().to_vec1().unwrap());
-        elements.collect()
+        parameters.map(|(_, var)| elements(var)).collect()
     }
 
     fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Result<Step<'_>> {
@@ -81,10 +80,8 @@ impl Model {
 
 fn x(device: &Device) -> Tensor {
     let numbers = (0..32).map(|n| ((n * n * 3) as f32 * 0.11).cos());
-    Tensor::from_iter(numbers, device)
-        .unwrap()
-        .reshape((8, 4))
-        .unwrap()
+    let x = Tensor::from_iter(numbers, device).unwrap();
+    x.reshape((8, 4)).unwrap()
 }
 
 fn configs() -> [StepConfig; 4] {

@@ -1,7 +1,7 @@
 //! Clipping, accumulation, checkpointing, budgets, the optimizer in backward; and that what is shared stays shared.
 
 use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
-use crate::check::refusal;
+use crate::check::{elements, refusal};
 use crate::settings::in_precision;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
@@ -328,10 +328,9 @@ fn without_the_update() {
     let (tokens, targets) = batch(97, 4, 37, 0);
     let before = weights(&model);
     let loss = step.forward_backward((&tokens, &targets)).unwrap();
-    let values = |step: &mut Step| -> Vec<Vec<f32>> {
+    let values = |step: &mut Step| -> Vec<Vec<f64>> {
         let gradients = step.gradients().unwrap().into_iter();
-        let values = gradients.map(|(_, x)| x.flatten_all().unwrap().to_vec1().unwrap());
-        values.collect()
+        gradients.map(|(_, x)| elements(&x)).collect()
     };
     let gradients = values(&mut step);
     assert_eq!((weights(&model), optimizer.steps()), (before.clone(), 0));

@@ -1,7 +1,7 @@
 //! Documents packed into sequences, and windows, in planned steps: as eager ones, whatever documents a run is given.
 
 use super::attention::{planned, run};
-use crate::check::refusal;
+use crate::check::{distance, refusal};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
@@ -119,17 +119,7 @@ fn as_eager(case: Case, device: &Device) {
         let planned: HashMap<String, Tensor> = step.gradients().unwrap().into_iter().collect();
         for (name, parameter) in model.parameters() {
             let wanted = eager.get(&parameter).unwrap();
-            let norm = |x: &Tensor| -> f64 {
-                let sum = x
-                    .sqr()
-                    .unwrap()
-                    .sum_all()
-                    .unwrap()
-                    .to_dtype(DType::F64)
-                    .unwrap();
-                sum.to_scalar::<f64>().unwrap().sqrt()
-            };
-            let error = norm(&(&planned[&name] - wanted).unwrap()) / norm(wanted);
+            let error = distance(&planned[&name], wanted);
             assert!(error <= bound, "{case:?} {seed}: {name} is {error:.1e} off");
         }
     }

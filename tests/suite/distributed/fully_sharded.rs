@@ -1,6 +1,8 @@
 //! Weights, gradients and optimizer state divided among ranks: the step of replicated ones.
 
-use super::{batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks};
+use super::{
+    batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks, plan_config,
+};
 use crate::check::refusal;
 use crate::settings::scaler_from;
 use candle_core::{DType, Device, Tensor};
@@ -19,14 +21,6 @@ fn adamw() -> AdamWConfig {
     AdamWConfig {
         lr: 1e-2,
         weight_decay: 0.1,
-        ..Default::default()
-    }
-}
-
-fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {
-    StepConfig {
-        clip_norm,
-        accumulation,
         ..Default::default()
     }
 }

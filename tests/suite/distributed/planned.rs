@@ -1,6 +1,8 @@
 //! Planned steps: exchanges are calls of the plan.
 
-use super::{EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks};
+use super::{
+    EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks, plan_config,
+};
 use crate::check::refusal;
 use crate::settings::scaler_from;
 use candle_core::{DType, Device};
@@ -11,14 +13,6 @@ use tallow::compile::{Batch, Op, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 use tallow::precision::Precision;
-
-fn plan_config(accumulation: usize) -> StepConfig {
-    StepConfig {
-        clip_norm: Some(0.5),
-        accumulation,
-        ..Default::default()
-    }
-}
 
 fn exchanges(plan: &Plan) -> Vec<usize> {
     let calls = plan.calls().iter().enumerate();
@@ -55,7 +49,7 @@ fn as_eager(
             let replicated = Replicated::new(&ranks, model.parameters(), way)?;
             let config = StepConfig {
                 precision,
-                ..plan_config(accumulation)
+                ..plan_config(accumulation, Some(0.5))
             };
             let mut step =
                 Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
@@ -90,8 +84,8 @@ fn a_rank_that_ends_is_named() {
         let model = model(1);
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let mut step =
-            Step::of(&model, &optimizer, &plan_config(1))?.replicated(&optimizer, &replicated)?;
+        let mut step = Step::of(&model, &optimizer, &plan_config(1, Some(0.5)))?
+            .replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         step.run(&mut optimizer, (&tokens, &targets))?;
         Ok(match ranks.rank() {
@@ -119,11 +113,11 @@ fn buckets_in_backward() {
         };
         let config = StepConfig {
             ranks: StepRanks::Replicated(replicated),
-            ..plan_config(1)
+            ..plan_config(1, Some(0.5))
         };
         of(&config)
     };
-    let alone = of(&plan_config(1));
+    let alone = of(&plan_config(1, Some(0.5)));
     assert!(exchanges(&alone).is_empty());
     let parameters = alone.buffers().iter();
     let parameters = parameters.filter(|b| b.category == tallow::compile::Category::Parameter);
@@ -184,7 +178,7 @@ fn an_overflow_is_seen_by_all() {
             loss_scaling: true,
             precision: Precision::F16,
             clip_norm: None,
-            ..plan_config(1)
+            ..plan_config(1, Some(0.5))
         };
         let mut step =
             Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
@@ -206,7 +200,7 @@ fn what_is_refused() {
         ..Default::default()
     };
     let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
-    let config = plan_config(1);
+    let config = plan_config(1, Some(0.5));
     let [tokens, targets] = batch(0);
     let step = Step::of(&model, &optimizer, &config).unwrap();
     let mut step = step.replicated(&optimizer, &replicated).unwrap();
@@ -249,7 +243,7 @@ fn in_bf16_on_a_gpu() {
     let [tokens, targets] = batch(0).map(|x| here(&x));
     let config = StepConfig {
         precision: Precision::BF16,
-        ..plan_config(1)
+        ..plan_config(1, Some(0.5))
     };
     let run = |dtype: Option<DType>| {
         let model = TransformerLM::new(&super::config(), 1, &gpu).unwrap();

@@ -1,6 +1,8 @@
 //! The optimizer's state divided among ranks: the bits of an optimizer that has it all.
 
-use super::{EXCHANGES, batch, batches, bits, config, config_of_six_layers, model, on_ranks};
+use super::{
+    EXCHANGES, batch, batches, bits, config, config_of_six_layers, model, on_ranks, plan_config,
+};
 use crate::check::refusal;
 use crate::settings::scaler_from;
 use candle_core::backprop::GradStore;
@@ -24,17 +26,17 @@ fn groups(model: &TransformerLM, moments: Moments) -> Vec<ParameterGroup> {
 }
 
 /// Weights and state as bits, by name.
-type Bits = Vec<(String, Vec<u32>)>;
+type Bits = Vec<(String, Vec<u64>)>;
 
 fn weights(model: &TransformerLM) -> Bits {
     let weights = model.parameters().into_iter();
-    let weights = weights.map(|(name, var)| (name, bits(&var.to_dtype(DType::F32).unwrap())));
+    let weights = weights.map(|(name, var)| (name, bits(&var)));
     weights.collect()
 }
 
 fn state(optimizer: &AdamW) -> Bits {
     let state = optimizer.state().into_iter();
-    let state = state.map(|(name, x)| (name, bits(&x.to_dtype(DType::F32).unwrap())));
+    let state = state.map(|(name, x)| (name, bits(&x)));
     state.collect()
 }
 
@@ -145,14 +147,6 @@ fn planned_steps(
                 assert_eq!(before == after, is_own, "{name}");
             }
         }
-    }
-}
-
-fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {
-    StepConfig {
-        clip_norm,
-        accumulation,
-        ..Default::default()
     }
 }
 

@@ -61,7 +61,7 @@ fn of_parts(sharded: &FullyShard, config: TrainConfig) -> Result<Trainer> {
 }
 
 /// What a run has come to: losses, an evaluation, the weights' bits.
-type Outcome = (Vec<u64>, f64, Vec<Vec<u32>>);
+type Outcome = (Vec<u64>, f64, Vec<Vec<u64>>);
 
 fn run(mut trainer: Trainer) -> Result<(Outcome, Trainer)> {
     while trainer.step()?.is_some() {}
@@ -88,7 +88,7 @@ fn two_ranks_are_one_of_two_batches() {
             assert!((loss - wanted).abs() < 1e-5, "{loss} {wanted}");
         }
         for (weight, wanted) in together.2.iter().flatten().zip(alone.2.iter().flatten()) {
-            let (weight, wanted) = (f32::from_bits(*weight), f32::from_bits(*wanted));
+            let (weight, wanted) = (f64::from_bits(*weight), f64::from_bits(*wanted));
             assert!((weight - wanted).abs() < 1e-5, "{weight} {wanted}");
         }
         assert!(
@@ -244,7 +244,7 @@ fn in_parts() {
         };
         Ok((trainer, sharded))
     };
-    let all = |mut trainer: Trainer| -> Result<(Vec<f64>, Vec<u32>, Trainer)> {
+    let all = |mut trainer: Trainer| -> Result<(Vec<f64>, Vec<u64>, Trainer)> {
         while trainer.step()?.is_some() {}
         let evaluation = trainer.evaluate()?;
         let mut losses = trainer.history().losses.clone();

@@ -1,6 +1,7 @@
 //! Training in f16.
 
 use super::*;
+use crate::check;
 use crate::settings::with_lr;
 use tallow::model::ToyModel;
 use tallow::{nn, ops};
@@ -13,12 +14,8 @@ const INTERVAL: usize = 16;
 fn bits(model: &ToyModel, optimizer: &AdamW) -> Vec<(String, Vec<u64>)> {
     let parameters = model.parameters().into_iter();
     let parameters = parameters.map(|(name, var)| (name, var.as_tensor().clone()));
-    parameters
-        .chain(optimizer.state())
-        .map(|(name, tensor)| {
-            let bits = elements(&tensor).into_iter().map(f64::to_bits);
-            (name, bits.collect())
-        })
+    let all = parameters.chain(optimizer.state());
+    all.map(|(name, tensor)| (name, check::bits(&tensor)))
         .collect()
 }
 
