@@ -1,6 +1,7 @@
 //! Numbers of tensors, and checks of them and of errors, that tests of several modules share.
 
-use candle_core::{DType, Tensor};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
 use std::fmt::Display;
 
 /// The elements, widened to f64.
@@ -27,6 +28,21 @@ pub fn norms(got: &Tensor, wanted: &Tensor) -> [f64; 2] {
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let difference = norm(&mut got.iter().zip(&wanted).map(|(g, w)| g - w));
     [difference, norm(&mut wanted.iter().copied())]
+}
+
+/// The gradient of each parameter. One without a gradient, or of another shape, fails.
+pub fn gradients_of(
+    parameters: Vec<(String, Var)>,
+    gradients: &GradStore,
+) -> Vec<(String, Tensor)> {
+    let gradient = |(name, var): (String, Var)| match gradients.get(&var) {
+        Some(gradient) => {
+            assert_eq!(gradient.dims(), var.dims(), "{name}");
+            (name, gradient.clone())
+        }
+        None => panic!("{name} has no gradient"),
+    };
+    parameters.into_iter().map(gradient).collect()
 }
 
 /// The error, whose text must contain all of `parts`.

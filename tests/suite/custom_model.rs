@@ -5,8 +5,8 @@
 pub(crate) mod gpt2;
 mod mixture;
 
-use crate::check::elements;
-use crate::golden::{bounds, close, fixture};
+use crate::check::{elements, gradients_of};
+use crate::golden::{bounds, close, close_gradients, close_weights, fixture};
 #[cfg(feature = "cuda")]
 use crate::settings::{in_precision, with_lr};
 use candle_core::{DType, Device, Tensor};
@@ -76,21 +76,8 @@ fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType) {
     close("logits", &logits, wanted("logits"), logits_bound);
     close("loss", &loss, wanted("loss"), loss_bound);
 
-    let gradients = loss.backward().unwrap();
-    let parameters = model.parameters();
-    let count = golden
-        .tensors
-        .keys()
-        .filter(|key| key.starts_with("grad."))
-        .count();
-    assert_eq!(parameters.len(), count);
-    for (name, parameter) in parameters {
-        let Some(gradient) = gradients.get(&parameter) else {
-            panic!("{name} has no gradient");
-        };
-        let key = format!("grad.{name}");
-        close(&key, gradient, wanted(&key), gradient_bound);
-    }
+    let gradients = gradients_of(model.parameters(), &loss.backward().unwrap());
+    close_gradients(&golden.tensors, gradients, gradient_bound);
 }
 
 fn five_steps(golden: &Golden, device: &Device, dtype: DType) {
@@ -109,10 +96,7 @@ fn five_steps(golden: &Golden, device: &Device, dtype: DType) {
         let error = (elements(&loss)[0] - wanted).abs() / wanted;
         assert!(error <= loss_bound, "step {step}: {error:.2e}");
     }
-    for (name, var) in model.parameters() {
-        let key = format!("final.{name}");
-        close(&key, &var, &golden.tensors[&key], weight_bound);
-    }
+    close_weights(&golden.tensors, model.parameters(), "final.", weight_bound);
 }
 
 #[rstest]
@@ -148,12 +132,7 @@ fn planned(golden: &Golden, device: &Device) {
         .unwrap();
     let wanted = elements(&golden.tensors["loss"])[0];
     assert!((f64::from(loss) - wanted).abs() <= loss_bound * wanted);
-    let gradients = step.gradients().unwrap();
-    assert_eq!(gradients.len(), model.parameters().len());
-    for (name, gradient) in gradients {
-        let key = format!("grad.{name}");
-        close(&key, &gradient, &golden.tensors[&key], gradient_bound);
-    }
+    close_gradients(&golden.tensors, step.gradients().unwrap(), gradient_bound);
     for (i, wanted) in elements(&golden.tensors["losses"]).into_iter().enumerate() {
         let [tokens, targets] = golden.batch(i, device);
         let inputs = [("tokens", &tokens), ("targets", &targets)];
@@ -161,10 +140,7 @@ fn planned(golden: &Golden, device: &Device) {
         let error = (f64::from(loss) - wanted).abs() / wanted;
         assert!(error <= 1e-6, "step {i}: {error:.2e}");
     }
-    for (name, var) in model.parameters() {
-        let key = format!("final.{name}");
-        close(&key, &var, &golden.tensors[&key], 2e-5);
-    }
+    close_weights(&golden.tensors, model.parameters(), "final.", 2e-5);
 }
 
 #[cfg(feature = "cuda")]

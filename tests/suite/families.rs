@@ -5,8 +5,8 @@ mod configurations;
 mod loading;
 mod saving;
 
-use crate::check::{elements, refusal};
-use crate::golden::{bounds, close, fixture};
+use crate::check::{elements, gradients_of, refusal};
+use crate::golden::{bounds, close, close_gradients, fixture};
 use crate::settings::loaded_as;
 use candle_core::{DType, Device, Tensor, safetensors};
 use proptest::prelude::*;
@@ -132,29 +132,8 @@ fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DTyp
     let wanted = golden.get("logits.packed");
     close("logits.packed", &packed, wanted, logits_bound);
     close("loss", &loss, golden.get("loss"), loss_bound);
-    let gradients = tallow::backward(loss).unwrap();
-    let parameters = model.parameters().into_iter();
-    let found = parameters.map(|(name, parameter)| {
-        let gradient = gradients.get(&parameter).unwrap();
-        (name, gradient.clone())
-    });
-    close_gradients(golden, model, found, gradient_bound);
-}
-
-/// All of them, and no others.
-fn close_gradients(
-    golden: &Golden,
-    model: &TransformerLM,
-    found: impl IntoIterator<Item = (String, Tensor)>,
-    bound: f64,
-) {
-    let found = as_theirs(model, found);
-    let count = golden.tensors.keys().filter(|key| key.starts_with("grad."));
-    assert_eq!(found.len(), count.count());
-    for (name, gradient) in found {
-        let key = format!("grad.{name}");
-        close(&key, &gradient, golden.get(&key), bound);
-    }
+    let gradients = gradients_of(model.parameters(), &tallow::backward(loss).unwrap());
+    close_gradients(&golden.tensors, as_theirs(model, gradients), gradient_bound);
 }
 
 /// `step` gives each step's loss.
@@ -226,7 +205,8 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
     let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap();
-    close_gradients(&golden, &model, gradients, bounds(DType::F32)[2]);
+    let [_, _, bound] = bounds(DType::F32);
+    close_gradients(&golden.tensors, as_theirs(&model, gradients), bound);
     five_steps(&golden, &model, DType::F32, || {
         f64::from(step.run(&mut optimizer, (&tokens, &targets)).unwrap())
     });

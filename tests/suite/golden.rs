@@ -4,9 +4,9 @@
 //! The f64 file is the judge of both dtypes: f64 must meet it to rounding, f32 within the bounds that PyTorch's own f32
 //! keeps with room to spare.
 
-use crate::check::{elements, refusal};
+use crate::check::{elements, gradients_of, refusal};
 use crate::settings::loaded_as;
-use candle_core::{DType, Device, Tensor, safetensors};
+use candle_core::{DType, Device, Tensor, Var, safetensors};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ pub struct Golden {
     path: PathBuf,
     pub config: TransformerConfig,
     pub hyperparameters: AdamWConfig,
-    tensors: HashMap<String, Tensor>,
+    pub tensors: HashMap<String, Tensor>,
 }
 
 /// The tensors and the metadata of `fixtures/{name}.safetensors`.
@@ -36,6 +36,34 @@ pub fn fixture(name: &str) -> (HashMap<String, Tensor>, HashMap<String, String>)
 
 fn path_of(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("fixtures/{name}.safetensors"))
+}
+
+/// The gradients are those of the file, all of them and no others.
+pub fn close_gradients(
+    wanted: &HashMap<String, Tensor>,
+    found: impl IntoIterator<Item = (String, Tensor)>,
+    bound: f64,
+) {
+    let mut missing = wanted.keys().filter(|key| key.starts_with("grad.")).count();
+    for (name, gradient) in found {
+        let key = format!("grad.{name}");
+        close(&key, &gradient, &wanted[&key], bound);
+        missing -= 1;
+    }
+    assert_eq!(missing, 0);
+}
+
+/// The weights after some steps are those of the file, which begin with `prefix` there.
+pub fn close_weights(
+    wanted: &HashMap<String, Tensor>,
+    parameters: Vec<(String, Var)>,
+    prefix: &str,
+    bound: f64,
+) {
+    for (name, var) in parameters {
+        let key = format!("{prefix}{name}");
+        close(&key, &var, &wanted[&key], bound);
+    }
 }
 
 impl Golden {
@@ -137,17 +165,8 @@ fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType, pol
     close("logits", &logits, golden.get("logits"), logits_bound);
     close("loss", &loss, golden.get("loss"), loss_bound);
 
-    let gradients = loss.backward().unwrap();
-    let parameters = model.parameters();
-    let wanted = golden.tensors.keys().filter(|k| k.starts_with("grad."));
-    assert_eq!(parameters.len(), wanted.count());
-    for (name, parameter) in parameters {
-        let Some(gradient) = gradients.get(&parameter) else {
-            panic!("{name} has no gradient");
-        };
-        let key = format!("grad.{name}");
-        close(&key, gradient, golden.get(&key), gradient_bound);
-    }
+    let gradients = gradients_of(model.parameters(), &loss.backward().unwrap());
+    close_gradients(&golden.tensors, gradients, gradient_bound);
 }
 
 /// A file with the same names, written by another program, loads.
@@ -228,10 +247,8 @@ fn curve(golden: Golden, device: &Device, dtype: DType, prefix: &str, by_referen
             assert!(error <= bound, "{what}, step {step}: {error:.2e}");
         }
     }
-    for (name, var) in model.parameters() {
-        let key = format!("{prefix}final.{name}");
-        close(&key, &var, golden.get(&key), weight_bound);
-    }
+    let prefix = format!("{prefix}final.");
+    close_weights(&golden.tensors, model.parameters(), &prefix, weight_bound);
 }
 
 #[rstest]

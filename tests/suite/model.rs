@@ -22,7 +22,7 @@ mod refused_inputs;
 mod varmap;
 mod weights;
 
-use crate::check::{bits, distance, elements, refusal};
+use crate::check::{self, bits, distance, elements, refusal};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use tallow::attention::Algorithm;
@@ -109,15 +109,7 @@ fn loss_and_gradients(
 
 /// What backward from `loss` leaves for each of `parameters`.
 fn gradients_of(loss: &Tensor, parameters: Vec<(String, Var)>) -> Vec<(String, Tensor)> {
-    let gradients = loss.backward().unwrap();
-    let gradient = |(name, var): (String, Var)| match gradients.get(&var) {
-        Some(gradient) => {
-            assert_eq!(gradient.dims(), var.dims(), "{name}");
-            (name, gradient.clone())
-        }
-        None => panic!("{name} has no gradient"),
-    };
-    parameters.into_iter().map(gradient).collect()
+    check::gradients_of(parameters, &loss.backward().unwrap())
 }
 
 /// Every gradient is finite and not all zero.
