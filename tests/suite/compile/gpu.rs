@@ -390,7 +390,7 @@ fn gradients_that_cannot_be_clipped(
     let gpu = crate::gpu();
     let model_config = config(2, 2, 32, 72, Algorithm::Naive);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
-    let (name, weight) = &model.parameters()[3];
+    let (_, weight) = &model.parameters()[3];
     let poison = Tensor::full(f32::NAN, weight.shape(), &gpu).unwrap();
     let before = weight.as_tensor().copy().unwrap();
     let plan = StepConfig {
@@ -406,21 +406,13 @@ fn gradients_that_cannot_be_clipped(
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     weight.set(&poison).unwrap();
     step.refresh();
-    let values = || -> Vec<u32> {
-        let parameters = model.parameters();
-        let all = parameters.iter().flat_map(|(_, w)| {
-            let w = w.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            w.into_iter().map(f32::to_bits)
-        });
-        all.collect()
-    };
-    let poisoned = values();
+    let poisoned = bits(&model);
     for _ in 0..3 {
         refusal(
             step.run(&mut optimizer, (&tokens, &targets)),
             &["the gradient of parameter"],
         );
-        assert_eq!(values(), poisoned);
+        assert_eq!(bits(&model), poisoned);
     }
     assert_eq!(optimizer.steps(), 1);
     weight.set(&before).unwrap();
