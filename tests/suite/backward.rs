@@ -1,5 +1,6 @@
 //! `tallow::backward` beside candle's own.
 
+use crate::check::elements;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use rstest::rstest;
@@ -26,9 +27,8 @@ fn var(dims: &[usize], salt: u32) -> Var {
 
 /// Bits of the numbers; of zeros, which may differ in sign, those of 0.
 fn bits(x: &Tensor) -> Vec<u64> {
-    let x = x.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
-    let x = x.to_vec1::<f64>().unwrap();
-    x.into_iter().map(|x| (x + 0.0).to_bits()).collect()
+    let elements = elements(x).into_iter();
+    elements.map(|x| (x + 0.0).to_bits()).collect()
 }
 
 fn all_bits(gradients: &GradStore, vars: &[Var]) -> Vec<Option<Vec<u64>>> {

@@ -5,8 +5,9 @@ pub mod model;
 mod names;
 mod refusals;
 
+use crate::check::bits;
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 
 const CPU: Device = Device::Cpu;
 
@@ -19,13 +20,6 @@ fn numbers(shape: &[usize], salt: usize) -> Tensor {
 
 fn var(shape: &[usize], salt: usize) -> Var {
     Var::from_tensor(&numbers(shape, salt)).unwrap()
-}
-
-/// The elements' bits: f64 holds every smaller float.
-fn bits(x: &Tensor) -> Vec<u64> {
-    let flat = x.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
-    let elements: Vec<f64> = flat.to_vec1().unwrap();
-    elements.into_iter().map(f64::to_bits).collect()
 }
 
 /// The bits of the gradients of all of `vars`, which must be there.

@@ -29,6 +29,8 @@ mod retrace;
 mod tf32;
 mod tied;
 
+use crate::check::{self, norms};
+use crate::settings::{in_precision, with_lr};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -38,7 +40,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Plan, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Architecture, Checkpointing, Layer};
-use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm_checked, clip_grad_value};
+use tallow::optim::{AdamW, clip_grad_norm_checked, clip_grad_value};
 use tallow::precision::Precision;
 
 const CPU: Device = Device::Cpu;
@@ -76,25 +78,29 @@ pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Te
 /// A model and its optimizer; the same seed gives the same.
 pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW) {
     let model = TransformerLM::new(config, 5, &CPU).unwrap();
-    let adamw = AdamWConfig {
-        lr: 3e-3,
-        ..Default::default()
-    };
-    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 
 /// A step of the model's logits.
 pub fn logits_of(model: &TransformerLM, precision: Precision) -> Step<'_> {
-    let config = StepConfig {
-        precision,
-        ..Default::default()
-    };
+    let config = in_precision(precision);
     let parameters = model.parameters();
     let step = Step::without_optimizer(model.device(), parameters, &config, |inputs| {
         model.forward(&inputs.get("tokens")?)
     });
     step.unwrap()
+}
+
+/// A plan that clips unless it updates in backward, which does not go together.
+fn updating(precision: Precision, accumulation: usize, optimizer_in_backward: bool) -> StepConfig {
+    StepConfig {
+        precision,
+        accumulation,
+        clip_norm: (!optimizer_in_backward).then_some(0.5),
+        optimizer_in_backward,
+        ..Default::default()
+    }
 }
 
 /// The plan of a model's step on the CPU, on tokens (B, T) in a micro-batch, and the blocks that it recomputes.
@@ -109,15 +115,8 @@ pub fn plan_of(
 
 /// Norm of the difference over the norm of what is wanted.
 pub fn distance(got: &Tensor, wanted: &Tensor) -> f64 {
-    assert_eq!(got.dims(), wanted.dims());
-    let flat = |x: &Tensor| -> Vec<f64> {
-        let x = x.to_dtype(DType::F64).and_then(|x| x.flatten_all());
-        x.unwrap().to_vec1().unwrap()
-    };
-    let (got, wanted) = (flat(got), flat(wanted));
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-    let difference = norm(&mut got.iter().zip(&wanted).map(|(g, w)| g - w));
-    difference / norm(&mut wanted.iter().copied()).max(1e-30)
+    let [difference, size] = norms(got, wanted);
+    difference / size.max(1e-30)
 }
 
 /// The norm of tensors, taken as one vector.
@@ -340,9 +339,8 @@ impl Judge<'_> {
 }
 
 /// Every weight's bits.
-pub fn bits(model: &TransformerLM) -> Vec<u32> {
-    let values = |var: &Var| -> Vec<f32> { var.flatten_all().unwrap().to_vec1().unwrap() };
+pub fn bits(model: &TransformerLM) -> Vec<u64> {
     let parameters = model.parameters();
-    let bits = parameters.iter().flat_map(|(_, var)| values(var));
-    bits.map(f32::to_bits).collect()
+    let bits = parameters.iter().flat_map(|(_, var)| check::bits(var));
+    bits.collect()
 }

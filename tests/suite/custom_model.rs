@@ -5,13 +5,15 @@
 pub(crate) mod gpt2;
 mod mixture;
 
-use crate::golden::{bounds, close, elements};
-use candle_core::{DType, Device, Tensor, safetensors};
+use crate::check::{elements, gradients_of};
+use crate::golden::{bounds, close, close_gradients, close_weights, fixture};
+#[cfg(feature = "cuda")]
+use crate::settings::{in_precision, with_lr};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use gpt2::{Gpt2, Gpt2Config};
 use rstest::rstest;
 use std::collections::{BTreeSet, HashMap};
-use std::path::Path;
 use tallow::attention::Algorithm;
 use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Target};
@@ -32,10 +34,7 @@ struct Golden {
 
 impl Golden {
     fn read(attention: Algorithm) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/gpt2_f64.safetensors");
-        let bytes = std::fs::read(path).unwrap();
-        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        let metadata = header.metadata().as_ref().unwrap();
+        let (tensors, metadata) = fixture("gpt2_f64");
         let config: HashMap<String, usize> = serde_json::from_str(&metadata["config"]).unwrap();
         let config = Gpt2Config {
             vocab_size: config["vocab_size"],
@@ -48,7 +47,7 @@ impl Golden {
         Self {
             config,
             hyperparameters: serde_json::from_str(&metadata["hyperparameters"]).unwrap(),
-            tensors: safetensors::load_buffer(&bytes, &Device::Cpu).unwrap(),
+            tensors,
         }
     }
 
@@ -77,21 +76,8 @@ fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType) {
     close("logits", &logits, wanted("logits"), logits_bound);
     close("loss", &loss, wanted("loss"), loss_bound);
 
-    let gradients = loss.backward().unwrap();
-    let parameters = model.parameters();
-    let count = golden
-        .tensors
-        .keys()
-        .filter(|key| key.starts_with("grad."))
-        .count();
-    assert_eq!(parameters.len(), count);
-    for (name, parameter) in parameters {
-        let Some(gradient) = gradients.get(&parameter) else {
-            panic!("{name} has no gradient");
-        };
-        let key = format!("grad.{name}");
-        close(&key, gradient, wanted(&key), gradient_bound);
-    }
+    let gradients = gradients_of(model.parameters(), &loss.backward().unwrap());
+    close_gradients(&golden.tensors, gradients, gradient_bound);
 }
 
 fn five_steps(golden: &Golden, device: &Device, dtype: DType) {
@@ -110,10 +96,7 @@ fn five_steps(golden: &Golden, device: &Device, dtype: DType) {
         let error = (elements(&loss)[0] - wanted).abs() / wanted;
         assert!(error <= loss_bound, "step {step}: {error:.2e}");
     }
-    for (name, var) in model.parameters() {
-        let key = format!("final.{name}");
-        close(&key, &var, &golden.tensors[&key], weight_bound);
-    }
+    close_weights(&golden.tensors, model.parameters(), "final.", weight_bound);
 }
 
 #[rstest]
@@ -149,12 +132,7 @@ fn planned(golden: &Golden, device: &Device) {
         .unwrap();
     let wanted = elements(&golden.tensors["loss"])[0];
     assert!((f64::from(loss) - wanted).abs() <= loss_bound * wanted);
-    let gradients = step.gradients().unwrap();
-    assert_eq!(gradients.len(), model.parameters().len());
-    for (name, gradient) in gradients {
-        let key = format!("grad.{name}");
-        close(&key, &gradient, &golden.tensors[&key], gradient_bound);
-    }
+    close_gradients(&golden.tensors, step.gradients().unwrap(), gradient_bound);
     for (i, wanted) in elements(&golden.tensors["losses"]).into_iter().enumerate() {
         let [tokens, targets] = golden.batch(i, device);
         let inputs = [("tokens", &tokens), ("targets", &targets)];
@@ -162,10 +140,7 @@ fn planned(golden: &Golden, device: &Device) {
         let error = (f64::from(loss) - wanted).abs() / wanted;
         assert!(error <= 1e-6, "step {i}: {error:.2e}");
     }
-    for (name, var) in model.parameters() {
-        let key = format!("final.{name}");
-        close(&key, &var, &golden.tensors[&key], 2e-5);
-    }
+    close_weights(&golden.tensors, model.parameters(), "final.", 2e-5);
 }
 
 #[cfg(feature = "cuda")]
@@ -215,10 +190,7 @@ fn gpt2_planned_in_half_on_a_gpu(
     };
     let (tokens, targets) = (ids(0), ids(1));
     let model = || Gpt2::new(config.clone(), tallow::nn::seeded(1, DType::F32, &gpu)).unwrap();
-    let hyperparameters = AdamWConfig {
-        lr: 1e-3,
-        ..Default::default()
-    };
+    let hyperparameters = with_lr(1e-3);
     let eager = model();
     let mut optimizer = AdamW::new(eager.parameters(), hyperparameters).unwrap();
     let wanted = [0; 6].map(|_| {
@@ -229,10 +201,7 @@ fn gpt2_planned_in_half_on_a_gpu(
             .to_scalar::<f32>()
             .unwrap()
     });
-    let config = StepConfig {
-        precision,
-        ..Default::default()
-    };
+    let config = in_precision(precision);
     let mut runs = Vec::new();
     for _ in 0..2 {
         let planned = model();

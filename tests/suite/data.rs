@@ -6,6 +6,7 @@ mod refusals;
 mod source_trees;
 mod views;
 
+use crate::check::refusal;
 use std::fs;
 use std::path::PathBuf;
 
@@ -52,14 +53,4 @@ fn rows(tensor: &Tensor) -> Vec<Vec<u32>> {
 
 fn both(batch: &Batch) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     (rows(&batch.inputs), rows(&batch.targets))
-}
-
-/// The error's text, which must contain all of `parts`.
-fn refusal<T: std::fmt::Debug>(result: tallow::Result<T>, parts: &[&str]) -> Error {
-    let error = result.expect_err("this must be refused");
-    let text = error.to_string();
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text:?}");
-    }
-    error
 }

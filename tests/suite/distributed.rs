@@ -10,10 +10,12 @@ mod replicated;
 mod sharded;
 mod trainer;
 
+use crate::check::{bits, distance};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
 use tallow::Result;
 use tallow::attention::Algorithm;
+use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Exchange};
 use tallow::model::{TransformerConfig, TransformerLM};
 
@@ -68,6 +70,14 @@ fn model(seed: u64) -> TransformerLM {
     TransformerLM::new(&config(), seed, &Device::Cpu).unwrap()
 }
 
+fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {
+    StepConfig {
+        clip_norm,
+        accumulation,
+        ..Default::default()
+    }
+}
+
 /// Tokens and targets (1, 12) of batch number `index`.
 fn batch(index: usize) -> [Tensor; 2] {
     let ids = (0..13u32).map(|i| (i * 31 + index as u32 * 17) * 13 % 37);
@@ -92,19 +102,4 @@ fn averaged(replicated: &distributed::Replicated, loss: Tensor) -> tallow::Resul
     let mut gradients = tallow::backward(loss)?;
     replicated.average(&mut gradients)?;
     Ok(gradients)
-}
-
-/// The bits of all elements, in f32.
-fn bits(x: &Tensor) -> Vec<u32> {
-    let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    x.into_iter().map(f32::to_bits).collect()
-}
-
-/// |a - b| / |b|.
-fn distance(a: &Tensor, b: &Tensor) -> f64 {
-    let norm = |x: &Tensor| {
-        let sum = x.sqr().and_then(|x| x.sum_all()).unwrap();
-        f64::from(sum.to_scalar::<f32>().unwrap()).sqrt()
-    };
-    norm(&(a - b).unwrap()) / norm(b)
 }

@@ -1,5 +1,6 @@
 //! Ops that join several: the same values and gradients as the ops they are made of, on the same bits for any threads.
 
+use crate::check::distance;
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
 use rstest::rstest;
@@ -18,20 +19,6 @@ fn ids(shape: &[usize], vocab: u32) -> Tensor {
     let n: usize = shape.iter().product();
     let ids: Vec<u32> = (0..n as u32).map(|i| (i * 37 + 5) % vocab).collect();
     Tensor::from_vec(ids, shape, &Device::Cpu).unwrap()
-}
-
-fn distance(a: &Tensor, b: &Tensor) -> f64 {
-    let flat = |t: &Tensor| {
-        t.to_dtype(DType::F64)
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .to_vec1::<f64>()
-            .unwrap()
-    };
-    let (a, b) = (flat(a), flat(b));
-    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-    norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
 /// The value and every variable's gradient, under a loss that weighs each element.

@@ -22,9 +22,9 @@ mod refused_inputs;
 mod varmap;
 mod weights;
 
+use crate::check::{self, bits, distance, elements, refusal};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
-use std::fmt::Debug;
 use tallow::attention::Algorithm;
 use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
 use tallow::{Error, nn, ops};
@@ -85,28 +85,9 @@ fn numbers(shape: &[usize], dtype: DType, salt: u64) -> Tensor {
     numbers.to_dtype(dtype).unwrap()
 }
 
-/// The elements, widened to f64.
-fn elements(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
-    flat.unwrap().to_vec1().unwrap()
-}
-
-/// The elements' bits (f64 holds every smaller float, and its own).
-fn bits(tensor: &Tensor) -> Vec<u64> {
-    elements(tensor).into_iter().map(f64::to_bits).collect()
-}
-
 fn all_bits(model: &TransformerLM) -> Vec<(String, Vec<u64>)> {
     let parameters = model.parameters().into_iter();
     parameters.map(|(name, var)| (name, bits(&var))).collect()
-}
-
-/// |a - b| / |b| over the whole tensor.
-fn distance(got: &Tensor, wanted: &Tensor) -> f64 {
-    assert_eq!(got.dims(), wanted.dims());
-    let (got, wanted) = (elements(got), elements(wanted));
-    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-    norm(&mut got.iter().zip(&wanted).map(|(g, w)| g - w)) / norm(&mut wanted.iter().copied())
 }
 
 fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
@@ -128,15 +109,7 @@ fn loss_and_gradients(
 
 /// What backward from `loss` leaves for each of `parameters`.
 fn gradients_of(loss: &Tensor, parameters: Vec<(String, Var)>) -> Vec<(String, Tensor)> {
-    let gradients = loss.backward().unwrap();
-    let gradient = |(name, var): (String, Var)| match gradients.get(&var) {
-        Some(gradient) => {
-            assert_eq!(gradient.dims(), var.dims(), "{name}");
-            (name, gradient.clone())
-        }
-        None => panic!("{name} has no gradient"),
-    };
-    parameters.into_iter().map(gradient).collect()
+    check::gradients_of(parameters, &loss.backward().unwrap())
 }
 
 /// Every gradient is finite and not all zero.
@@ -146,14 +119,4 @@ fn alive(gradients: &[(String, Tensor)]) {
         assert!(gradient.iter().all(|g| g.is_finite()), "{name}");
         assert!(gradient.iter().any(|g| *g != 0.0), "{name} is all zeros");
     }
-}
-
-/// The error, whose text must contain all of `parts`.
-fn refusal<T: Debug>(result: tallow::Result<T>, parts: &[&str]) -> Error {
-    let error = result.expect_err("this must be refused");
-    let text = error.to_string();
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text:?}");
-    }
-    error
 }

@@ -7,8 +7,8 @@
 mod express;
 mod fixture;
 
+use crate::check::elements;
 use crate::flash::problem::device;
-use crate::golden::elements;
 use candle_core::{DType, Device, Tensor, Var};
 use express::{Call, Way, ways};
 use fixture::{File, Sample, folder, index};

@@ -15,6 +15,7 @@ mod missing;
 mod schedule;
 mod state;
 
+use crate::check::elements;
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 
 /// A variable on the CPU with these numbers.
@@ -46,12 +47,6 @@ fn noisy_gradient(var: &Var, seed: usize) -> Tensor {
     let values = noise(var.elem_count(), seed);
     let tensor = Tensor::from_vec(values, var.shape(), &Device::Cpu).unwrap();
     tensor.to_dtype(var.dtype()).unwrap()
-}
-
-/// All elements, as `f64`.
-fn values(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
-    flat.to_vec1().unwrap()
 }
 
 fn named(vars: &[&Var]) -> Vec<(String, Var)> {

@@ -9,6 +9,7 @@ mod pytorch;
 mod regions;
 mod values;
 
+use crate::check::{bits, elements};
 use candle_core::{DType, Device, Tensor, Var};
 use tallow::precision::Autocast;
 
@@ -26,16 +27,10 @@ fn var(shape: &[usize], dtype: DType, salt: usize) -> Var {
     Var::from_tensor(&numbers(shape, dtype, salt)).unwrap()
 }
 
-fn elements(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
-    flat.unwrap().to_vec1().unwrap()
-}
-
 /// Equal dtypes, shapes and elements, to the bit.
 #[track_caller]
 fn same(got: &Tensor, wanted: &Tensor) {
     assert_eq!((got.dtype(), got.dims()), (wanted.dtype(), wanted.dims()));
-    let bits = |t: &Tensor| -> Vec<u64> { elements(t).into_iter().map(f64::to_bits).collect() };
     assert_eq!(bits(got), bits(wanted));
 }
 

@@ -1,5 +1,6 @@
 //! Ranges: where a model's ops say they are, and that nothing changes while somebody listens.
 
+use crate::check::bits;
 use candle_core::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
@@ -58,7 +59,7 @@ fn config(attention: Algorithm) -> TransformerConfig {
 }
 
 /// A step's loss and first weights, as bits.
-fn step(attention: Algorithm, precision: Precision) -> (u32, Vec<u32>) {
+fn step(attention: Algorithm, precision: Precision) -> [Vec<u64>; 2] {
     let model = TransformerLM::new(&config(attention), 3, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens = Tensor::from_vec((0u32..16).collect(), (2, 8), &Device::Cpu).unwrap();
@@ -74,13 +75,9 @@ fn step(attention: Algorithm, precision: Precision) -> (u32, Vec<u32>) {
         let _phase = probe::phase("optimizer");
         optimizer.step(&gradients).unwrap();
     }
-    let bits = |tensor: &Tensor| {
-        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-    };
     let (_, weight) = &model.parameters()[3];
     assert_eq!(weight.dtype(), DType::F32);
-    (bits(&loss)[0], bits(weight))
+    [bits(&loss), bits(weight)]
 }
 
 #[test]

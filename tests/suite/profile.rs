@@ -13,6 +13,7 @@ mod pictures;
 mod refusals;
 mod summary;
 
+use crate::check::bits;
 use candle_core::{Device, Tensor};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tallow::attention::Algorithm;
@@ -46,7 +47,7 @@ fn config(attention: Algorithm) -> TransformerConfig {
 }
 
 /// Some training steps; the bits of all weights after them.
-fn train(attention: Algorithm, precision: Precision) -> Vec<u32> {
+fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
     let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens: Vec<u32> = (0..(BATCH * LENGTH) as u32).collect();
@@ -66,11 +67,7 @@ fn train(attention: Algorithm, precision: Precision) -> Vec<u32> {
         optimizer.step(&gradients).unwrap();
     }
     let parameters = model.parameters().into_iter();
-    let bits = parameters.flat_map(|(_, var)| {
-        let values = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        values.into_iter().map(f32::to_bits)
-    });
-    bits.collect()
+    parameters.flat_map(|(_, var)| bits(&var)).collect()
 }
 
 /// [`train`], recorded.

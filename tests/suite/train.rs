@@ -14,6 +14,7 @@ mod signals;
 mod steps;
 mod writers;
 
+use crate::check::{self, refusal};
 use std::path::{Path, PathBuf};
 
 use tallow::data::Tokens;
@@ -91,15 +92,12 @@ fn take(trainer: &mut Trainer, count: usize) -> Vec<StepReport> {
 }
 
 /// Every weight and every entry of the optimizer's state, as bits.
-fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
+fn bits(trainer: &Trainer) -> Vec<(String, Vec<u64>)> {
     let weights = trainer.model().parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
     let all = weights.chain(trainer.optimizer().state());
-    let bits = all.map(|(name, tensor)| {
-        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        (name, values.into_iter().map(f32::to_bits).collect())
-    });
-    bits.collect()
+    all.map(|(name, tensor)| (name, check::bits(&tensor)))
+        .collect()
 }
 
 /// A folder that is removed at the end, and a path in it.
@@ -107,14 +105,4 @@ fn checkpoint() -> (TempDir, PathBuf) {
     let folder = tempdir().unwrap();
     let path = folder.path().join("run.safetensors");
     (folder, path)
-}
-
-/// The error's text, which must contain all of `parts`.
-fn refusal<T: std::fmt::Debug>(result: Result<T>, parts: &[&str]) -> Error {
-    let error = result.expect_err("this must be refused");
-    let text = error.to_string();
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text:?}");
-    }
-    error
 }

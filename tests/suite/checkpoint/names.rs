@@ -1,5 +1,6 @@
 //! Strategies by name, and what they come to.
 
+use crate::check::refusal;
 use tallow::nn::Checkpointing;
 
 #[test]
@@ -17,10 +18,9 @@ fn names_go_both_ways() {
     for name in [
         "", "None", "every", "every-", "every-0", "every--1", "every-x", "sqrt ",
     ] {
-        let error = name.parse::<Checkpointing>().unwrap_err().to_string();
-        assert!(
-            error.contains("every-N") && error.contains(&format!("{name:?}")),
-            "{error}"
+        refusal(
+            name.parse::<Checkpointing>(),
+            &["every-N", &format!("{name:?}")],
         );
     }
 }

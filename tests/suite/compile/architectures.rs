@@ -1,10 +1,9 @@
 //! Planned steps of GPT-2 and Gemma 2 beside eager ones.
 
-use super::{agree, config};
+use super::{agree, config, updating};
 use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
-use tallow::compile::StepConfig;
 use tallow::model::TransformerConfig;
 use tallow::nn::{Architecture, Checkpointing};
 use tallow::ops::RotaryPairs;
@@ -22,13 +21,7 @@ fn gpt2(
     #[values((false, 33, Checkpointing::None), (true, 160, Checkpointing::Block))]
     (tie_embeddings, length, checkpointing): (bool, usize, Checkpointing),
 ) {
-    let plan = StepConfig {
-        precision,
-        accumulation,
-        clip_norm: (!optimizer_in_backward).then_some(0.5),
-        optimizer_in_backward,
-        ..Default::default()
-    };
+    let plan = updating(precision, accumulation, optimizer_in_backward);
     let model = TransformerConfig {
         architecture: Architecture::Gpt2,
         tie_embeddings,
@@ -62,12 +55,7 @@ fn gemma2(
         Checkpointing,
     ),
 ) {
-    let plan = StepConfig {
-        precision,
-        accumulation,
-        clip_norm: Some(0.5),
-        ..Default::default()
-    };
+    let plan = updating(precision, accumulation, false);
     let model = TransformerConfig {
         checkpointing,
         ..of_gemma(config(2, 2, 24, 56, attention))

@@ -1,12 +1,14 @@
 //! Attention planned on a GPU: against exact results, against naive attention in three ops there, and against itself.
 
 use super::attention::{self as alone, flash_as_eager, plan_alone, with_others};
-use super::gpu::{agree, plan};
+use super::gpu::agree;
 use super::{CPU, config, distance};
+use crate::check::refusal;
 use crate::child;
 use crate::flash::judge::hold_against_alike;
 use crate::flash::oracle::Oracle;
-use crate::flash::problem::{Attend, Problem, Results, Sizes, numbers, on};
+use crate::flash::problem::{Attend, Problem, Results, Sizes, elements, on};
+use crate::settings::{in_precision, with_mask};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
@@ -29,7 +31,7 @@ fn run(attention: &mut Step, d_out: &Tensor) -> Results {
     let results = alone::run(attention, d_out).map(|x| {
         assert_eq!((x.dtype(), x.dims()), (d_out.dtype(), d_out.dims()));
         assert!(x.device().same_device(d_out.device()));
-        numbers(&x.to_device(&CPU).unwrap())
+        elements(&x.to_device(&CPU).unwrap())
     });
     let [out, dq, dk, dv] = results;
     let lse = Vec::new(); // which it has not
@@ -105,13 +107,7 @@ fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType
 #[ignore = "needs a CUDA device"]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let gpu = crate::gpu();
-    let (shape, config) = (
-        (7, 8100, 16),
-        AttentionConfig {
-            mask,
-            ..Default::default()
-        },
-    );
+    let (shape, config) = ((7, 8100, 16), with_mask(mask));
     let draw = || Tensor::randn(0f32, 1.0, shape, &CPU).and_then(|x| x.to_device(&gpu));
     let [q, k, v, d_out] = [(); 4].map(|()| draw().unwrap());
     let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
@@ -154,10 +150,7 @@ fn flash_has_eager_flashs_bits(
     ),
 ) {
     let gpu = crate::gpu();
-    let config = AttentionConfig {
-        mask,
-        ..Default::default()
-    };
+    let config = with_mask(mask);
     flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &gpu);
 }
 
@@ -169,7 +162,7 @@ fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) 
         context_length: 1300,
         ..config(1, 2, 24, 56, Algorithm::Naive)
     };
-    agree(&model, &plan(precision), [2, 1300]);
+    agree(&model, &in_precision(precision), [2, 1300]);
 }
 
 #[test]
@@ -177,19 +170,13 @@ fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) 
 fn what_a_gpu_is_not_planned_for() {
     let gpu = crate::gpu();
     let config = AttentionConfig::default();
-    let refused = |result: tallow::Result<()>, words: &[&str]| {
-        let text = result.unwrap_err().to_string();
-        for word in words {
-            assert!(text.contains(word), "no {word:?} in {text:?}");
-        }
-    };
     let of = |dims: (usize, usize, usize), dtype, algorithm, config: &AttentionConfig| {
         let x = || Var::from_tensor(&Tensor::ones(dims, dtype, &gpu).unwrap()).unwrap();
         let mut step = alone::planned(algorithm, [&x(), &x(), &x()], config);
         let d_out = Tensor::ones(dims, dtype, &gpu).unwrap();
         step.forward_backward_from(Batch::new([]), &d_out)
     };
-    refused(
+    refusal(
         of((2, 10, 12), DType::BF16, Algorithm::Flash, &config),
         &["attention::flash has no planned form"], // eagerly its reference runs
     );
@@ -197,7 +184,7 @@ fn what_a_gpu_is_not_planned_for() {
         scale: Some(-0.7),
         ..config.clone()
     };
-    refused(
+    refusal(
         of((2, 10, 8), DType::F32, Algorithm::Flash, &below),
         &["attention::flash has no planned form"],
     );
@@ -205,7 +192,7 @@ fn what_a_gpu_is_not_planned_for() {
     let parameters = vec![("q".to_string(), double)];
     let double =
         Step::without_optimizer(&gpu, parameters, &StepConfig::default(), |_| unreachable!());
-    refused(double.map(drop), &["in f32, bf16 or f16", "q in f64"]);
+    refusal(double.map(drop), &["in f32, bf16 or f16", "q in f64"]);
 
     // A gradient that does not begin at 16 bytes is copied, and so is one on the CPU.
     let [q, k, v] = [(); 3].map(|()| {
@@ -220,7 +207,7 @@ fn what_a_gpu_is_not_planned_for() {
     let wanted = alone::run(&mut flash, &shifted.force_contiguous().unwrap());
     for d_out in [&shifted, &here] {
         for (found, wanted) in alone::run(&mut flash, d_out).iter().zip(&wanted) {
-            let [found, wanted] = [found, wanted].map(|x| numbers(&x.to_device(&CPU).unwrap()));
+            let [found, wanted] = [found, wanted].map(|x| elements(&x.to_device(&CPU).unwrap()));
             assert!(found == wanted);
         }
     }

@@ -4,7 +4,7 @@
 use super::attention::{self, naive_plan, run};
 use crate::flash::judge::{hold_against, naive};
 use crate::flash::oracle::Oracle;
-use crate::flash::problem::{Problem, Results, Sizes, numbers};
+use crate::flash::problem::{Problem, Results, Sizes, elements};
 use candle_core::{DType, Var};
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
@@ -21,7 +21,7 @@ fn planned(problem: &Problem, dtype: DType) -> Results {
     for tensor in [&out, &dq, &dk, &dv] {
         assert_eq!((tensor.dtype(), tensor.dims()), (dtype, q.dims()));
     }
-    let [out, dq, dk, dv] = [out, dq, dk, dv].map(|x| numbers(&x));
+    let [out, dq, dk, dv] = [out, dq, dk, dv].map(|x| elements(&x));
     Results {
         out,
         lse: Vec::new(), // which it has not

@@ -3,6 +3,7 @@
 use super::{
     CPU, Judge, agree, batch, bits, config, distance, eager_step_in, logits_of, model_and_optimizer,
 };
+use crate::settings::in_precision;
 use candle_core::{D, DType, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Algorithm;
@@ -13,13 +14,6 @@ use tallow::no_grad;
 use tallow::ops::RotaryPairs;
 use tallow::precision::Precision;
 
-fn plan(precision: Precision) -> StepConfig {
-    StepConfig {
-        precision,
-        ..Default::default()
-    }
-}
-
 #[rstest]
 fn odd_shapes(
     #[values([1, 1], [3, 1], [1, 64], [2, 123], [3, 65])] sizes: [usize; 2],
@@ -29,7 +23,7 @@ fn odd_shapes(
 ) {
     let (heads, head_dim) = heads;
     let model = config(2, heads, head_dim, 56, attention);
-    agree(&model, &plan(precision), sizes);
+    agree(&model, &in_precision(precision), sizes);
 }
 
 /// Heads of k and v that serve several of q, rotated by halves or not; projections with biases, or norms.
@@ -50,7 +44,7 @@ fn grouped_heads(
         qk_norm,
         ..config(2, heads, head_dim, 56, attention)
     };
-    agree(&model, &plan(precision), [2, 67]);
+    agree(&model, &in_precision(precision), [2, 67]);
 }
 
 /// The presets' proportions, a sixteenth as wide and few layers; the vocabulary larger than a chunk of logits takes.
@@ -72,7 +66,7 @@ fn small_versions_of_the_presets(
         attention,
         ..preset
     };
-    agree(&model, &plan(precision), [2, 70]);
+    agree(&model, &in_precision(precision), [2, 70]);
 }
 
 #[rstest]
@@ -212,7 +206,7 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
     }
     let plan = StepConfig {
         clip_norm: Some(1.0),
-        ..plan(precision)
+        ..in_precision(precision)
     };
     let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
     let mut curves = [Vec::new(), Vec::new()];
@@ -245,7 +239,7 @@ fn shapes_in_turn(
     let model_config = config(2, 2, 24, 56, attention);
     let (one, mut one_optimizer) = model_and_optimizer(&model_config);
     let (other, mut other_optimizer) = model_and_optimizer(&model_config);
-    let plan = plan(precision);
+    let plan = in_precision(precision);
     let mut step = Step::of(&one, &one_optimizer, &plan).unwrap();
     assert!(step.plan().is_none());
     let shapes = [

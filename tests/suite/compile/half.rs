@@ -1,6 +1,7 @@
 //! What half precision has of its own: a loss scale, copies of weights, bytes.
 
 use super::{batch, bits, config, distance, model_and_optimizer, plan_of};
+use crate::settings::in_precision;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{BufferRange, Category, Step, StepConfig};
@@ -8,13 +9,6 @@ use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::optim::{GradScaler, GradScalerConfig, clip_grad_norm};
 use tallow::precision::Precision;
-
-fn plan(precision: Precision) -> StepConfig {
-    StepConfig {
-        precision,
-        ..Default::default()
-    }
-}
 
 fn scaler(init_scale: f64) -> GradScaler {
     let config = GradScalerConfig {
@@ -42,7 +36,7 @@ fn scaled_losses(
         clip_norm,
         accumulation,
         loss_scaling: true,
-        ..plan(Precision::F16)
+        ..in_precision(Precision::F16)
     };
     let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
     let eager = eager.with_checkpointing(Checkpointing::None);
@@ -108,7 +102,7 @@ fn a_scale_is_taken_out_again() {
         let plan = StepConfig {
             loss_scaling: true,
             clip_norm: Some(0.5),
-            ..plan(precision)
+            ..in_precision(precision)
         };
         let mut step = Step::of(&model, &optimizer, &plan).unwrap();
         let (tokens, targets) = batch(97, 2, 37, 0);
@@ -147,7 +141,7 @@ fn weights_are_copied_once_a_step(
     };
     let plan = StepConfig {
         accumulation,
-        ..plan(Precision::BF16)
+        ..in_precision(Precision::BF16)
     };
     let (plan, _) = plan_of(&model, &plan, [2, 37]).unwrap();
     let copies = plan.calls().iter().enumerate().filter(|(_, call)| {
@@ -167,7 +161,7 @@ fn weights_are_copied_once_a_step(
 fn nothing_is_to_be_refreshed() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let mut step = Step::of(&model, &optimizer, &plan(Precision::BF16)).unwrap();
+    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let before = step.forward_backward((&tokens, &targets)).unwrap();
     for (_, var) in model.parameters() {
@@ -184,7 +178,7 @@ fn nothing_is_to_be_refreshed() {
 fn activations_are_smaller() {
     let model = TransformerConfig::small();
     let bytes = |precision| {
-        let (plan, _) = plan_of(&model, &plan(precision), [8, 37]).unwrap();
+        let (plan, _) = plan_of(&model, &in_precision(precision), [8, 37]).unwrap();
         [Category::Activation, Category::Gradient].map(|category| plan.category_bytes(category))
     };
     let ([wide, gradients], [half, same]) = (bytes(Precision::F32), bytes(Precision::BF16));

@@ -8,7 +8,7 @@ use tallow::model::TransformerLM;
 use tallow::optim::{AdamW, AdamWConfig};
 
 /// Three steps, one of forward and backward alone, and two more, timed or not: the weights' bits, and the times.
-fn steps(device: &Device, timed: bool) -> (Vec<u32>, Vec<Option<PhaseTimes>>) {
+fn steps(device: &Device, timed: bool) -> (Vec<u64>, Vec<Option<PhaseTimes>>) {
     let model = config(2, 2, 24, 56, Algorithm::Flash);
     let model = TransformerLM::new(&model, 5, device).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();

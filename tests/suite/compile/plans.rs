@@ -1,6 +1,7 @@
 //! Plans as data: what they cost, that no two buffers meet, and how they are shown.
 
 use super::{CPU, batch, config, model_and_optimizer, plan_of};
+use crate::settings::in_precision;
 use candle_core::DType;
 use rstest::rstest;
 use tallow::Error;
@@ -257,10 +258,7 @@ fn no_plan_takes_less_than_the_lower_bound(
         attention,
         ..TransformerConfig::tiny()
     };
-    let config = StepConfig {
-        precision,
-        ..Default::default()
-    };
+    let config = in_precision(precision);
     let least = Step::least_bytes(&model, &config, [16, 256]).unwrap();
     let (plan, _) = plan_of(&model, &config, [16, 256]).unwrap();
     assert!(

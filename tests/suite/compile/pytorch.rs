@@ -1,7 +1,8 @@
 //! Planned steps against PyTorch, by the golden files of `fixtures/`.
 
 use super::logits_of;
-use crate::golden::{Golden, bounds, close, elements};
+use crate::check::elements;
+use crate::golden::{Golden, bounds, close, close_gradients, close_weights};
 use candle_core::{DType, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
@@ -27,10 +28,7 @@ fn logits_loss_and_every_gradient(
     let loss = step.run(&mut optimizer, (tokens, targets)).unwrap();
     let loss = Tensor::new(loss, tokens.device()).unwrap();
     close("loss", &loss, golden.get("loss"), loss_bound);
-    for (name, gradient) in step.gradients().unwrap() {
-        let key = format!("grad.{name}");
-        close(&key, &gradient, golden.get(&key), gradient_bound);
-    }
+    close_gradients(&golden.tensors, step.gradients().unwrap(), gradient_bound);
 }
 
 #[rstest]
@@ -66,8 +64,6 @@ fn ten_steps_of_adamw(
             assert!(error <= 5e-6, "step {i}: {error:.2e}");
         }
     }
-    for (name, var) in model.parameters() {
-        let key = format!("{prefix}final.{name}");
-        close(&key, &var, golden.get(&key), 2e-5);
-    }
+    let prefix = format!("{prefix}final.");
+    close_weights(&golden.tensors, model.parameters(), &prefix, 2e-5);
 }

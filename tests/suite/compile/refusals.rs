@@ -1,6 +1,8 @@
 //! What cannot be planned or run is an error that says what to do, and changes nothing.
 
 use super::{CPU, batch, bits, config, logits_of, model_and_optimizer, plan_of};
+use crate::check::refusal;
+use crate::settings::in_precision;
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
@@ -10,16 +12,6 @@ use tallow::model::TransformerLM;
 use tallow::nn;
 use tallow::optim::{AdamW, AdamWConfig, GradScaler};
 use tallow::precision::{Precision, Regime};
-
-fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
-    let text = match result {
-        Ok(_) => panic!("accepted, not refused with {words:?}"),
-        Err(error) => error.to_string(),
-    };
-    for word in words {
-        assert!(text.contains(word), "no {word:?} in {text:?}");
-    }
-}
 
 #[rstest]
 #[case(StepConfig { accumulation: 0, ..Default::default() }, &["StepConfig", "accumulation", "got 0"])]
@@ -39,18 +31,18 @@ fn refused<T>(result: tallow::Result<T>, words: &[&str]) {
     &["optimizer_in_backward", "loss_scaling"]
 )]
 #[case(
-    StepConfig { precision: Precision::BF16.with_regime(Regime::Full), ..Default::default() },
+    in_precision(Precision::BF16.with_regime(Regime::Full)),
     &["precision", "bf16-full", "parameters stay in f32"]
 )]
 #[case(
-    StepConfig { precision: Precision::F16.with_dropped_casts(true), ..Default::default() },
+    in_precision(Precision::F16.with_dropped_casts(true)),
     &["precision", "f16-dropping-casts", "one copy"]
 )]
 fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
     let model_config = config(2, 2, 8, 24, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    refused(Step::of(&model, &optimizer, &plan), words);
-    refused(plan_of(&model_config, &plan, [2, 10]), words);
+    refusal(Step::of(&model, &optimizer, &plan), words);
+    refusal(plan_of(&model_config, &plan, [2, 10]), words);
 }
 
 /// Sizes (B, T) of a micro-batch that nothing is planned for.
@@ -68,7 +60,7 @@ fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&
     let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
     let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let batch = Batch::hollow(plan.accumulation * sizes[0], sizes[1]).unwrap();
-    refused(step.prepare(batch), words);
+    refusal(step.prepare(batch), words);
     assert!(step.plan().is_none());
 }
 
@@ -89,16 +81,16 @@ fn batches() {
     }
     let (_, longer) = batch(97, 2, 11, 0);
     let words = ["[2, 10]", "targets [2, 11]"];
-    refused(step.run(&mut optimizer, (&tokens, &longer)), &words);
+    refusal(step.run(&mut optimizer, (&tokens, &longer)), &words);
     let float = tokens.to_dtype(DType::F32).unwrap();
-    refused(
+    refusal(
         step.run(&mut optimizer, (&float, &targets)),
         &["u32", "f32"],
     );
     assert_eq!(step.plans().count(), 3); // what cannot be planned leaves them
     let wide = tokens.to_dtype(DType::I64).unwrap();
     let below = (&wide - 100.0).unwrap();
-    refused(
+    refusal(
         step.run(&mut optimizer, (&below, &targets)),
         &["id -", "97"],
     );
@@ -111,9 +103,9 @@ fn batches() {
     ids[13] = 97;
     let outside = Tensor::from_vec(ids, (2, 10), &CPU).unwrap();
     let words = ["id 97", "position 13", "97"];
-    refused(step.run(&mut optimizer, (&outside, &targets)), &words);
-    refused(step.run(&mut optimizer, (&tokens, &outside)), &words);
-    refused(forward.forward([("tokens", &outside)]), &words);
+    refusal(step.run(&mut optimizer, (&outside, &targets)), &words);
+    refusal(step.run(&mut optimizer, (&tokens, &outside)), &words);
+    refusal(forward.forward([("tokens", &outside)]), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
     step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // and goes on
 }
@@ -124,25 +116,25 @@ fn optimizers() {
     let (model, mut optimizer) = model_and_optimizer(&model_config);
     let (_, mut other) = model_and_optimizer(&model_config);
     let words = ["token_embeddings.weight", "model.parameters()"];
-    refused(Step::of(&model, &other, &StepConfig::default()), &words);
+    refusal(Step::of(&model, &other, &StepConfig::default()), &words);
     let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
-    refused(step.run(&mut other, (&tokens, &targets)), &words);
+    refusal(step.run(&mut other, (&tokens, &targets)), &words);
 
     let some = model.parameters().into_iter().skip(1);
     let some = AdamW::new(some, AdamWConfig::default()).unwrap();
-    refused(Step::of(&model, &some, &StepConfig::default()), &words);
+    refusal(Step::of(&model, &some, &StepConfig::default()), &words);
     let stranger = Var::zeros(3, DType::F32, &CPU).unwrap();
     let more = model.parameters().into_iter();
     let more = more.chain([("stranger".to_string(), stranger)]);
     let more = AdamW::new(more, AdamWConfig::default()).unwrap();
-    refused(
+    refusal(
         Step::of(&model, &more, &StepConfig::default()),
         &["stranger"],
     );
 
     optimizer.set_learning_rate(f64::NAN);
-    refused(
+    refusal(
         step.run(&mut optimizer, (&tokens, &targets)),
         &["lr", "NaN"],
     );
@@ -156,7 +148,7 @@ fn models() {
     let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
     let optimizer = AdamW::new(half.parameters(), AdamWConfig::default()).unwrap();
     let config = StepConfig::default();
-    refused(Step::of(&half, &optimizer, &config), &["f32", "bf16"]);
+    refusal(Step::of(&half, &optimizer, &config), &["f32", "bf16"]);
 }
 
 /// With clipping, gradients that are not finite are found before anything is updated.
@@ -175,7 +167,7 @@ fn gradients_that_are_not_finite() {
     let before = bits(&model);
     let (tokens, targets) = batch(97, 2, 10, 0);
     let words = ["the gradient of parameter", "finite", "nothing was updated"];
-    refused(step.run(&mut optimizer, (&tokens, &targets)), &words);
+    refusal(step.run(&mut optimizer, (&tokens, &targets)), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
     norm.set(&good).unwrap();
     assert!(
@@ -194,7 +186,7 @@ fn loss_scales() {
     let before = bits(&model);
     let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
     let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
-    refused(done, &["loss_scaling", "or call run"]);
+    refusal(done, &["loss_scaling", "or call run"]);
 
     let scaling = StepConfig {
         loss_scaling: true,
@@ -205,7 +197,7 @@ fn loss_scales() {
     let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
     scaler.unscale(&mut gradients, &model.parameters()).unwrap();
     let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
-    refused(done, &["unscaled gradients", "call update"]);
+    refusal(done, &["unscaled gradients", "call update"]);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
     scaler.update().unwrap();
     step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))
@@ -217,9 +209,9 @@ fn loss_scales() {
 fn what_is_read_too_early_or_never_there() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
     let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
-    refused(step.gradients(), &["no step has been run"]);
+    refusal(step.gradients(), &["no step has been run"]);
     assert_eq!(step.gradient_norm(), None);
-    refused(step.set_clip_norm(1.0), &["clip_norm", "None"]);
+    refusal(step.set_clip_norm(1.0), &["clip_norm", "None"]);
     let (tokens, targets) = batch(97, 2, 10, 0);
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     assert_eq!(step.gradient_norm(), None); // nothing is clipped
@@ -229,7 +221,7 @@ fn what_is_read_too_early_or_never_there() {
     };
     let mut step = Step::of(&model, &optimizer, &in_backward).unwrap();
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
-    refused(
+    refusal(
         step.gradients(),
         &["freed in backward", "optimizer_in_backward"],
     );

@@ -3,9 +3,10 @@
 use super::gpu::model_on;
 use super::{CPU, batch, bits, config, distance};
 use crate::child;
+use crate::settings::in_precision;
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::Step;
 use tallow::hardware::set_tf32;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -20,13 +21,6 @@ fn model(attention: Algorithm) -> TransformerConfig {
     }
 }
 
-fn plan(precision: Precision) -> StepConfig {
-    StepConfig {
-        precision,
-        ..Default::default()
-    }
-}
-
 fn ids(device: &Device) -> (Tensor, Tensor) {
     let (tokens, targets) = batch(128, 2, LENGTH, 0);
     let on = |ids: Tensor| ids.to_device(device).unwrap();
@@ -36,7 +30,7 @@ fn ids(device: &Device) -> (Tensor, Tensor) {
 /// Each parameter's gradient in a planned step.
 fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
     let (model, optimizer) = model_on(model, device);
-    let mut step = Step::of(&model, &optimizer, &plan(Precision::F32)).unwrap();
+    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::F32)).unwrap();
     let (tokens, targets) = ids(device);
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap().into_iter();
@@ -104,7 +98,7 @@ fn a_plan_keeps_to_it() {
             let run = |planned_in: bool, run_in: bool| {
                 let (model, mut optimizer) = model_on(&model(attention), &gpu);
                 set_tf32(&gpu, planned_in).unwrap();
-                let mut step = Step::of(&model, &optimizer, &plan(precision)).unwrap();
+                let mut step = Step::of(&model, &optimizer, &in_precision(precision)).unwrap();
                 step.prepare((&tokens, &targets)).unwrap();
                 set_tf32(&gpu, run_in).unwrap();
                 let losses = [0; 4].map(|_| {

@@ -1,6 +1,7 @@
 //! Models whose head is their embedding.
 
-use super::{CPU, agree_of, batch, config, logits_of, model_and_optimizer};
+use super::{CPU, agree_of, batch, config, logits_of, model_and_optimizer, updating};
+use crate::settings::with_lr;
 use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use rstest::rstest;
@@ -10,7 +11,7 @@ use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::no_grad;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::AdamW;
 use tallow::precision::Precision;
 
 /// The embedding's variable under both names.
@@ -23,11 +24,7 @@ fn tied(config: &TransformerConfig) -> (TransformerLM, AdamW) {
     weights.insert("lm_head.weight".into(), table);
     let vb = VarBuilder::from_tensors(weights, DType::F32, &CPU);
     let model = TransformerLM::from_var_builder(config, vb).unwrap();
-    let adamw = AdamWConfig {
-        lr: 3e-3,
-        ..Default::default()
-    };
-    let optimizer = AdamW::new(model.parameters(), adamw).unwrap();
+    let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 
@@ -42,13 +39,7 @@ fn steps(
     if optimizer_in_backward && accumulation > 1 {
         return; // does not go together
     }
-    let plan = StepConfig {
-        precision,
-        accumulation,
-        clip_norm: (!optimizer_in_backward).then_some(0.5),
-        optimizer_in_backward,
-        ..Default::default()
-    };
+    let plan = updating(precision, accumulation, optimizer_in_backward);
     let model_config = TransformerConfig {
         checkpointing,
         ..config(2, 2, 24, 56, Algorithm::Flash)

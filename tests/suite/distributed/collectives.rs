@@ -1,6 +1,7 @@
 //! What ranks do together, on tensors.
 
 use super::on_ranks;
+use crate::check::elements;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rstest::rstest;
@@ -15,11 +16,6 @@ fn of_rank(rank: usize, elements: usize, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_iter(x, &CPU)?.to_dtype(dtype)?)
 }
 
-fn f64s(x: &Tensor) -> Vec<f64> {
-    let x = x.to_dtype(DType::F64).and_then(|x| x.flatten_all());
-    x.unwrap().to_vec1().unwrap()
-}
-
 #[rstest]
 fn reduced_on_all(
     #[values(1, 2, 3, 5)] world_size: usize,
@@ -29,7 +25,7 @@ fn reduced_on_all(
         let reduced = [Reduce::Sum, Reduce::Mean, Reduce::Max].map(|reduce| {
             let x = of_rank(ranks.rank(), 7, dtype)?;
             ranks.all_reduce(&x, reduce)?;
-            Ok(f64s(&x))
+            Ok(elements(&x))
         });
         reduced.into_iter().collect::<Result<Vec<_>>>()
     });
@@ -54,8 +50,8 @@ fn parts_and_wholes() {
         let ids = Tensor::new(&[rank as u32, 7], &CPU)?;
         ranks.broadcast(&ids, 2)?;
         assert_eq!(ids.to_vec1::<u32>()?, [2, 7]);
-        assert_eq!(f64s(&x), f64s(&of_rank(rank, 12, DType::F32)?)); // as it was
-        Ok(f64s(&all))
+        assert_eq!(elements(&x), elements(&of_rank(rank, 12, DType::F32)?)); // as it was
+        Ok(elements(&all))
     });
     let wanted: Vec<f64> = (1..=12).map(|i| f64::from(6 * i)).collect();
     assert_eq!(made, [wanted.clone(), wanted.clone(), wanted]);

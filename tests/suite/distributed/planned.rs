@@ -1,22 +1,18 @@
 //! Planned steps: exchanges are calls of the plan.
 
-use super::{EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks};
+use super::{
+    EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks, plan_config,
+};
+use crate::check::refusal;
+use crate::settings::scaler_from;
 use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::Error;
 use tallow::compile::{Batch, Op, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
-use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator};
+use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 use tallow::precision::Precision;
-
-fn plan_config(accumulation: usize) -> StepConfig {
-    StepConfig {
-        clip_norm: Some(0.5),
-        accumulation,
-        ..Default::default()
-    }
-}
 
 fn exchanges(plan: &Plan) -> Vec<usize> {
     let calls = plan.calls().iter().enumerate();
@@ -53,7 +49,7 @@ fn as_eager(
             let replicated = Replicated::new(&ranks, model.parameters(), way)?;
             let config = StepConfig {
                 precision,
-                ..plan_config(accumulation)
+                ..plan_config(accumulation, Some(0.5))
             };
             let mut step =
                 Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
@@ -88,8 +84,8 @@ fn a_rank_that_ends_is_named() {
         let model = model(1);
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let mut step =
-            Step::of(&model, &optimizer, &plan_config(1))?.replicated(&optimizer, &replicated)?;
+        let mut step = Step::of(&model, &optimizer, &plan_config(1, Some(0.5)))?
+            .replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         step.run(&mut optimizer, (&tokens, &targets))?;
         Ok(match ranks.rank() {
@@ -117,11 +113,11 @@ fn buckets_in_backward() {
         };
         let config = StepConfig {
             ranks: StepRanks::Replicated(replicated),
-            ..plan_config(1)
+            ..plan_config(1, Some(0.5))
         };
         of(&config)
     };
-    let alone = of(&plan_config(1));
+    let alone = of(&plan_config(1, Some(0.5)));
     assert!(exchanges(&alone).is_empty());
     let parameters = alone.buffers().iter();
     let parameters = parameters.filter(|b| b.category == tallow::compile::Category::Parameter);
@@ -182,14 +178,11 @@ fn an_overflow_is_seen_by_all() {
             loss_scaling: true,
             precision: Precision::F16,
             clip_norm: None,
-            ..plan_config(1)
+            ..plan_config(1, Some(0.5))
         };
         let mut step =
             Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
-        let mut scaler = GradScaler::new(GradScalerConfig {
-            init_scale: if ranks.rank() == 0 { 1e38 } else { 1.0 },
-            ..Default::default()
-        })?;
+        let mut scaler = scaler_from(if ranks.rank() == 0 { 1e38 } else { 1.0 });
         let [tokens, targets] = batch(ranks.rank());
         let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
         Ok((done.stepped(), optimizer.steps()))
@@ -207,12 +200,11 @@ fn what_is_refused() {
         ..Default::default()
     };
     let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
-    let config = plan_config(1);
+    let config = plan_config(1, Some(0.5));
     let [tokens, targets] = batch(0);
     let step = Step::of(&model, &optimizer, &config).unwrap();
     let mut step = step.replicated(&optimizer, &replicated).unwrap();
-    let error = step.prepare((&tokens, &targets)).unwrap_err();
-    assert!(error.to_string().contains("None or f32"), "{error}");
+    refusal(step.prepare((&tokens, &targets)), &["None or f32"]);
     let without_ranks = StepConfig {
         ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         ..config.clone()
@@ -234,8 +226,7 @@ fn what_is_refused() {
         clip_norm: None,
         ..config
     };
-    let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("false with several ranks"), "{error}");
+    refusal(config.validate(), &["false with several ranks"]);
 }
 
 /// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one
@@ -252,7 +243,7 @@ fn in_bf16_on_a_gpu() {
     let [tokens, targets] = batch(0).map(|x| here(&x));
     let config = StepConfig {
         precision: Precision::BF16,
-        ..plan_config(1)
+        ..plan_config(1, Some(0.5))
     };
     let run = |dtype: Option<DType>| {
         let model = TransformerLM::new(&super::config(), 1, &gpu).unwrap();

@@ -1,6 +1,7 @@
 //! `config.json` files: of `transformers` 4 and 5, of publishers, and what is refused of them.
 
 use super::*;
+use crate::check::refusal;
 use std::num::NonZeroUsize;
 use tallow::nn::RopeScaling;
 use tallow::ops::Gelu;
@@ -94,236 +95,70 @@ fn dumps_of_the_library(#[case] file: &str, #[case] families: &[&str]) {
 }
 
 /// The number of parameters is the one that each publisher's model has.
-#[test]
-fn configurations_of_publishers() {
-    let rows = [
-        (
-            "Qwen/Qwen2.5-0.5B",
-            [151_936, 32_768, 896, 24, 14, 2, 64, 4864],
-            494_032_768,
-        ),
-        (
-            "Qwen/Qwen2.5-1.5B",
-            [151_936, 131_072, 1536, 28, 12, 2, 128, 8960],
-            1_543_714_304,
-        ),
-        (
-            "Qwen/Qwen2.5-3B",
-            [151_936, 32_768, 2048, 36, 16, 2, 128, 11_008],
-            3_085_938_688,
-        ),
-        (
-            "Qwen/Qwen2.5-7B",
-            [152_064, 131_072, 3584, 28, 28, 4, 128, 18_944],
-            7_615_616_512,
-        ),
-        (
-            "Qwen/Qwen2.5-7B-Instruct",
-            [152_064, 32_768, 3584, 28, 28, 4, 128, 18_944],
-            7_615_616_512,
-        ),
-        (
-            "Qwen/Qwen2.5-14B",
-            [152_064, 131_072, 5120, 48, 40, 8, 128, 13_824],
-            14_770_033_664,
-        ),
-        (
-            "Qwen/Qwen2.5-32B",
-            [152_064, 131_072, 5120, 64, 40, 8, 128, 27_648],
-            32_763_876_352,
-        ),
-        (
-            "Qwen/Qwen2.5-72B",
-            [152_064, 131_072, 8192, 80, 64, 8, 128, 29_568],
-            72_706_203_648,
-        ),
-        (
-            "Qwen/Qwen2.5-Coder-7B",
-            [152_064, 32_768, 3584, 28, 28, 4, 128, 18_944],
-            7_615_616_512,
-        ),
-        (
-            "Qwen/Qwen2.5-Coder-32B-Instruct",
-            [152_064, 32_768, 5120, 64, 40, 8, 128, 27_648],
-            32_763_876_352,
-        ),
-        (
-            "Qwen/Qwen3-0.6B",
-            [151_936, 40_960, 1024, 28, 16, 8, 128, 3072],
-            596_049_920,
-        ),
-        (
-            "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-            [151_936, 131_072, 1536, 28, 12, 2, 128, 8960],
-            1_777_088_000,
-        ),
-        (
-            "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-            [152_064, 131_072, 3584, 28, 28, 4, 128, 18_944],
-            7_615_616_512,
-        ),
-        (
-            "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-            [128_256, 131_072, 4096, 32, 32, 8, 128, 14_336],
-            8_030_261_248,
-        ),
-        (
-            "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
-            [128_256, 131_072, 8192, 80, 64, 8, 128, 28_672],
-            70_553_706_496,
-        ),
-        (
-            "meta-llama/Meta-Llama-3-8B",
-            [128_256, 8192, 4096, 32, 32, 8, 128, 14_336],
-            8_030_261_248,
-        ),
-        (
-            "meta-llama/Llama-3.1-8B-Instruct",
-            [128_256, 131_072, 4096, 32, 32, 8, 128, 14_336],
-            8_030_261_248,
-        ),
-        (
-            "meta-llama/Llama-3.2-1B",
-            [128_256, 131_072, 2048, 16, 32, 8, 64, 8192],
-            1_235_814_400,
-        ),
-        (
-            "meta-llama/Llama-3.2-3B",
-            [128_256, 131_072, 3072, 28, 24, 8, 128, 8192],
-            3_212_749_824,
-        ),
-        (
-            "meta-llama/Llama-3.3-70B-Instruct",
-            [128_256, 131_072, 8192, 80, 64, 8, 128, 28_672],
-            70_553_706_496,
-        ),
-        (
-            "huggyllama/llama-7b",
-            [32_000, 2048, 4096, 32, 32, 32, 128, 11_008],
-            6_738_415_616,
-        ),
-        (
-            "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-            [32_000, 2048, 2048, 22, 32, 4, 64, 5632],
-            1_100_048_384,
-        ),
-        (
-            "mistralai/Mistral-7B-v0.1",
-            [32_000, 32_768, 4096, 32, 32, 8, 128, 14_336],
-            7_241_732_096,
-        ),
-        (
-            "mistralai/Mistral-7B-Instruct-v0.2",
-            [32_000, 32_768, 4096, 32, 32, 8, 128, 14_336],
-            7_241_732_096,
-        ),
-        (
-            "mistralai/Mistral-7B-v0.3",
-            [32_768, 32_768, 4096, 32, 32, 8, 128, 14_336],
-            7_248_023_552,
-        ),
-        (
-            "HuggingFaceTB/SmolLM2-135M",
-            [49_152, 8192, 576, 30, 9, 3, 64, 1536],
-            134_515_008,
-        ),
-        (
-            "HuggingFaceTB/SmolLM2-360M",
-            [49_152, 8192, 960, 32, 15, 5, 64, 2560],
-            361_821_120,
-        ),
-        (
-            "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-            [49_152, 8192, 2048, 24, 32, 32, 64, 8192],
-            1_711_376_384,
-        ),
-        (
-            "openai-community/gpt2",
-            [50_257, 1024, 768, 12, 12, 12, 64, 3072],
-            124_439_808,
-        ),
-        (
-            "openai-community/gpt2-medium",
-            [50_257, 1024, 1024, 24, 16, 16, 64, 4096],
-            354_823_168,
-        ),
-        (
-            "openai-community/gpt2-large",
-            [50_257, 1024, 1280, 36, 20, 20, 64, 5120],
-            774_030_080,
-        ),
-        (
-            "openai-community/gpt2-xl",
-            [50_257, 1024, 1600, 48, 25, 25, 64, 6400],
-            1_557_611_200,
-        ),
-        (
-            "distilbert/distilgpt2",
-            [50_257, 1024, 768, 6, 12, 12, 64, 3072],
-            81_912_576,
-        ),
-        (
-            "unsloth/Meta-Llama-3.1-8B",
-            [128_256, 131_072, 4096, 32, 32, 8, 128, 14_336],
-            8_030_261_248,
-        ),
-        (
-            "unsloth/Qwen2.5-0.5B",
-            [151_936, 32_768, 896, 24, 14, 2, 64, 4864],
-            494_032_768,
-        ),
-        (
-            "unsloth/mistral-7b-v0.3",
-            [32_768, 32_768, 4096, 32, 32, 8, 128, 14_336],
-            7_248_023_552,
-        ),
-        (
-            "google/gemma-2-2b",
-            [256_000, 8192, 2304, 26, 8, 4, 256, 9216],
-            2_614_341_888,
-        ),
-        (
-            "google/gemma-2-27b",
-            [256_000, 8192, 4608, 46, 32, 16, 128, 36_864],
-            27_227_128_320,
-        ),
-    ];
+#[rstest]
+#[case("Qwen/Qwen2.5-0.5B", [151_936, 32_768, 896, 24, 14, 2, 64, 4864], 494_032_768)]
+#[case("Qwen/Qwen2.5-1.5B", [151_936, 131_072, 1536, 28, 12, 2, 128, 8960], 1_543_714_304)]
+#[case("Qwen/Qwen2.5-3B", [151_936, 32_768, 2048, 36, 16, 2, 128, 11_008], 3_085_938_688)]
+#[case("Qwen/Qwen2.5-7B", [152_064, 131_072, 3584, 28, 28, 4, 128, 18_944], 7_615_616_512)]
+#[case("Qwen/Qwen2.5-7B-Instruct", [152_064, 32_768, 3584, 28, 28, 4, 128, 18_944], 7_615_616_512)]
+#[case("Qwen/Qwen2.5-14B", [152_064, 131_072, 5120, 48, 40, 8, 128, 13_824], 14_770_033_664)]
+#[case("Qwen/Qwen2.5-32B", [152_064, 131_072, 5120, 64, 40, 8, 128, 27_648], 32_763_876_352)]
+#[case("Qwen/Qwen2.5-72B", [152_064, 131_072, 8192, 80, 64, 8, 128, 29_568], 72_706_203_648)]
+#[case("Qwen/Qwen2.5-Coder-7B", [152_064, 32_768, 3584, 28, 28, 4, 128, 18_944], 7_615_616_512)]
+#[case("Qwen/Qwen2.5-Coder-32B-Instruct", [152_064, 32_768, 5120, 64, 40, 8, 128, 27_648], 32_763_876_352)]
+#[case("Qwen/Qwen3-0.6B", [151_936, 40_960, 1024, 28, 16, 8, 128, 3072], 596_049_920)]
+#[case("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", [151_936, 131_072, 1536, 28, 12, 2, 128, 8960], 1_777_088_000)]
+#[case("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", [152_064, 131_072, 3584, 28, 28, 4, 128, 18_944], 7_615_616_512)]
+#[case("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", [128_256, 131_072, 4096, 32, 32, 8, 128, 14_336], 8_030_261_248)]
+#[case("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", [128_256, 131_072, 8192, 80, 64, 8, 128, 28_672], 70_553_706_496)]
+#[case("meta-llama/Meta-Llama-3-8B", [128_256, 8192, 4096, 32, 32, 8, 128, 14_336], 8_030_261_248)]
+#[case("meta-llama/Llama-3.1-8B-Instruct", [128_256, 131_072, 4096, 32, 32, 8, 128, 14_336], 8_030_261_248)]
+#[case("meta-llama/Llama-3.2-1B", [128_256, 131_072, 2048, 16, 32, 8, 64, 8192], 1_235_814_400)]
+#[case("meta-llama/Llama-3.2-3B", [128_256, 131_072, 3072, 28, 24, 8, 128, 8192], 3_212_749_824)]
+#[case("meta-llama/Llama-3.3-70B-Instruct", [128_256, 131_072, 8192, 80, 64, 8, 128, 28_672], 70_553_706_496)]
+#[case("huggyllama/llama-7b", [32_000, 2048, 4096, 32, 32, 32, 128, 11_008], 6_738_415_616)]
+#[case("TinyLlama/TinyLlama-1.1B-Chat-v1.0", [32_000, 2048, 2048, 22, 32, 4, 64, 5632], 1_100_048_384)]
+#[case("mistralai/Mistral-7B-v0.1", [32_000, 32_768, 4096, 32, 32, 8, 128, 14_336], 7_241_732_096)]
+#[case("mistralai/Mistral-7B-Instruct-v0.2", [32_000, 32_768, 4096, 32, 32, 8, 128, 14_336], 7_241_732_096)]
+#[case("mistralai/Mistral-7B-v0.3", [32_768, 32_768, 4096, 32, 32, 8, 128, 14_336], 7_248_023_552)]
+#[case("HuggingFaceTB/SmolLM2-135M", [49_152, 8192, 576, 30, 9, 3, 64, 1536], 134_515_008)]
+#[case("HuggingFaceTB/SmolLM2-360M", [49_152, 8192, 960, 32, 15, 5, 64, 2560], 361_821_120)]
+#[case("HuggingFaceTB/SmolLM2-1.7B-Instruct", [49_152, 8192, 2048, 24, 32, 32, 64, 8192], 1_711_376_384)]
+#[case("openai-community/gpt2", [50_257, 1024, 768, 12, 12, 12, 64, 3072], 124_439_808)]
+#[case("openai-community/gpt2-medium", [50_257, 1024, 1024, 24, 16, 16, 64, 4096], 354_823_168)]
+#[case("openai-community/gpt2-large", [50_257, 1024, 1280, 36, 20, 20, 64, 5120], 774_030_080)]
+#[case("openai-community/gpt2-xl", [50_257, 1024, 1600, 48, 25, 25, 64, 6400], 1_557_611_200)]
+#[case("distilbert/distilgpt2", [50_257, 1024, 768, 6, 12, 12, 64, 3072], 81_912_576)]
+#[case("unsloth/Meta-Llama-3.1-8B", [128_256, 131_072, 4096, 32, 32, 8, 128, 14_336], 8_030_261_248)]
+#[case("unsloth/Qwen2.5-0.5B", [151_936, 32_768, 896, 24, 14, 2, 64, 4864], 494_032_768)]
+#[case("unsloth/mistral-7b-v0.3", [32_768, 32_768, 4096, 32, 32, 8, 128, 14_336], 7_248_023_552)]
+#[case("google/gemma-2-2b", [256_000, 8192, 2304, 26, 8, 4, 256, 9216], 2_614_341_888)]
+#[case("google/gemma-2-27b", [256_000, 8192, 4608, 46, 32, 16, 128, 36_864], 27_227_128_320)]
+fn configurations_of_publishers(
+    #[case] name: &str,
+    #[case] wanted: [usize; 8],
+    #[case] parameters: usize,
+) {
     let published = configurations("published.json");
-    assert_eq!(published.len(), rows.len());
-    for (name, wanted, parameters) in rows {
-        let json = &published[name];
-        let config = read(json).unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert_eq!(sizes(&config), wanted, "{name}");
-        assert_eq!(config.num_parameters(), parameters, "{name}");
-        if config.architecture == Architecture::Llama {
-            let theta = json.get("rope_theta").and_then(Value::as_f64);
-            assert_eq!(config.rope_theta, theta.unwrap_or(10_000.0), "{name}");
-            assert_eq!(json!(config.rms_norm_eps), json["rms_norm_eps"], "{name}");
-            assert_eq!(
-                json!(config.tie_embeddings),
-                json["tie_word_embeddings"],
-                "{name}"
-            );
-            assert_eq!(
-                json!(config.padding_id),
-                json.get("pad_token_id").cloned().unwrap_or_default(),
-                "{name}"
-            );
-        }
-        let is_scaled = json.get("rope_scaling").is_some_and(Value::is_object);
-        assert_eq!(
-            matches!(config.rope_scaling, RopeScaling::Llama3 { .. }),
-            is_scaled,
-            "{name}"
-        );
-        let has_window = name == "mistralai/Mistral-7B-v0.1" || name.contains("gemma");
-        let window = has_window.then_some(4096);
-        assert_eq!(
-            config.sliding_window.map(NonZeroUsize::get),
-            window,
-            "{name}"
-        );
+    assert_eq!(published.len(), 38, "a case for each");
+    let json = &published[name];
+    let config = read(json).unwrap();
+    assert_eq!(sizes(&config), wanted);
+    assert_eq!(config.num_parameters(), parameters);
+    if config.architecture == Architecture::Llama {
+        let theta = json.get("rope_theta").and_then(Value::as_f64);
+        assert_eq!(config.rope_theta, theta.unwrap_or(10_000.0));
+        assert_eq!(json!(config.rms_norm_eps), json["rms_norm_eps"]);
+        assert_eq!(json!(config.tie_embeddings), json["tie_word_embeddings"]);
+        let padding = json.get("pad_token_id").cloned().unwrap_or_default();
+        assert_eq!(json!(config.padding_id), padding);
     }
+    let is_scaled = json.get("rope_scaling").is_some_and(Value::is_object);
+    let scaling = matches!(config.rope_scaling, RopeScaling::Llama3 { .. });
+    assert_eq!(scaling, is_scaled);
+    let has_window = name == "mistralai/Mistral-7B-v0.1" || name.contains("gemma");
+    let window = config.sliding_window.map(NonZeroUsize::get);
+    assert_eq!(window, has_window.then_some(4096));
 }
 
 #[rstest]
@@ -375,8 +210,10 @@ fn keys_that_a_caller_ignores() {
         ignore_keys: keys.iter().map(|key| (*key).into()).collect(),
         ..Default::default()
     };
-    let error = read_with(&config, &ignoring(&["logits_scaling"])).unwrap_err();
-    assert!(error.to_string().contains("residual_multiplier"), "{error}");
+    refusal(
+        read_with(&config, &ignoring(&["logits_scaling"])),
+        &["residual_multiplier"],
+    );
     let both = ignoring(&["logits_scaling", "residual_multiplier"]);
     let plain = read(&small("llama", json!({}))).unwrap();
     assert_eq!(read_with(&config, &both).unwrap(), plain);
@@ -584,10 +421,9 @@ fn settings_of_gemma() {
         ..of(json!({})).unwrap()
     };
     let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
-    let error = hf::save(&model, tempdir().unwrap().path()).unwrap_err();
-    assert!(
-        error.to_string().contains("query_pre_attn_scalar"),
-        "{error}"
+    refusal(
+        hf::save(&model, tempdir().unwrap().path()),
+        &["query_pre_attn_scalar"],
     );
 }
 
@@ -603,10 +439,9 @@ fn biases_that_no_family_has() {
             ..config.clone()
         };
         let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
-        let error = hf::save(&model, tempdir().unwrap().path()).unwrap_err();
-        assert!(
-            error.to_string().contains("output_bias must be false"),
-            "{error}"
+        refusal(
+            hf::save(&model, tempdir().unwrap().path()),
+            &["output_bias must be false"],
         );
     }
 }

@@ -1,7 +1,8 @@
 //! Folders as publishers and other programs leave them.
 
 use super::{Golden, fixtures};
-use crate::golden::elements;
+use crate::check::elements;
+use crate::settings::loaded_as;
 use candle_core::{DType, Device, Tensor, safetensors};
 use rstest::rstest;
 use std::collections::HashMap;
@@ -35,10 +36,7 @@ impl Golden {
     }
 
     fn load_in(&self, dtype: DType) -> tallow::Result<TransformerLM> {
-        let options = LoadOptions {
-            dtype,
-            ..Default::default()
-        };
+        let options = loaded_as(dtype);
         hf::load_with(self.folder.path(), &options, &CPU)
     }
 

@@ -1,6 +1,6 @@
 //! Gradients in f64 against differences of sum(out * d_out), element by element.
 
-use super::problem::{Attend, FLASH, MASKS, Problem, REFERENCE, Sizes, numbers};
+use super::problem::{Attend, FLASH, MASKS, Problem, REFERENCE, Sizes, elements};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use tallow::no_grad;
@@ -10,7 +10,7 @@ const STEP: f64 = 1e-3;
 
 fn objective(problem: &Problem, [q, k, v]: &[Tensor; 3], attend: Attend) -> f64 {
     let (out, _) = no_grad(|| attend(q, k, v, &problem.config)).unwrap();
-    let terms = numbers(&out);
+    let terms = elements(&out);
     terms.iter().zip(&problem.d_out).map(|(y, d)| y * d).sum()
 }
 
@@ -119,7 +119,7 @@ fn one_tensor_three_times(#[values(FLASH, REFERENCE)] attend: Attend) {
                 })
             })
             .collect();
-        let found = numbers(gradients.get(&x).unwrap());
+        let found = elements(gradients.get(&x).unwrap());
         close(&format!("{mask:?}"), &found, &slopes);
     }
 }

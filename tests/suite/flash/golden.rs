@@ -2,8 +2,9 @@
 
 use super::judge::hold_against;
 use super::oracle::Oracle;
-use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, numbers, there};
-use candle_core::{DType, Device, Tensor, safetensors};
+use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, elements, there};
+use crate::golden::fixture;
+use candle_core::{DType, Tensor};
 use rstest::rstest;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -17,19 +18,16 @@ struct Golden {
 
 impl Golden {
     fn read(dtype: &str) -> Self {
-        let folder = env!("CARGO_MANIFEST_DIR");
-        let path = format!("{folder}/fixtures/attention_{dtype}.safetensors");
-        let bytes = std::fs::read(path).unwrap();
-        let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        let settings = &header.metadata().as_ref().unwrap()["hyperparameters"];
+        let (tensors, metadata) = fixture(&format!("attention_{dtype}"));
+        let settings = &metadata["hyperparameters"];
         Self {
-            tensors: safetensors::load_buffer(&bytes, &Device::Cpu).unwrap(),
+            tensors,
             settings: serde_json::from_str(settings).unwrap(),
         }
     }
 
     fn numbers(&self, case: &str, key: &str) -> Vec<f64> {
-        numbers(&self.tensors[&format!("{case}.{key}")])
+        elements(&self.tensors[&format!("{case}.{key}")])
     }
 
     fn problem(&self, case: &str) -> Problem {

@@ -4,7 +4,7 @@
 use super::judge::judge;
 use super::oracle::Oracle;
 use super::packed::problems;
-use super::problem::{Attend, MASKS, Problem, Sizes, numbers, on, tensor};
+use super::problem::{Attend, MASKS, Problem, Sizes, elements, on, tensor};
 use super::wide_scores::no_worse_than_naive;
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
@@ -147,7 +147,7 @@ fn nothing_to_attend_to(
     let config = AttentionConfig::default();
     let (out, lse) = attention::flash_with_lse(&q, &k, &v, &config).unwrap();
     let naive = attention::naive(&q, &k, &v, &config).unwrap();
-    let all = |x: &Tensor, value: f64| numbers(x).iter().all(|found| *found == value);
+    let all = |x: &Tensor, value: f64| elements(x).iter().all(|found| *found == value);
     assert_eq!((out.dims(), naive.dims()), (q.dims(), q.dims()));
     assert_eq!(lse.dims(), &q.dims()[..3]);
     if q.elem_count() == 0 {

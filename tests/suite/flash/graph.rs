@@ -1,7 +1,7 @@
 //! What gets into candle's graph: nothing under `no_grad` or from plain tensors, one op for any number of tiles, and
 //! each input on its own.
 
-use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, numbers};
+use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, elements};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Mask;
@@ -25,8 +25,8 @@ fn no_grad_records_nothing_and_changes_nothing(#[values(FLASH, REFERENCE)] atten
         let (quiet_out, quiet_lse) = no_grad(|| attend(&q, &k, &v, &problem.config)).unwrap();
         assert!(out.track_op() && !quiet_out.track_op(), "{dtype:?}");
         assert!(!lse.track_op() && !quiet_lse.track_op(), "{dtype:?}");
-        assert_eq!(numbers(&out), numbers(&quiet_out), "{dtype:?}");
-        assert_eq!(numbers(&lse), numbers(&quiet_lse), "{dtype:?}");
+        assert_eq!(elements(&out), elements(&quiet_out), "{dtype:?}");
+        assert_eq!(elements(&lse), elements(&quiet_lse), "{dtype:?}");
     }
 }
 
@@ -59,7 +59,7 @@ fn each_input_alone(#[values(FLASH, REFERENCE)] attend: Attend) {
                 assert!(out.track_op() && !lse.track_op());
                 let loss = (out * problem.d_out(dtype)).unwrap().sum_all().unwrap();
                 let gradients = loss.backward().unwrap();
-                let alone = numbers(gradients.get(&var).expect("a gradient"));
+                let alone = elements(gradients.get(&var).expect("a gradient"));
                 assert_eq!(&alone, together, "{dtype:?}, input {i}, {passed_on}");
             }
         }
@@ -82,7 +82,7 @@ fn lse_carries_no_gradient(#[values(FLASH, REFERENCE)] attend: Attend) {
     let both = (&out + lse.sum_all().unwrap()).unwrap();
     let [out, both] = [out, both].map(|loss| loss.backward().unwrap());
     for x in &vars {
-        let of = |gradients: &candle_core::backprop::GradStore| numbers(gradients.get(x).unwrap());
+        let of = |gradients: &candle_core::backprop::GradStore| elements(gradients.get(x).unwrap());
         assert_eq!(of(&out), of(&both));
     }
 }
@@ -97,7 +97,10 @@ fn backward_twice(#[values(FLASH, REFERENCE)] attend: Attend) {
     let loss = out.sum_all().unwrap();
     let [one, other] = [(); 2].map(|()| loss.backward().unwrap());
     for x in &vars {
-        assert_eq!(numbers(one.get(x).unwrap()), numbers(other.get(x).unwrap()));
+        assert_eq!(
+            elements(one.get(x).unwrap()),
+            elements(other.get(x).unwrap())
+        );
     }
 }
 

@@ -21,7 +21,7 @@
 
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, Problem, Results, Sizes, device, dtypes_with_kernels, numbers, rounded, tensor,
+    Attend, Problem, Results, Sizes, device, dtypes_with_kernels, elements, rounded, tensor,
 };
 use candle_core::{DType, Tensor};
 use std::ops::Range;
@@ -332,7 +332,7 @@ pub fn naive_with_lse(
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         top + sum.ln()
     };
-    let scores = numbers(&scores);
+    let scores = elements(&scores);
     let lse: Vec<f64> = scores.chunks(keys).enumerate().map(lse_of_row).collect();
     let dtype = match q.dtype() {
         DType::F64 => DType::F64,

@@ -4,8 +4,10 @@
 use super::judge::judge;
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, DTYPES, FLASH, MASKS, Problem, Sizes, dtypes_with_kernels, not_on_a_gpu, numbers, there,
+    Attend, DTYPES, FLASH, MASKS, Problem, Sizes, dtypes_with_kernels, elements, not_on_a_gpu,
+    there,
 };
+use crate::settings::with_mask;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask};
@@ -83,15 +85,12 @@ fn costs_no_bit_of_the_others() {
 
 #[test]
 fn of_no_keys_and_of_one_head_without_a_batch() {
-    let config = AttentionConfig {
-        mask: Mask::CausalEnd,
-        ..Default::default()
-    };
+    let config = with_mask(Mask::CausalEnd);
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let (q, k) = (zeros(&[2, 3, 5, 8]), zeros(&[2, 3, 0, 8]));
     let (out, lse) = KERNEL(&q, &k, &k, &config).unwrap();
     assert_eq!((out.dims(), lse.dims()), (q.dims(), &[2, 3, 5][..]));
-    assert_eq!(numbers(&lse), vec![f64::NEG_INFINITY; 30]);
+    assert_eq!(elements(&lse), vec![f64::NEG_INFINITY; 30]);
 
     let (_, lse) = KERNEL(&zeros(&[2, 8]), &zeros(&[3, 8]), &zeros(&[3, 4]), &config).unwrap();
     assert_eq!(lse.dims(), [2]);

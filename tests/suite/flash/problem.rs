@@ -1,5 +1,6 @@
 //! An attention with its inputs in f64, and running it in any dtype.
 
+pub use crate::check::elements;
 use candle_core::{DType, Device, Tensor, Var};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -195,7 +196,7 @@ impl Problem {
         let shape = (self.sizes.batch * self.sizes.heads, queries, keys);
         let ones = Tensor::ones(shape, DType::F64, &Device::Cpu).expect("a tensor");
         Self {
-            factors: numbers(&ops::dropout(&ones, &dropout).expect("dropout")),
+            factors: elements(&ops::dropout(&ones, &dropout).expect("dropout")),
             config: AttentionConfig {
                 dropout: Some(dropout),
                 ..self.config
@@ -269,14 +270,14 @@ impl Problem {
             };
             assert_eq!(gradient.dims(), x.dims(), "d{name}");
             assert_eq!(gradient.dtype(), dtype, "d{name}");
-            numbers(gradient)
+            elements(gradient)
         };
         Results {
             dq: gradient("q", &q),
             dk: gradient("k", &k),
             dv: gradient("v", &v),
-            out: numbers(&out),
-            lse: numbers(&lse),
+            out: elements(&out),
+            lse: elements(&lse),
         }
     }
 }
@@ -287,16 +288,10 @@ pub fn normal(count: usize, random: &mut ChaCha8Rng) -> Vec<f64> {
 }
 
 pub fn rounded(values: &[f64], dtype: DType) -> Vec<f64> {
-    numbers(&tensor(values, &[values.len()], dtype))
+    elements(&tensor(values, &[values.len()], dtype))
 }
 
 pub fn tensor(values: &[f64], dims: &[usize], dtype: DType) -> Tensor {
     let tensor = Tensor::from_slice(values, dims, &Device::Cpu);
     tensor.and_then(|x| x.to_dtype(dtype)).expect("a tensor")
-}
-
-/// The elements, in f64.
-pub fn numbers(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.flatten_all().and_then(|x| x.to_dtype(DType::F64));
-    flat.and_then(|x| x.to_vec1()).expect("numbers")
 }

@@ -1,6 +1,6 @@
 //! However q, k and v lie in memory, the results have the bits that they have for contiguous copies.
 
-use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, numbers, tensor};
+use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, elements, tensor};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{AttentionConfig, Mask};
@@ -89,7 +89,7 @@ fn run(
     let loss = (&out * d_out).unwrap().sum_all().unwrap();
     let gradients = loss.backward().unwrap();
     let gradients = bases.iter().map(|base| gradients.get(base).unwrap());
-    let bits = |x: &Tensor| numbers(x).into_iter().map(f64::to_bits).collect();
+    let bits = |x: &Tensor| elements(x).into_iter().map(f64::to_bits).collect();
     [&out, &lse]
         .into_iter()
         .chain(gradients)
@@ -137,7 +137,7 @@ fn any_strides_of_d_out(#[values(FLASH, REFERENCE)] attend: Attend) {
             let (out, _) = attend(&vars[0], &vars[1], &vars[2], &problem.config).unwrap();
             let loss = loss(&out, &problem.d_out(dtype)).unwrap();
             let gradients = loss.backward().unwrap();
-            vars.map(|x| numbers(gradients.get(&x).unwrap()))
+            vars.map(|x| elements(gradients.get(&x).unwrap()))
         };
         let plain = gradients(|out, d_out| (out * d_out)?.sum_all());
         let turned = gradients(|out, d_out| {
@@ -192,12 +192,12 @@ fn any_leading_dimensions(#[values(FLASH, REFERENCE)] attend: Attend) {
         (out5.dims(), lse5.dims()),
         (&[1, 2, 4, 5, 24][..], &[1, 2, 4, 5][..])
     );
-    assert_eq!(numbers(&out5), numbers(&out));
-    assert_eq!(numbers(&lse5), numbers(&lse));
+    assert_eq!(elements(&out5), elements(&out));
+    assert_eq!(elements(&lse5), elements(&lse));
 
     // Fewer heads may be cut into other tiles: near, not equal.
     let near = |a: &Tensor, b: &Tensor| {
-        let pairs = numbers(a).into_iter().zip(numbers(b));
+        let pairs = elements(a).into_iter().zip(elements(b));
         assert_eq!(a.dims(), b.dims());
         pairs.for_each(|(a, b)| assert!((a - b).abs() <= 1e-5, "{a}, not {b}"));
     };

@@ -3,7 +3,7 @@
 use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
-use super::problem::{Attend, MASKS, Problem, Results, Sizes, numbers, on, tensor};
+use super::problem::{Attend, MASKS, Problem, Results, Sizes, elements, on, tensor};
 use super::{capped, dropped, packed};
 use crate::child;
 use crate::compile::distance;
@@ -36,7 +36,7 @@ fn naive_in_tf32(problem: &Problem) -> Results {
             ((share * cap).unwrap(), slopes)
         }
     };
-    let mut p = numbers(&scores);
+    let mut p = elements(&scores);
     let lse_of_row = |(row, scores): (usize, &mut [f64])| {
         let (matrix, query) = (row / sizes.queries, row % sizes.queries);
         let visible = problem.visible(matrix / sizes.heads, query);
@@ -70,11 +70,11 @@ fn naive_in_tf32(problem: &Problem) -> Results {
     let ds = (ds * slopes).unwrap();
     let ds = to_tf32(&(ds * scale).unwrap());
     Results {
-        out: numbers(&out),
+        out: elements(&out),
         lse,
-        dq: numbers(&matmul(&ds, &k).unwrap()),
-        dk: numbers(&matmul(&turned(&ds), &q).unwrap()),
-        dv: numbers(&dv),
+        dq: elements(&matmul(&ds, &k).unwrap()),
+        dk: elements(&matmul(&turned(&ds), &q).unwrap()),
+        dv: elements(&dv),
     }
 }
 

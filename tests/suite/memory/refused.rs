@@ -2,11 +2,12 @@
 
 use super::config;
 use crate::child;
+use crate::settings::in_precision;
 use candle_core::{DType, Device, Tensor};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tallow::attention::Algorithm;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::Step;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing};
 use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
@@ -103,10 +104,7 @@ impl Way {
         let tokens = Tensor::new(&[7u32], &Device::Cpu)?;
         let tokens = tokens.broadcast_as(SHAPE)?;
         if self.planned {
-            let plan = StepConfig {
-                precision: self.precision,
-                ..Default::default()
-            };
+            let plan = in_precision(self.precision);
             let mut step = Step::of(&model, &optimizer, &plan)?;
             return step.run(&mut optimizer, (&tokens, &tokens));
         }

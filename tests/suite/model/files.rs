@@ -1,6 +1,7 @@
 //! Weights to a file and back.
 
 use super::*;
+use crate::settings::loaded_as;
 use rstest::rstest;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -14,10 +15,7 @@ fn place() -> (TempDir, PathBuf) {
 }
 
 fn of_dtype(dtype: DType) -> LoadOptions {
-    LoadOptions {
-        dtype,
-        ..Default::default()
-    }
+    loaded_as(dtype)
 }
 
 /// The model's weights as tensors of `dtype`, by name.

@@ -1,10 +1,11 @@
 //! The padding token: no gradient of the embedding in its row, and nothing else changed.
 
 use super::*;
+use crate::settings::in_precision;
 use candle_nn::VarMap;
 use rstest::rstest;
 use std::collections::HashMap;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::Step;
 use tallow::nn::{Embedding, Layer};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
@@ -67,10 +68,7 @@ fn eager(model: &TransformerLM) -> (Tensor, Vec<(String, Tensor)>) {
 
 fn planned(model: &TransformerLM, precision: Precision) -> Vec<(String, Tensor)> {
     let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let config = StepConfig {
-        precision,
-        ..Default::default()
-    };
+    let config = in_precision(precision);
     let mut step = Step::of(model, &optimizer, &config).unwrap();
     let [tokens, targets] = batch();
     step.forward_backward((&tokens, &targets)).unwrap();

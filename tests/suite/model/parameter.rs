@@ -1,6 +1,7 @@
 //! Weights that are no layer's: variables of every builder.
 
 use super::*;
+use crate::check::refusal;
 use candle_nn::{Init, VarMap, var_builder::SimpleBackend};
 use std::sync::{Arc, Mutex};
 use tallow::graph::{self, Source, Target};
@@ -107,11 +108,9 @@ fn traced_by_name() {
 
 #[test]
 fn a_name_is_needed() {
-    let error = Parameter::new(3, NORMAL, nn::seeded(0, DType::F32, &CPU)).unwrap_err();
-    let text = error.to_string();
-    assert!(
-        text.contains("nn::Parameter") && text.contains("pp("),
-        "{text}"
+    refusal(
+        Parameter::new(3, NORMAL, nn::seeded(0, DType::F32, &CPU)),
+        &["nn::Parameter", "pp("],
     );
     let alone = Parameter::new(3, NORMAL, nn::seeded(0, DType::F32, &CPU).pp("head.scale"));
     assert_eq!(names(&alone.unwrap().parameters()), ["scale"]);

@@ -1,6 +1,7 @@
 //! Files that are no model's, and places that cannot be written.
 
 use super::*;
+use crate::settings::loaded_as;
 use proptest::prelude::*;
 use rstest::rstest;
 use std::collections::HashMap;
@@ -156,10 +157,7 @@ fn of_another_configuration(#[case] change: fn(&mut TransformerConfig), #[case] 
 fn parameters_are_floats() {
     let (_folder, path) = saved();
     for dtype in [DType::U32, DType::U8, DType::I64] {
-        let options = LoadOptions {
-            dtype,
-            ..Default::default()
-        };
+        let options = loaded_as(dtype);
         let loaded = TransformerLM::load_with(&mini(), &path, &options, &CPU);
         refusal(loaded, &[dtype.as_str()]);
         refusal(

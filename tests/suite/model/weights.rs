@@ -1,6 +1,7 @@
 //! Weights that are trained, frozen and tied, with biases and without; and hollow ones, which nothing takes for real.
 
 use super::*;
+use crate::settings::with_lr;
 use candle_core::D;
 use candle_nn::VarMap;
 use tallow::graph;
@@ -73,10 +74,7 @@ fn frozen_and_tied_weights_are_trained_as_they_are() {
         .iter()
         .map(|(_, w)| w.copy().unwrap())
         .collect();
-    let config = AdamWConfig {
-        lr: 0.1,
-        ..Default::default()
-    };
+    let config = with_lr(0.1);
     let mut optimizer = AdamW::new(net.parameters(), config).unwrap();
     // A twin that has the same numbers in variables of candle's own, and candle's own ops.
     let twin: Vec<Var> = [0, 3].map(|i| Var::from_tensor(&before[i]).unwrap()).into();

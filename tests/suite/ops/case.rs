@@ -1,5 +1,6 @@
 //! One op on given inputs, and running it: any dtype, kernel or reference, any strides.
 
+pub use crate::check::{bits, elements};
 use candle_core::{D, DType, Device, Tensor, Var};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -153,7 +154,7 @@ impl Case {
             assert!(input.differentiable, "{what} should not exist");
             assert_eq!(gradient.dtype(), dtype, "{what}");
             let inside = lie.view(gradient, input.value.dims());
-            let filled = |t: &Tensor| numbers(t).iter().filter(|x| **x != 0.0).count();
+            let filled = |t: &Tensor| elements(t).iter().filter(|x| **x != 0.0).count();
             assert_eq!(filled(gradient), filled(&inside), "{what} outside the view");
             found.push((input.name, inside.to_device(&Device::Cpu).unwrap()));
         }
@@ -220,15 +221,4 @@ pub fn normal(dims: &[usize], seed: u64) -> Tensor {
 
 pub fn cast(tensor: &Tensor, dtype: DType) -> Tensor {
     tensor.to_dtype(dtype).unwrap()
-}
-
-/// The elements, in f64.
-pub fn numbers(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.flatten_all().unwrap();
-    cast(&flat, DType::F64).to_vec1().unwrap()
-}
-
-/// The elements' bits (f32 widens to f64 without loss).
-pub fn bits(tensor: &Tensor) -> Vec<u64> {
-    numbers(tensor).into_iter().map(f64::to_bits).collect()
 }

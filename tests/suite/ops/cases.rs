@@ -426,10 +426,7 @@ pub fn grouped_flash(
         (None, mask),
         seed,
     );
-    let config = AttentionConfig {
-        mask,
-        ..Default::default()
-    };
+    let config = crate::settings::with_mask(mask);
     Case {
         name: format!("flash {}", naive.name),
         apply: Box::new(move |x| attention::flash(&x[0], &x[1], &x[2], &config)),

@@ -1,6 +1,6 @@
 //! How far a result is from the exact one, and how far it may be.
 
-use super::case::{Case, Outcome, cast, numbers};
+use super::case::{Case, Outcome, cast, elements};
 use candle_core::{DType, Tensor};
 
 /// An error over a tensor: its norm, and its largest element.
@@ -23,12 +23,12 @@ fn size(values: impl Iterator<Item = f64>) -> Size {
 }
 
 pub fn magnitude(tensor: &Tensor) -> Size {
-    size(numbers(tensor).into_iter())
+    size(elements(tensor).into_iter())
 }
 
 pub fn error(tensor: &Tensor, exact: &Tensor) -> Size {
     assert_eq!(tensor.dims(), exact.dims());
-    let (a, b) = (numbers(tensor), numbers(exact));
+    let (a, b) = (elements(tensor), elements(exact));
     size(a.into_iter().zip(b).map(|(a, b)| a - b))
 }
 

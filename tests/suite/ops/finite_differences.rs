@@ -1,13 +1,14 @@
 //! Gradients in f64 against differences of the values, element by element, through kernel and reference and for
 //! inputs of any strides.
 
-use super::case::{Case, Input, KERNEL, LIES, REFERENCE, cast, normal, numbers};
+use super::case::{Case, Input, KERNEL, LIES, REFERENCE, cast, elements, normal};
 use super::cases::{self, MASKS};
 use super::compare::assert_close;
 use super::every;
+use crate::settings::with_mask;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig};
+use tallow::attention;
 use tallow::ops::{self, Gelu, KernelPolicy};
 
 /// Over this distance a fourth-order difference is off by about 1e-12 in both ways, by its order and by rounding.
@@ -16,15 +17,15 @@ const STEP: f64 = 1e-3;
 /// sum(out * d_out).
 fn objective(case: &Case, operands: &[Tensor], policy: KernelPolicy) -> f64 {
     let out = case.value(operands, policy);
-    let d_out = numbers(&case.upstream(&out));
-    numbers(&out).iter().zip(d_out).map(|(y, d)| y * d).sum()
+    let d_out = elements(&case.upstream(&out));
+    elements(&out).iter().zip(d_out).map(|(y, d)| y * d).sum()
 }
 
 /// The slope of the objective when element `element` of input `input` moves.
 fn slope(case: &Case, input: usize, element: usize, policy: KernelPolicy) -> f64 {
     let at = |steps: f64| {
         let mut operands = case.operands(DType::F64);
-        let mut values = numbers(&operands[input]);
+        let mut values = elements(&operands[input]);
         values[element] += steps * STEP;
         operands[input] = Tensor::from_vec(values, operands[input].dims(), &Device::Cpu).unwrap();
         objective(case, &operands, policy)
@@ -95,10 +96,7 @@ fn a_tensor_used_twice(#[case] policy: KernelPolicy) {
     );
     check(&one("linear(x, x)", &[3, 3], |x| ops::linear(x, x)), policy);
     for mask in MASKS {
-        let config = AttentionConfig {
-            mask,
-            ..Default::default()
-        };
+        let config = with_mask(mask);
         let of_shared = config.clone();
         let inputs = vec![Input::new("x", normal(&[2, 1, 3, 4], 8))];
         let itself = Case::new("self-attention", inputs, move |x| {
@@ -178,9 +176,9 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
             };
             let slope = (8.0 * (at(1.0) - at(-1.0)) - (at(2.0) - at(-2.0))) / (12.0 * STEP);
             let (name, found) = &run.gradients[gradient];
-            let terms: Vec<f64> = numbers(found)
+            let terms: Vec<f64> = elements(found)
                 .iter()
-                .zip(numbers(&cast(&direction, DType::F64)))
+                .zip(elements(&cast(&direction, DType::F64)))
                 .map(|(g, d)| g * d)
                 .collect();
             let (sum, size) = (

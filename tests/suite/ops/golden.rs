@@ -3,10 +3,11 @@
 use super::case::{Case, Input, KERNEL, Outcome, REFERENCE, cast};
 use super::cases::{EPS, IGNORE, MASKS, angles};
 use super::compare::{assert_agree, assert_no_worse, magnitude};
+use crate::settings::with_mask;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use std::collections::HashMap;
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{self, Mask};
 use tallow::ops::{self, KernelPolicy};
 
 type File = HashMap<String, Tensor>;
@@ -54,10 +55,7 @@ fn case(file: &File, name: &str) -> Case {
             })
         }
         "attention" => {
-            let config = AttentionConfig {
-                mask: mask_in(name),
-                ..Default::default()
-            };
+            let config = with_mask(mask_in(name));
             Case::new(name, with(&["q", "k", "v"]), move |x| {
                 attention::naive(&x[0], &x[1], &x[2], &config)
             })

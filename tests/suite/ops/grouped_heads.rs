@@ -3,9 +3,10 @@
 use super::case::{Case, Input, KERNEL, LIES, Outcome, REFERENCE, bits, cast};
 use super::cases::{self, MASKS, repeat_heads};
 use super::compare::assert_agree;
+use crate::settings::with_mask;
 use candle_core::{DType, Tensor};
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{self, Mask};
 use tallow::ops::KernelPolicy;
 
 /// The case with every head of k and v as often as heads of q share it, and nothing shared.
@@ -14,10 +15,7 @@ fn repeated(case: &Case, mask: Mask) -> Case {
     let heads = q.dims()[q.rank() - 3];
     let (k, v) = (repeat_heads(&k, heads), repeat_heads(&v, heads));
     let inputs = vec![Input::new("q", q), Input::new("k", k), Input::new("v", v)];
-    let config = AttentionConfig {
-        mask,
-        ..Default::default()
-    };
+    let config = with_mask(mask);
     Case::new(case.name.clone(), inputs, move |x| {
         attention::naive(&x[0], &x[1], &x[2], &config)
     })

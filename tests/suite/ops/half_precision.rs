@@ -1,6 +1,6 @@
 //! f16 and bf16: computed in f32 and rounded once, by kernel and reference alike; and what may be in f32 beside them.
 
-use super::case::{Case, KERNEL, Outcome, REFERENCE, cast, numbers};
+use super::case::{Case, KERNEL, Outcome, REFERENCE, cast, elements};
 use super::cases::{self, MASKS};
 use super::compare::assert_rounded_once;
 use super::every;
@@ -169,11 +169,11 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
     let row = ones(&[1, 4096]);
     with_kernel_policy(policy, || {
         let p = ops::softmax(&row, 1.0, Mask::Full).unwrap();
-        assert_eq!(numbers(&p), [1.0 / 4096.0; 4096]);
+        assert_eq!(elements(&p), [1.0 / 4096.0; 4096]);
         let norm = ops::rms_norm(&row, &ones(&[4096]), 0.0).unwrap();
-        assert_eq!(numbers(&norm), [1.0; 4096]);
+        assert_eq!(elements(&norm), [1.0; 4096]);
         let target = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
-        let loss = numbers(&ops::cross_entropy(&row, &target).unwrap())[0];
+        let loss = elements(&ops::cross_entropy(&row, &target).unwrap())[0];
         assert!((loss - 4096f64.ln()).abs() < 1e-5, "{loss}");
 
         // And over rows, for the gradients of weights.
@@ -181,7 +181,7 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
         let [weight, bias] = [1; 2].map(|width| Var::from_tensor(&ones(&[width])).unwrap());
         let gradient_of = |var: &Var, y: Tensor| {
             let gradients = (&y * &rows).unwrap().sum_all().unwrap().backward().unwrap();
-            numbers(gradients.get(var).unwrap())
+            elements(gradients.get(var).unwrap())
         };
         let y = ops::rms_norm(&rows, &weight, 0.0).unwrap();
         assert_eq!(gradient_of(&weight, y), [4096.0]);
@@ -198,7 +198,7 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
         assert_eq!(gradient_of(&table, y), [0.0, 4096.0, 0.0]);
     });
     let product = ops::linear(&row, &row).unwrap();
-    assert_eq!(numbers(&product), [4096.0]);
+    assert_eq!(elements(&product), [4096.0]);
 }
 
 /// A bias in f32 is rounded as it is read, and its gradient is not.
@@ -214,11 +214,11 @@ fn a_bias_in_f32(
     });
     let y = y.unwrap();
     assert_eq!(y.dtype(), dtype);
-    assert!(numbers(&y).iter().all(|y| (y - 1.1).abs() < 0.01), "{y}");
+    assert!(elements(&y).iter().all(|y| (y - 1.1).abs() < 0.01), "{y}");
     let gradients = y.sum_all().unwrap().backward().unwrap();
     let db = gradients.get(&bias).unwrap();
     // 4097 has too many digits for both.
-    assert_eq!((db.dtype(), numbers(db)), (DType::F32, vec![4097.0]));
+    assert_eq!((db.dtype(), elements(db)), (DType::F32, vec![4097.0]));
 }
 
 /// Squares of what f16 just holds are far beyond what it holds.
@@ -230,12 +230,12 @@ fn large_f16_does_not_overflow_inside(#[values(KERNEL, REFERENCE)] policy: Kerne
     let signs: Vec<f64> = row.iter().map(|x| x.signum()).collect();
     with_kernel_policy(policy, || {
         let y = ops::rms_norm(&x, &ones, 1e-5).unwrap();
-        assert_eq!(numbers(&y), signs);
+        assert_eq!(elements(&y), signs);
         let y = ops::layer_norm(&x, &ones, &x.zeros_like().unwrap(), 1e-5).unwrap();
-        assert_eq!(numbers(&y), signs);
+        assert_eq!(elements(&y), signs);
         let p = ops::softmax(&x, 1.0, Mask::Full).unwrap();
         let expected: Vec<f64> = signs.iter().map(|sign| (sign + 1.0) / 66.0).collect();
         let expected = cast(&Tensor::new(expected, &Device::Cpu).unwrap(), DType::F16);
-        assert_eq!(numbers(&p), numbers(&expected));
+        assert_eq!(elements(&p), elements(&expected));
     });
 }

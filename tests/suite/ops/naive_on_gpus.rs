@@ -1,10 +1,11 @@
 //! Naive attention as one op on a GPU: judged by f64 and by the three ops that are its reference, in every dtype;
 //! blocks that masks hide, heads in turns.
 
-use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, numbers};
+use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, elements};
 use super::cases::{self, MASKS};
 use super::compare::{assert_no_worse, error, magnitude};
 use crate::compile::attention::planned;
+use crate::settings::with_mask;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 use rstest::rstest;
@@ -74,10 +75,7 @@ fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f6
     };
     let draw = |(name, shape)| builder.get_with_hints(shape, name, init).unwrap();
     let inputs = [("q", q), ("k", k), ("v", k), ("d_out", q)].map(draw);
-    let config = AttentionConfig {
-        mask,
-        ..Default::default()
-    };
+    let config = with_mask(mask);
     let found = run(attention::naive, &inputs, &config);
     let reference: Attend = |q, k, v, config| {
         with_kernel_policy(KernelPolicy::Prefer, || reference::naive(q, k, v, config))
@@ -144,14 +142,11 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
 #[ignore = "needs a CUDA device"]
 fn hidden_keys_have_no_say() {
     let gpu = crate::gpu();
-    let config = AttentionConfig {
-        mask: Mask::CausalEnd,
-        ..Default::default()
-    };
+    let config = with_mask(Mask::CausalEnd);
     let q = Tensor::ones((1, 5, 4), DType::BF16, &gpu).unwrap();
     let k = Tensor::ones((1, 3, 4), DType::BF16, &gpu).unwrap();
     let out = attention::naive(&q, &k, &k, &config).unwrap();
-    let out = numbers(&out.to_device(&Device::Cpu).unwrap());
+    let out = elements(&out.to_device(&Device::Cpu).unwrap());
     assert_eq!(out, [[0.0; 8].as_slice(), &[1.0; 12]].concat());
 
     // The last key's score is NaN: the rows before it do not see it.
@@ -161,7 +156,7 @@ fn hidden_keys_have_no_say() {
     let v = Tensor::ones((1, 3, 4), DType::F32, &gpu).unwrap();
     let q = Tensor::ones((1, 3, 4), DType::F32, &gpu).unwrap();
     let out = attention::naive(&q, &k, &v, &config).unwrap();
-    let out = numbers(&out.to_device(&Device::Cpu).unwrap());
+    let out = elements(&out.to_device(&Device::Cpu).unwrap());
     assert_eq!(out[..8], [1.0; 8]);
     assert!(out[8..].iter().all(|x| x.is_nan()));
 }
@@ -185,10 +180,7 @@ fn wide_scores(
         (x * spread).unwrap().to_dtype(dtype).unwrap()
     };
     let inputs = [("q", 25.0), ("k", 1.0), ("v", 1.0), ("d_out", 1.0)].map(draw);
-    let config = AttentionConfig {
-        mask,
-        ..Default::default()
-    };
+    let config = with_mask(mask);
     let exact = run(
         attention::naive,
         &inputs.each_ref().map(|x| x.to_dtype(DType::F64).unwrap()),

@@ -1,6 +1,6 @@
 //! NaN, infinities and huge numbers: they stay where they belong, and no finite input makes one.
 
-use super::case::{Case, DTYPES, Input, KERNEL, Outcome, REFERENCE, bits, cast, numbers};
+use super::case::{Case, DTYPES, Input, KERNEL, Outcome, REFERENCE, bits, cast, elements};
 use super::cases::{self, EPS, IGNORE};
 use super::compare::epsilon;
 use candle_core::{DType, Device, Tensor};
@@ -10,7 +10,7 @@ use tallow::ops::{self, Gelu, KernelPolicy};
 
 /// `tensor` with some elements of its flattened form replaced.
 fn poisoned(tensor: &Tensor, places: impl IntoIterator<Item = usize>, value: f64) -> Tensor {
-    let mut values = numbers(tensor);
+    let mut values = elements(tensor);
     places.into_iter().for_each(|place| values[place] = value);
     Tensor::from_vec(values, tensor.dims(), &Device::Cpu).unwrap()
 }
@@ -123,8 +123,8 @@ fn hidden_scores_have_no_say(
             let (clean, sick) = (clean.run(dtype, policy), sick.run(dtype, policy));
             assert_eq!(bits(&clean.out), bits(&sick.out), "{queries}x{keys}");
             assert_eq!(
-                numbers(&clean.gradients[0].1),
-                numbers(&sick.gradients[0].1),
+                elements(&clean.gradients[0].1),
+                elements(&sick.gradients[0].1),
                 "{queries}x{keys}"
             );
         }
@@ -143,8 +143,11 @@ fn softmax_of_infinite_and_huge_scores(#[case] policy: KernelPolicy) {
     });
     for dtype in [DType::F32, DType::F64, DType::BF16] {
         let Outcome { out, gradients } = case.run(dtype, policy);
-        assert_eq!(numbers(&out), [0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.0, 0.5]);
-        let dx = numbers(&gradients[0].1);
+        assert_eq!(
+            elements(&out),
+            [0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.0, 0.5]
+        );
+        let dx = elements(&gradients[0].1);
         assert!(dx.iter().all(|dx| dx.is_finite()), "{dx:?}");
         assert!(dx[0] != 0.0 && dx[1] == 0.0 && dx[5] == 0.0, "{dx:?}");
     }
@@ -166,11 +169,11 @@ fn cross_entropy_of_infinite_and_huge_logits(#[case] policy: KernelPolicy) {
     case.d_out = Some(Tensor::new(4f64, &Device::Cpu).unwrap()); // undoes the mean
     for dtype in [DType::F32, DType::F64, DType::BF16] {
         let Outcome { out, gradients } = case.run(dtype, policy);
-        let loss = numbers(&out)[0];
+        let loss = elements(&out)[0];
         // The ln 2 beside 1e4 and the ln 3 beside 1e30 are there to the last digit.
         let expected = (2.0 * 2f64.ln() + 3f64.ln()) / 4.0;
         assert!((loss - expected).abs() <= 1e-6, "{loss}, not {expected}");
-        let dx = numbers(&gradients[0].1);
+        let dx = elements(&gradients[0].1);
         assert!(dx.iter().all(|dx| dx.is_finite()), "{dx:?}");
         assert_eq!(dx[..6], [0.0, 0.0, 0.0, 0.5, 0.0, -0.5], "{dx:?}");
     }
@@ -193,7 +196,7 @@ fn cross_entropy_of_nan(#[case] policy: KernelPolicy) {
             move |x| ops::cross_entropy_ignoring(&x[0], &targets, IGNORE.into()),
         );
         let Outcome { out, gradients } = case.run(dtype, policy);
-        (numbers(&out)[0], numbers(&gradients[0].1))
+        (elements(&out)[0], elements(&gradients[0].1))
     };
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         for bad in [f64::NAN, f64::INFINITY] {
@@ -238,7 +241,7 @@ fn relu_and_gates_at_the_ends(#[case] policy: KernelPolicy) {
     });
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let run = relu.run(dtype, policy);
-        let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+        let (y, dx) = (elements(&run.out), elements(&run.gradients[0].1));
         assert!(y[2].is_nan());
         assert_eq!([y[0], y[1], y[3], y[4], y[5]], [inf, 0.0, 0.0, 0.0, 2.0]);
         assert_eq!(
@@ -248,7 +251,7 @@ fn relu_and_gates_at_the_ends(#[case] policy: KernelPolicy) {
 
         let tolerance = epsilon(dtype).max(1e-5);
         let close = |found: &Tensor, expected: [f64; 5]| {
-            for (found, expected) in numbers(found).into_iter().zip(expected) {
+            for (found, expected) in elements(found).into_iter().zip(expected) {
                 assert!(
                     (found - expected).abs() <= tolerance * expected.abs() + 1e-30,
                     "{found}, not {expected}"
@@ -279,7 +282,7 @@ fn swiglu_of_large_gates(
     let inputs = vec![Input::new("gate", gate), Input::new("up", up)];
     let mut case = Case::new("swiglu", inputs, |x| ops::swiglu(&x[0], &x[1])).rounded_to(dtype);
     case.d_out = Some(Tensor::new(&[1f64; 15], &Device::Cpu).unwrap());
-    let gates = numbers(&case.inputs[0].value);
+    let gates = elements(&case.inputs[0].value);
     let run = case.run(dtype, policy);
     // 1 - s is off by half an ulp of 1, and multiplied by a gate of at most 40: beyond, it is 0.
     let limit = |gate: f64| match dtype {
@@ -287,7 +290,7 @@ fn swiglu_of_large_gates(
         _ => (8.0 + 0.5 * gate.abs().min(40.0)) * epsilon(dtype),
     };
     let close = |what: &str, found: &Tensor, exact: &dyn Fn(f64, [f64; 2]) -> f64| {
-        for (found, gate) in numbers(found).into_iter().zip(&gates) {
+        for (found, gate) in elements(found).into_iter().zip(&gates) {
             let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
             let exact = exact(*gate, [sigmoid(*gate), sigmoid(-gate)]);
             assert!(
@@ -318,9 +321,9 @@ fn activations_of_large_inputs(
         case.inputs[0].value = Tensor::new(&x, &Device::Cpu).unwrap();
         case.d_out = Some(Tensor::new(&[1f64; 7], &Device::Cpu).unwrap());
         let case = case.rounded_to(dtype);
-        let x = numbers(&case.inputs[0].value);
+        let x = elements(&case.inputs[0].value);
         let run = case.run(dtype, policy);
-        let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+        let (y, dx) = (elements(&run.out), elements(&run.gradients[0].1));
         let lowest = if case.name == "tanh" { -1.0 } else { 0.0 };
         let middle = if case.name == "sigmoid" { 0.5 } else { 0.0 };
         let slope = match case.name.as_str() {
@@ -354,11 +357,11 @@ fn norms_of_zeros(#[case] policy: KernelPolicy) {
         case.inputs[0].value = poisoned(&case.inputs[0].value, 0..7, 0.0);
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let run = case.run(dtype, policy);
-            let (y, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+            let (y, dx) = (elements(&run.out), elements(&run.gradients[0].1));
             let bias = case
                 .inputs
                 .get(2)
-                .map_or(vec![0.0; 7], |bias| numbers(&cast(&bias.value, dtype)));
+                .map_or(vec![0.0; 7], |bias| elements(&cast(&bias.value, dtype)));
             assert_eq!(y[..7], bias[..]);
             // The slope there is about 1 / sqrt(eps).
             let largest = dx[..7].iter().fold(0f64, |a, b| a.max(b.abs()));

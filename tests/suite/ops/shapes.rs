@@ -1,6 +1,6 @@
 //! Shapes at the edge: nothing in a dimension, one of everything; and which places a mask leaves.
 
-use super::case::{Case, DTYPES, KERNEL, Outcome, REFERENCE, numbers};
+use super::case::{Case, DTYPES, KERNEL, Outcome, REFERENCE, elements};
 use super::cases::{self, MASKS};
 use super::compare::magnitude;
 use candle_core::DType;
@@ -145,9 +145,9 @@ fn five_dimensions(#[case] policy: KernelPolicy) {
     for (deep, flat) in make(&[2, 1, 3]).into_iter().zip(make(&[6])) {
         let [deep, flat] = [deep, flat].map(|case| case.run(DType::F64, policy));
         assert_eq!(deep.out.dims(), [2, 1, 3, 4, 3]);
-        assert_eq!(numbers(&deep.out), numbers(&flat.out));
+        assert_eq!(elements(&deep.out), elements(&flat.out));
         for ((_, deep), (_, flat)) in deep.gradients.iter().zip(&flat.gradients) {
-            assert_eq!(numbers(deep), numbers(flat));
+            assert_eq!(elements(deep), elements(flat));
         }
     }
 }
@@ -178,7 +178,7 @@ fn masks_leave_what_they_say(
         for (scale, dtype) in [(0.5, DType::F32), (-0.5, DType::F64), (0.0, DType::F32)] {
             let case = cases::softmax(&[2], (queries, keys), (scale, 2.0), mask, 3);
             let run = case.run(dtype, policy);
-            let (p, dx) = (numbers(&run.out), numbers(&run.gradients[0].1));
+            let (p, dx) = (elements(&run.out), elements(&run.gradients[0].1));
             for (row, (p, dx)) in p.chunks(keys).zip(dx.chunks(keys)).enumerate() {
                 let query = row % queries;
                 for (key, (p, dx)) in p.iter().zip(dx).enumerate() {

@@ -120,7 +120,7 @@ fn detached_inputs_stop_the_gradient() {
     let out = ops::swiglu(&ops::relu(&x.detach()).unwrap(), &x).unwrap();
     let gradients = out.sum_all().unwrap().backward().unwrap();
     let silu = |g: f64| g / (1.0 + (-g).exp());
-    let gradient = super::case::numbers(gradients.get(&x).unwrap());
+    let gradient = super::case::elements(gradients.get(&x).unwrap());
     for (found, relu) in gradient.into_iter().zip([1.0, 0.0, 3.0, 4.0]) {
         assert!((found - silu(relu)).abs() < 1e-6, "{found} for {relu}");
     }

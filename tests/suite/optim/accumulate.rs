@@ -1,6 +1,6 @@
 //! Gradient accumulation.
 
-use super::{named, noise, relative, store, values, var};
+use super::{elements, named, noise, relative, store, var};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::Error;
@@ -49,8 +49,8 @@ fn parts_make_the_whole_batch(#[case] dtype: DType, #[case] tolerance: f64) {
         let store = store.unwrap();
         for var in [&weight, &bias] {
             let error = relative(
-                &values(store.get(var).unwrap()),
-                &values(whole.get(var).unwrap()),
+                &elements(store.get(var).unwrap()),
+                &elements(whole.get(var).unwrap()),
             );
             assert!(error < tolerance, "{error}");
         }
@@ -70,7 +70,7 @@ fn half_precision_is_summed_in_f32() {
     let sum = accumulator.sum().unwrap();
     let gradient = sum.get(&weight).unwrap();
     assert_eq!(
-        (gradient.dtype(), values(gradient)),
+        (gradient.dtype(), elements(gradient)),
         (DType::F32, vec![1000.0])
     );
     let mut optimizer = AdamW::new(named(&[&weight]), AdamWConfig::default()).unwrap();
@@ -88,7 +88,7 @@ fn it_starts_anew_after_each_result() {
             .unwrap();
         accumulator.add(store(&[(&weight, gradient)])).unwrap();
         let mean = accumulator.mean().unwrap();
-        assert_eq!(values(mean.get(&weight).unwrap()), [expected]);
+        assert_eq!(elements(mean.get(&weight).unwrap()), [expected]);
     }
     let error = accumulator.mean().unwrap_err();
     assert!(matches!(error, Error::Data { .. }), "{error}");
@@ -113,10 +113,10 @@ fn shared_and_strided_gradients_are_summed_apart() {
         accumulator.add(store(&gradients)).unwrap();
     }
     let sum = accumulator.sum().unwrap();
-    assert_eq!(values(sum.get(&a).unwrap()), [3.0, 6.0]);
-    assert_eq!(values(sum.get(&b).unwrap()), [3.0, 6.0]);
-    assert_eq!(values(sum.get(&c).unwrap()), [3.0, 9.0, 6.0, 12.0]);
-    assert_eq!(values(&shared), [1.0, 2.0]);
+    assert_eq!(elements(sum.get(&a).unwrap()), [3.0, 6.0]);
+    assert_eq!(elements(sum.get(&b).unwrap()), [3.0, 6.0]);
+    assert_eq!(elements(sum.get(&c).unwrap()), [3.0, 9.0, 6.0, 12.0]);
+    assert_eq!(elements(&shared), [1.0, 2.0]);
 }
 
 #[test]
@@ -148,6 +148,6 @@ fn a_missing_gradient_is_named_and_nothing_is_added() {
         );
     }
     let mean = accumulator.mean().unwrap();
-    assert_eq!(values(mean.get(&a).unwrap()), [3.0]);
-    assert_eq!(values(mean.get(&b).unwrap()), [2.0]);
+    assert_eq!(elements(mean.get(&a).unwrap()), [3.0]);
+    assert_eq!(elements(mean.get(&b).unwrap()), [2.0]);
 }

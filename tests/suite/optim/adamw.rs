@@ -1,6 +1,7 @@
 //! The step: its numbers, its state's dtype, and what it refuses.
 
-use super::{named, noise, noisy_gradient, relative, store, values, var};
+use super::{elements, named, noise, noisy_gradient, relative, store, var};
+use crate::check::refusal;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::Error;
@@ -40,7 +41,7 @@ fn recurrence(start: f64, gradients: &[f64], config: &AdamWConfig, round: fn(f64
 fn follows_the_recurrence(#[case] dtype: DType) {
     let (n, steps) = (1003, 25);
     let weight = var(&noise(n, 0), dtype);
-    let start = values(&weight);
+    let start = elements(&weight);
     let gradients: Vec<Tensor> = (0..steps).map(|t| noisy_gradient(&weight, t + 1)).collect();
     let mut optimizer = AdamW::new(named(&[&weight]), CONFIG).unwrap();
     for gradient in &gradients {
@@ -48,7 +49,7 @@ fn follows_the_recurrence(#[case] dtype: DType) {
         optimizer.step(&gradients).unwrap();
     }
     assert_eq!(optimizer.steps(), steps);
-    let gradients: Vec<Vec<f64>> = gradients.iter().map(values).collect();
+    let gradients: Vec<Vec<f64>> = gradients.iter().map(elements).collect();
     let by_hand = |round: fn(f64) -> f64| -> Vec<f64> {
         let own = |i: usize| gradients.iter().map(|g| g[i]).collect::<Vec<_>>();
         let all = start.iter().enumerate();
@@ -60,9 +61,9 @@ fn follows_the_recurrence(#[case] dtype: DType) {
         DType::F64 => 1e-14,
         _ => 2.0 * relative(&by_hand(|x| f64::from(x as f32)), &exact),
     };
-    let error = relative(&values(&weight), &exact);
+    let error = relative(&elements(&weight), &exact);
     assert!(error <= limit, "{error} against {limit}");
-    assert!(relative(&values(&weight), &start) > 1e-2, "it has moved");
+    assert!(relative(&elements(&weight), &start) > 1e-2, "it has moved");
 }
 
 /// PyTorch's own numbers after five steps.
@@ -102,7 +103,7 @@ fn agrees_with_pytorch(#[case] dtype: DType, #[case] tolerance: f64) {
         ),
     ];
     for (got, expected) in expected {
-        let error = relative(&values(got), &expected);
+        let error = relative(&elements(got), &expected);
         assert!(error < tolerance, "{error}");
     }
 }
@@ -127,9 +128,9 @@ fn half_precision_moves_as_f32_does(#[case] dtype: DType) {
     for (name, tensor) in halves.state() {
         assert_eq!(tensor.dtype(), DType::F32, "{name}");
     }
-    assert!((values(&full)[0] - 0.95).abs() < 1e-3);
+    assert!((elements(&full)[0] - 0.95).abs() < 1e-3);
     let rounded = full.to_dtype(dtype).unwrap();
-    assert_eq!(values(&half), values(&rounded));
+    assert_eq!(elements(&half), elements(&rounded));
 }
 
 #[test]
@@ -141,7 +142,7 @@ fn a_half_precision_parameter_set_from_outside_starts_from_there() {
     optimizer.step(&gradients).unwrap();
     weight.set(&var(&[8.0, 1.0], DType::BF16)).unwrap();
     optimizer.step(&gradients).unwrap();
-    let master = values(&optimizer.state()[2].1);
+    let master = elements(&optimizer.state()[2].1);
     assert!((master[0] - 8.0).abs() < 2e-3, "set: {master:?}");
     assert!((master[1] - 0.998).abs() < 1e-4, "not set: {master:?}");
 }
@@ -161,7 +162,7 @@ fn gradients_of_other_dtypes_and_layouts_are_read() {
                 let mut optimizer = AdamW::new(named(&[&weight]), CONFIG).unwrap();
                 let gradient = gradient.to_dtype(dtype).unwrap();
                 optimizer.step(&store(&[(&weight, gradient)])).unwrap();
-                (values(&weight), values(&optimizer.state()[0].1))
+                (elements(&weight), elements(&optimizer.state()[0].1))
             };
             assert_eq!(run(&dense), run(&transposed), "{parameter:?} {dtype:?}");
             let (_, exp_avg) = run(&dense);
@@ -185,20 +186,20 @@ fn gradients_that_share_storage_with_what_is_written() {
         .unwrap();
     let state = optimizer.state();
     for (name, tensor) in [&state[0], &state[2]] {
-        let error = relative(&values(tensor), &[0.1, 0.2]);
-        assert!(error < 1e-6, "{name}: {:?}", values(tensor));
+        let error = relative(&elements(tensor), &[0.1, 0.2]);
+        assert!(error < 1e-6, "{name}: {:?}", elements(tensor));
     }
     let momentum = state[0].1.clone();
     optimizer
         .step(&store(&[(&a, momentum.clone()), (&b, momentum)]))
         .unwrap();
-    assert!(relative(&values(&optimizer.state()[0].1), &[0.1, 0.2]) < 1e-6);
+    assert!(relative(&elements(&optimizer.state()[0].1), &[0.1, 0.2]) < 1e-6);
 }
 
 #[test]
 fn a_missing_gradient_is_named_and_nothing_changes() {
     let vars: Vec<Var> = (0..3).map(|i| var(&noise(5, i), DType::F32)).collect();
-    let before: Vec<Vec<f64>> = vars.iter().map(|var| values(var)).collect();
+    let before: Vec<Vec<f64>> = vars.iter().map(|var| elements(var)).collect();
     let parameters = ["first", "second", "last"]
         .map(String::from)
         .into_iter()
@@ -215,10 +216,10 @@ fn a_missing_gradient_is_named_and_nothing_changes() {
     );
     assert_eq!(optimizer.steps(), 0);
     for (var, before) in vars.iter().zip(before) {
-        assert_eq!(values(var), before);
+        assert_eq!(elements(var), before);
     }
     for (_, tensor) in optimizer.state() {
-        assert_eq!(values(&tensor), [0.0; 5]);
+        assert_eq!(elements(&tensor), [0.0; 5]);
     }
 }
 
@@ -227,13 +228,14 @@ fn misfits_are_refused_by_name() {
     let weight = var(&[1.0, 2.0], DType::F32);
     let mut optimizer = AdamW::new([("w.x".to_string(), weight.clone())], CONFIG).unwrap();
     let wide = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
-    let error = optimizer.step(&store(&[(&weight, wide)])).unwrap_err();
+    let error = refusal(optimizer.step(&store(&[(&weight, wide)])), &["w.x", "[3]"]);
     assert!(matches!(error, Error::Shape { .. }), "{error}");
-    assert!(error.to_string().contains("w.x") && error.to_string().contains("[3]"));
     let integers = Tensor::zeros(2, DType::U32, &Device::Cpu).unwrap();
-    let error = optimizer.step(&store(&[(&weight, integers)])).unwrap_err();
+    let error = refusal(
+        optimizer.step(&store(&[(&weight, integers)])),
+        &["w.x", "u32"],
+    );
     assert!(matches!(error, Error::DType { .. }), "{error}");
-    assert!(error.to_string().contains("w.x") && error.to_string().contains("u32"));
     optimizer.set_learning_rate(f64::NAN);
     let gradient = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
     let error = optimizer.step(&store(&[(&weight, gradient)])).unwrap_err();
@@ -241,11 +243,13 @@ fn misfits_are_refused_by_name() {
         matches!(error, Error::Config { field: "lr", .. }),
         "{error}"
     );
-    assert_eq!((values(&weight), optimizer.steps()), (vec![1.0, 2.0], 0));
+    assert_eq!((elements(&weight), optimizer.steps()), (vec![1.0, 2.0], 0));
 
     let ids = Var::zeros(2, DType::U32, &Device::Cpu).unwrap();
-    let error = AdamW::new([("ids".to_string(), ids)], CONFIG).unwrap_err();
-    assert!(error.to_string().contains("ids") && error.to_string().contains("u32"));
+    refusal(
+        AdamW::new([("ids".to_string(), ids)], CONFIG),
+        &["ids", "u32"],
+    );
     let error = AdamW::new([], CONFIG).unwrap_err();
     assert!(
         matches!(

@@ -1,6 +1,7 @@
 //! Gradient norms and clipping.
 
-use super::{named, noise, noisy_gradient, relative, store, values, var};
+use super::{elements, named, noise, noisy_gradient, relative, store, var};
+use crate::check::refusal;
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use rstest::rstest;
 use tallow::Error;
@@ -25,8 +26,8 @@ fn agrees_with_pytorch() {
         -0.7009726041006482,
         0.26286472653774307,
     ];
-    let mut got = values(gradients.get(&a).unwrap());
-    got.extend(values(gradients.get(&b).unwrap()));
+    let mut got = elements(gradients.get(&a).unwrap());
+    got.extend(elements(gradients.get(&b).unwrap()));
     assert!(relative(&got, &expected) < 1e-15);
 }
 
@@ -39,7 +40,7 @@ fn scales_by_the_formula(#[case] dtype: DType, #[case] tolerance: f64) {
     let a = var(&noise(20_011, 1), dtype);
     let b = var(&noise(7, 2), dtype);
     let (ga, gb) = (noisy_gradient(&a, 3), noisy_gradient(&b, 4));
-    let (before_a, before_b) = (values(&ga), values(&gb));
+    let (before_a, before_b) = (elements(&ga), elements(&gb));
     let squares = before_a.iter().chain(&before_b).map(|g| g * g);
     let norm = squares.sum::<f64>().sqrt();
     for max_norm in [norm / 3.0, norm * 3.0] {
@@ -52,7 +53,7 @@ fn scales_by_the_formula(#[case] dtype: DType, #[case] tolerance: f64) {
             let expected: Vec<f64> = before.iter().map(|g| g * factor).collect();
             let after = gradients.get(var).unwrap();
             assert_eq!(after.dtype(), dtype);
-            assert!(relative(&values(after), &expected) < tolerance);
+            assert!(relative(&elements(after), &expected) < tolerance);
         }
         let after = grad_norm(&gradients, &named(&[&a, &b])).unwrap();
         assert!(after <= max_norm * (1.0 + tolerance), "{after} {max_norm}");
@@ -60,7 +61,7 @@ fn scales_by_the_formula(#[case] dtype: DType, #[case] tolerance: f64) {
 }
 
 fn is_in_place(before: &Tensor, gradients: &GradStore, var: &Var) -> bool {
-    values(before) == values(gradients.get(var).unwrap())
+    elements(before) == elements(gradients.get(var).unwrap())
 }
 
 #[test]
@@ -88,22 +89,22 @@ fn in_place_where_a_gradient_is_alone_and_only_there() {
     let factor = 1.0 / (norm + 1e-6);
     let scaled = |x: &[f64]| x.iter().map(|x| x * factor).collect::<Vec<_>>();
     for var in [&a, &b] {
-        let got = values(gradients.get(var).unwrap());
+        let got = elements(gradients.get(var).unwrap());
         assert!(
             relative(&got, &scaled(&[3.0, 4.0])) < 1e-6,
             "scaled once: {got:?}"
         );
     }
-    assert_eq!(values(&shared), [3.0, 4.0]);
+    assert_eq!(elements(&shared), [3.0, 4.0]);
     assert!(is_in_place(&alone, &gradients, &c));
-    let transposed = values(gradients.get(&d).unwrap());
+    let transposed = elements(gradients.get(&d).unwrap());
     assert!(relative(&transposed, &scaled(&[1.0, 3.0, 2.0, 4.0])) < 1e-6);
-    assert_eq!(values(&strided), [1.0, 3.0, 2.0, 4.0]);
+    assert_eq!(elements(&strided), [1.0, 3.0, 2.0, 4.0]);
 
     // A gradient that is its parameter.
     let mut gradients = store(&[(&a, a.detach())]);
     clip_grad_norm(&mut gradients, &named(&[&a]), 0.5).unwrap();
-    assert_eq!(values(&a), [1.0, 1.0]);
+    assert_eq!(elements(&a), [1.0, 1.0]);
     assert!(!is_in_place(&a, &gradients, &a));
 }
 
@@ -123,12 +124,12 @@ pub fn clips_by_value(device: &Device, dtype: DType) {
     clip_grad_value(&mut gradients, &named(&[&a, &a]), value).unwrap();
     let after = gradients.get(&a).unwrap();
     assert_eq!(after.dtype(), dtype);
-    let rounded = values(&gradient(&[value]))[0];
+    let rounded = elements(&gradient(&[value]))[0];
     let mut clipped = 0;
     before = before.to_device(&Device::Cpu).unwrap();
-    for (before, after) in values(&before)
+    for (before, after) in elements(&before)
         .iter()
-        .zip(values(&after.to_device(&Device::Cpu).unwrap()))
+        .zip(elements(&after.to_device(&Device::Cpu).unwrap()))
     {
         let wanted = match *before {
             before if before > value => rounded,
@@ -155,25 +156,26 @@ fn by_value_in_place_and_what_is_refused() {
     let [alone, shared] = [6f32, -8.0].map(|x| Tensor::new(&[x], &Device::Cpu).unwrap());
     let mut gradients = store(&[(&a, alone.clone()), (&b, shared.clone())]);
     clip_grad_value(&mut gradients, &named(&[&a]), 5.0).unwrap();
-    assert!(is_in_place(&alone, &gradients, &a) && values(&alone) == [5.0]);
+    assert!(is_in_place(&alone, &gradients, &a) && elements(&alone) == [5.0]);
     let mut gradients = store(&[(&a, shared.clone()), (&b, shared.clone())]);
     clip_grad_value(&mut gradients, &named(&[&a]), 5.0).unwrap();
-    assert_eq!(values(gradients.get(&a).unwrap()), [-5.0]);
-    assert_eq!(values(gradients.get(&b).unwrap()), [-8.0]);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [-5.0]);
+    assert_eq!(elements(gradients.get(&b).unwrap()), [-8.0]);
     for bad in [0.0, -1.0, f64::NAN] {
-        let error = clip_grad_value(&mut gradients, &named(&[&a]), bad).unwrap_err();
-        let text = error.to_string();
-        assert!(text.contains("max_value must be over 0"), "{text}");
+        refusal(
+            clip_grad_value(&mut gradients, &named(&[&a]), bad),
+            &["max_value must be over 0"],
+        );
     }
     clip_grad_value(&mut gradients, &named(&[&a]), f64::INFINITY).unwrap();
-    assert_eq!(values(gradients.get(&a).unwrap()), [-5.0]);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [-5.0]);
     let mut gradients = store(&[(&a, alone)]);
     let error = clip_grad_value(&mut gradients, &named(&[&a, &b]), 1.0).unwrap_err();
     assert!(
         matches!(&error, Error::MissingGradient { parameter, .. } if parameter == "b"),
         "{error}"
     );
-    assert_eq!(values(gradients.get(&a).unwrap()), [5.0]);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [5.0]);
 }
 
 #[test]
@@ -183,7 +185,7 @@ fn a_tied_weight_counts_once() {
     let twice = named(&[&weight, &weight]);
     assert_eq!(grad_norm(&gradients, &twice).unwrap(), 5.0);
     assert_eq!(clip_grad_norm(&mut gradients, &twice, 2.5).unwrap(), 5.0);
-    assert!(relative(&values(gradients.get(&weight).unwrap()), &[1.5, 2.0]) < 1e-6);
+    assert!(relative(&elements(gradients.get(&weight).unwrap()), &[1.5, 2.0]) < 1e-6);
 }
 
 #[rstest]
@@ -196,11 +198,13 @@ fn a_norm_that_is_not_finite_leaves_gradients_alone(#[case] bad: f32) {
     let mut gradients = store(&[(&a, fine), (&b, broken)]);
     let norm = clip_grad_norm(&mut gradients, &named(&[&a, &b]), 1.0).unwrap();
     assert!(!norm.is_finite());
-    assert_eq!(values(gradients.get(&a).unwrap()), [2.0]);
-    assert_eq!(values(gradients.get(&b).unwrap())[1], 1.0);
-    let error = clip_grad_norm_checked(&mut gradients, &named(&[&a, &b]), 1.0).unwrap_err();
+    assert_eq!(elements(gradients.get(&a).unwrap()), [2.0]);
+    assert_eq!(elements(gradients.get(&b).unwrap())[1], 1.0);
+    let error = refusal(
+        clip_grad_norm_checked(&mut gradients, &named(&[&a, &b]), 1.0),
+        &["parameter b"],
+    );
     assert!(matches!(error, Error::Data { .. }), "{error}");
-    assert!(error.to_string().contains("parameter b"), "{error}");
 }
 
 #[test]
@@ -212,7 +216,7 @@ fn missing_gradients_and_bad_limits_are_refused() {
         matches!(&error, Error::MissingGradient { parameter, .. } if parameter == "b"),
         "{error}"
     );
-    assert_eq!(values(gradients.get(&a).unwrap()), [4.0]);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [4.0]);
     let error = grad_norm(&gradients, &named(&[&a, &b])).unwrap_err();
     assert!(matches!(error, Error::MissingGradient { .. }), "{error}");
     for bad in [0.0, -1.0, f64::NAN] {

@@ -5,7 +5,7 @@ mod refusals;
 mod rule;
 mod training;
 
-use super::{named, noise, store, values, var};
+use super::{elements, named, noise, store, var};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 

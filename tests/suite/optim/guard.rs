@@ -1,6 +1,7 @@
 //! The guard against numbers that are not finite.
 
-use super::{named, store, values, var};
+use super::{elements, named, store, var};
+use crate::check::refusal;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::Error;
@@ -29,19 +30,18 @@ fn names_the_parameter_and_changes_nothing(#[case] dtype: DType, #[case] bad: f6
         2.5
     );
     let gradients = store(&[(&a, fine), (&b, gradient(&[3.0, bad]))]);
-    let error = check_finite(&loss, &gradients, &named(&[&a, &b])).unwrap_err();
+    let error = refusal(
+        check_finite(&loss, &gradients, &named(&[&a, &b])),
+        &[
+            "the gradient of parameter b",
+            "finite numbers",
+            "infinity or NaN",
+            "learning rate",
+        ],
+    );
     assert!(matches!(error, Error::Data { .. }), "{error:?}");
-    let text = error.to_string();
-    for part in [
-        "the gradient of parameter b",
-        "finite numbers",
-        "infinity or NaN",
-        "learning rate",
-    ] {
-        assert!(text.contains(part), "{text}");
-    }
-    assert_eq!(values(gradients.get(&a).unwrap()), [1.0, -2.0, 0.0]);
-    assert_eq!(values(gradients.get(&b).unwrap())[0], 3.0);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [1.0, -2.0, 0.0]);
+    assert_eq!(elements(gradients.get(&b).unwrap())[0], 3.0);
 }
 
 #[rstest]
@@ -60,9 +60,11 @@ fn the_loss_comes_first(#[case] bad: f64, #[case] text: &str) {
 fn what_cannot_be_checked_is_refused() {
     let (a, b) = (var(&[1.0], DType::F32), var(&[1.0], DType::F32));
     let gradients = store(&[(&a, Tensor::new(&[1f32], &Device::Cpu).unwrap())]);
-    let error = check_finite(&scalar(1.0), &gradients, &named(&[&a, &b])).unwrap_err();
+    let error = refusal(
+        check_finite(&scalar(1.0), &gradients, &named(&[&a, &b])),
+        &["parameter b"],
+    );
     assert!(matches!(error, Error::MissingGradient { .. }), "{error:?}");
-    assert!(error.to_string().contains("parameter b"), "{error}");
     let error = check_finite(a.as_tensor(), &gradients, &named(&[&a])).unwrap_err();
     assert!(matches!(error, Error::Shape { .. }), "{error:?}");
 }

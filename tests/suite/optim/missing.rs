@@ -1,6 +1,7 @@
 //! Parameters without a gradient: an error, skipped as by PyTorch, or updated from zeros.
 
-use super::{named, noise, noisy_gradient, store, values, var};
+use super::{elements, named, noise, noisy_gradient, store, var};
+use crate::check::refusal;
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use rstest::rstest;
 use tallow::Error;
@@ -62,7 +63,7 @@ fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
             own[1].step(&gradients).unwrap();
         }
         for (var, alone) in together.iter().zip(&apart) {
-            assert_eq!(values(var), values(alone), "step {step}");
+            assert_eq!(elements(var), elements(alone), "step {step}");
         }
     }
     assert_eq!(optimizer.steps(), STEPS);
@@ -75,7 +76,7 @@ fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
             .step_reference(&gradients_of(&composed, step))
             .unwrap();
     }
-    let off = super::relative(&values(&composed[1]), &values(&together[1]));
+    let off = super::relative(&elements(&composed[1]), &elements(&together[1]));
     assert!(off < 1e-2, "{off}");
 }
 
@@ -91,10 +92,10 @@ fn zero_is_a_gradient_of_zeros(#[case] dtype: DType) {
     let names = named(&[&wanted[0], &wanted[1]]);
     let mut explicit = AdamW::new(names, config(MissingGradients::Error)).unwrap();
     for step in 0..STEPS {
-        let before = values(&found[1]);
+        let before = elements(&found[1]);
         optimizer.step(&gradients_of(&found, step)).unwrap();
         if dtype == DType::F32 {
-            let moved = values(&found[1]) != before; // in bf16 its master does
+            let moved = elements(&found[1]) != before; // in bf16 its master does
             assert!(moved, "step {step}: it decays at least");
         }
         let mut gradients = gradients_of(&wanted, step);
@@ -103,7 +104,7 @@ fn zero_is_a_gradient_of_zeros(#[case] dtype: DType) {
         }
         explicit.step(&gradients).unwrap();
         for (found, wanted) in found.iter().zip(&wanted) {
-            assert_eq!(values(found), values(wanted), "step {step}");
+            assert_eq!(elements(found), elements(wanted), "step {step}");
         }
     }
 }
@@ -138,7 +139,7 @@ fn skipped_steps_are_saved() {
         for step in 4..STEPS {
             optimizer.step(&gradients_of(&vars, step)).unwrap();
         }
-        vars.each_ref().map(|var| values(var))
+        vars.each_ref().map(|var| elements(var))
     };
     let wanted = rest(&mut optimizer);
 
@@ -155,13 +156,11 @@ fn skipped_steps_are_saved() {
     ] {
         let mut state = state.clone();
         state.last_mut().unwrap().1 = damaged.unwrap();
-        let error = other.load_state(state, 4).unwrap_err();
-        assert!(error.to_string().contains("skipped.b"), "{error}");
+        refusal(other.load_state(state, 4), &["skipped.b"]);
     }
     let mut state = state;
     state.last_mut().unwrap().1 = Tensor::new(2f32, &Device::Cpu).unwrap();
-    let error = other.load_state(state, 4).unwrap_err();
-    assert!(error.to_string().contains("skipped.b"), "{error}");
+    refusal(other.load_state(state, 4), &["skipped.b"]);
 }
 
 /// The norm is of those that are there, and only they are scaled, whatever the choice.
@@ -170,17 +169,18 @@ fn clipping(#[values(MissingGradients::Skip, MissingGradients::Zero)] missing: M
     let vars = pair(DType::F64);
     let parameters = named(&[&vars[0], &vars[1]]);
     let mut found = gradients_of(&vars, 0);
-    let error = MissingGradients::Error.with_gradients(&found, &parameters);
-    let error = error.unwrap_err();
+    let error = refusal(
+        MissingGradients::Error.with_gradients(&found, &parameters),
+        &["missing_gradients"],
+    );
     assert!(
         matches!(&error, Error::MissingGradient { parameter, .. } if parameter == "b"),
         "{error}"
     );
-    assert!(error.to_string().contains("missing_gradients"), "{error}");
     let present = missing.with_gradients(&found, &parameters).unwrap();
     let names: Vec<&str> = present.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["a"]);
-    let norm = values(&noisy_gradient(&vars[0], 0));
+    let norm = elements(&noisy_gradient(&vars[0], 0));
     let norm = norm.iter().map(|g| g * g).sum::<f64>().sqrt();
     let close = |a: f64, b: f64| (a - b).abs() < 1e-5 * b;
     assert!(close(grad_norm(&found, &present).unwrap(), norm));
@@ -229,7 +229,7 @@ fn a_scaler(#[values(MissingGradients::Skip, MissingGradients::Zero)] missing: M
         let unscaled = gradients_of(&wanted, step);
         plain.step(&unscaled).unwrap();
         for (found, wanted) in found.iter().zip(&wanted) {
-            assert_eq!(values(found), values(wanted), "step {step}");
+            assert_eq!(elements(found), elements(wanted), "step {step}");
         }
     }
     // An overflow is one, and leaves counts as they are.
@@ -264,11 +264,11 @@ fn accumulation() {
             .add_weighted(store(&[(&b, one(1.0))]), 2.0)
             .unwrap();
         let mean = accumulator.mean().unwrap();
-        let mean = [&a, &b, &c].map(|var| mean.get(var).map(values));
+        let mean = [&a, &b, &c].map(|var| mean.get(var).map(elements));
         // Nothing is left of one batch in the next.
         accumulator.add(store(&[(&c, one(5.0))])).unwrap();
         let next = accumulator.mean().unwrap();
-        assert_eq!(next.get(&c).map(values), Some(vec![5.0]));
+        assert_eq!(next.get(&c).map(elements), Some(vec![5.0]));
         assert_eq!(next.get(&a).is_some(), missing == MissingGradients::Zero);
         mean
     };

@@ -1,6 +1,7 @@
 //! State taken out and put back, in memory and in files.
 
-use super::{named, noise, noisy_gradient, store, values, var};
+use super::{elements, named, noise, noisy_gradient, store, var};
+use crate::check::refusal;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use std::path::Path;
@@ -36,8 +37,8 @@ fn everything(vars: &[Var], optimizer: &AdamW) -> Vec<Vec<f64>> {
     let state = optimizer
         .state()
         .into_iter()
-        .map(|(_, tensor)| values(&tensor));
-    vars.iter().map(|var| values(var)).chain(state).collect()
+        .map(|(_, tensor)| elements(&tensor));
+    vars.iter().map(|var| elements(var)).chain(state).collect()
 }
 
 #[rstest]
@@ -134,10 +135,8 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
         (wrong_dtype, "exp_avg.a", "f64"),
         (extra, "exp_avg.other", "[3, 7]"),
     ] {
-        let error = optimizer.load_state(state, 7).unwrap_err();
+        let error = refusal(optimizer.load_state(state, 7), &[name, got]);
         assert!(matches!(error, Error::Data { .. }), "{error}");
-        let text = error.to_string();
-        assert!(text.contains(name) && text.contains(got), "{text}");
     }
     assert_eq!(
         (everything(&vars, &optimizer), optimizer.steps()),
@@ -166,8 +165,7 @@ fn a_state_with_numbers_that_cannot_be() {
         *tensor = Tensor::from_vec(spoiled, tensor.shape(), &Device::Cpu).unwrap();
         let name = name.clone();
         let tensors: std::collections::HashMap<_, _> = state.iter().cloned().collect();
-        let text = optimizer.load_state(state, 7).unwrap_err().to_string();
-        assert!(text.contains(&name) && text.contains(got), "{text}");
+        refusal(optimizer.load_state(state, 7), &[&name, got]);
 
         // And out of a file that another program wrote.
         optimizer.save(&path).unwrap();
@@ -176,10 +174,8 @@ fn a_state_with_numbers_that_cannot_be() {
         let mut texts = header.metadata().clone().unwrap();
         texts.remove("tallow.crc32").unwrap();
         std::fs::write(&path, safetensors::serialize(tensors, Some(texts)).unwrap()).unwrap();
-        let error = optimizer.load(&path).unwrap_err();
+        let error = refusal(optimizer.load(&path), &[&name, got]);
         assert!(matches!(error, Error::Weight { .. }), "{error}");
-        let text = error.to_string();
-        assert!(text.contains(&name) && text.contains(got), "{text}");
     }
     let negative = Tensor::full(-0.5f32, 5, &Device::Cpu).unwrap();
     let mut state = optimizer.state();
@@ -200,18 +196,13 @@ fn a_damaged_file_and_one_that_would_be() {
     let mut damaged = whole.clone();
     *damaged.last_mut().unwrap() ^= 1; // of a sign or a size: a number that can be
     std::fs::write(&path, damaged).unwrap();
-    let text = optimizer.load(&path).unwrap_err().to_string();
-    assert!(text.contains("exp_avg_sq.b has the CRC-32"), "{text}");
+    refusal(optimizer.load(&path), &["exp_avg_sq.b has the CRC-32"]);
 
     std::fs::write(&path, &whole).unwrap();
     let nan = vars[1].affine(f64::NAN, 0.0).unwrap().detach();
     let gradients = [(&vars[0], noisy_gradient(&vars[0], 0)), (&vars[1], nan)];
     optimizer.step(&store(&gradients)).unwrap();
-    let text = optimizer.save(&path).unwrap_err().to_string();
-    assert!(
-        text.contains("exp_avg.b") && text.contains("NaN at element 0"),
-        "{text}"
-    );
+    refusal(optimizer.save(&path), &["exp_avg.b", "NaN at element 0"]);
     assert!(std::fs::read(&path).unwrap() == whole);
 }
 
@@ -255,19 +246,14 @@ fn a_file_that_does_not_fit_is_refused_and_changes_nothing() {
         config: AdamWConfig::default(),
     };
     let mut swapped = AdamW::with_groups(vec![group(&vars[1], "b"), group(&vars[0], "a")]).unwrap();
-    let error = swapped.load(&path).unwrap_err();
-    assert!(
-        error.to_string().contains("parameter b in group 1"),
-        "{error}"
-    );
+    refusal(swapped.load(&path), &["parameter b in group 1"]);
 
     let whole = std::fs::read(&path).unwrap();
     let check_damaged = |optimizer: &mut AdamW, bytes: &[u8]| {
         let damaged = folder.path().join("damaged.safetensors");
         std::fs::write(&damaged, bytes).unwrap();
-        let error = optimizer.load(&damaged).unwrap_err();
+        let error = refusal(optimizer.load(&damaged), &["damaged.safetensors"]);
         assert!(matches!(error, Error::Format { .. }), "{error}");
-        assert!(error.to_string().contains("damaged.safetensors"), "{error}");
     };
     for length in [0, 7, 20, whole.len() / 2, whole.len() - 1] {
         check_damaged(&mut optimizer, &whole[..length]);

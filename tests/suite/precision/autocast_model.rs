@@ -12,9 +12,10 @@
 use super::*;
 use crate::compile::logits_of;
 use crate::golden::Golden;
+use crate::settings::in_precision;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::Step;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::AdamW;
 use tallow::precision::{Precision, Regime};
@@ -87,10 +88,7 @@ impl Judge {
         let logits = step.forward([("tokens", tokens)]).unwrap();
         let losses = losses(&logits, targets).unwrap();
         let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
-        let config = StepConfig {
-            precision,
-            ..Default::default()
-        };
+        let config = in_precision(precision);
         let mut step = Step::of(&model, &optimizer, &config).unwrap();
         let loss = step.forward_backward((tokens, targets)).unwrap();
         let loss = Tensor::new(loss, tokens.device()).unwrap();

@@ -2,10 +2,11 @@
 
 use super::*;
 use crate::child;
+use crate::settings::with_lr;
 use candle_core::TensorId;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tallow::memory::tracker;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::AdamW;
 use tallow::{Result, autocast, no_grad, ops};
 
 const BF16: DType = DType::BF16;
@@ -113,10 +114,7 @@ fn a_weight_used_twice_gets_both_gradients() {
 fn a_step_ends_its_weights_casts() {
     let w = var(&[5, 5], DType::F32, 1);
     let x = numbers(&[2, 5], DType::F32, 2);
-    let config = AdamWConfig {
-        lr: 0.25,
-        ..Default::default()
-    };
+    let config = with_lr(0.25);
     let mut optimizer = AdamW::new(vec![("w".to_string(), w.clone())], config).unwrap();
     inside(|| {
         let before = ops::linear(&x, &w).unwrap();

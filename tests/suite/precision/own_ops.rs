@@ -1,6 +1,7 @@
 //! Every op under both policies and both dtypes: what it returns, and that gradients have their inputs' dtypes.
 
 use super::*;
+use crate::settings::with_mask;
 use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{Dropout, DropoutKey, Gelu};
 use tallow::{Result, autocast, ops};
@@ -30,10 +31,7 @@ fn ids(shape: &[usize]) -> Tensor {
 }
 
 fn causal() -> AttentionConfig {
-    AttentionConfig {
-        mask: Mask::Causal,
-        ..Default::default()
-    }
+    with_mask(Mask::Causal)
 }
 
 fn all() -> Vec<Op> {

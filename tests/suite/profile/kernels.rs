@@ -1,7 +1,9 @@
 //! A GPU's kernels: made up ones on any machine, real ones where there is a GPU.
 
 use super::{alone, config, span};
+use crate::check::refusal;
 use crate::child;
+use crate::settings::in_precision;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use tallow::attention::Algorithm;
@@ -192,8 +194,7 @@ fn rows_by_kernel_say_who_launched_them() {
 fn kernels_are_wanted_of_a_recording_that_has_none() {
     let recording = super::balance::made_up();
     let refused = ProfileReport::new(&recording, &Selection::default(), Grouping::Kernel);
-    let message = refused.unwrap_err().to_string();
-    assert!(message.contains("Profiler::start_on"), "{message}");
+    refusal(refused, &["Profiler::start_on"]);
 }
 
 #[test]
@@ -351,10 +352,7 @@ fn replayed_kernels_are_of_the_calls_that_launch_them_one_by_one() {
     {
         return; // kernels are those of the whole process
     }
-    let plain = StepConfig {
-        precision: Precision::BF16,
-        ..Default::default()
-    };
+    let plain = in_precision(Precision::BF16);
     let in_micro_batches = StepConfig {
         accumulation: 3,
         clip_norm: Some(1.0),

@@ -1,10 +1,11 @@
 //! What products and softmax take inside of CPU ops.
 
 use super::{BATCH, LENGTH, alone, config, record};
+use crate::settings::in_precision;
 use candle_core::{Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::Step;
 use tallow::model::TransformerLM;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
@@ -66,10 +67,7 @@ fn planned_calls_tell_their_parts(
 ) {
     let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let plan = StepConfig {
-        precision,
-        ..Default::default()
-    };
+    let plan = in_precision(precision);
     let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();
     step.prepare((&tokens, &tokens)).unwrap();

@@ -1,6 +1,8 @@
 //! Rows, and what they add up to.
 
 use super::{STEPS, record};
+use crate::check::refusal;
+use crate::settings::with_mask;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -101,11 +103,9 @@ fn a_part_is_of_whole_names() {
     let recording = record(Algorithm::Naive, Precision::F32);
     for part in ["layer", "layers.0/ffn/w1", "attn/layers.0", "layers.01"] {
         let refused = ProfileReport::new(&recording, &within(part), Grouping::Name);
-        let message = refused.unwrap_err().to_string();
-        assert!(message.contains(&format!("{part:?}")), "{message}");
-        assert!(
-            message.contains("[forward, backward, optimizer]"),
-            "{message}"
+        refusal(
+            refused,
+            &[&format!("{part:?}"), "[forward, backward, optimizer]"],
         );
     }
     let refused = ProfileReport::new(&recording, &Selection::phase("lunch"), Grouping::Name);
@@ -149,14 +149,11 @@ fn fused_rows_say_what_is_inside_and_references_take_it_apart() {
 #[test]
 fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
     use candle_core::{DType, Device, Tensor};
-    use tallow::attention::{AttentionConfig, Mask, reference};
+    use tallow::attention::{Mask, reference};
     use tallow::profile::Profiler;
 
     let q = Tensor::ones((2, 3, 5, 8), DType::F32, &Device::Cpu).unwrap();
-    let config = AttentionConfig {
-        mask: Mask::Causal,
-        ..Default::default()
-    };
+    let config = with_mask(Mask::Causal);
     let _alone = super::alone();
     let profiler = Profiler::start_on_this_thread().unwrap();
     reference::naive(&q, &q, &q, &config).unwrap();

@@ -1,6 +1,7 @@
 //! What is refused, and what the refusal says.
 
 use super::*;
+use crate::check::refusal;
 use candle_core::Device;
 use rstest::rstest;
 use std::collections::HashMap;
@@ -315,10 +316,8 @@ fn a_separator_beyond_the_vocabulary() {
         separator: Some(VOCAB as u32),
         ..settings()
     };
-    let error = Trainer::new(model(), config, training(), validation()).unwrap_err();
-    let text = error.to_string();
-    assert!(
-        text.contains("separator") && text.contains("under the model's vocab_size"),
-        "{text}"
+    refusal(
+        Trainer::new(model(), config, training(), validation()),
+        &["separator", "under the model's vocab_size"],
     );
 }

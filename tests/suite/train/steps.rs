@@ -3,6 +3,7 @@
 use super::eager_loop::EagerLoop;
 use super::loss_scaling::in_f16;
 use super::*;
+use crate::check::distance;
 use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Algorithm;
@@ -43,12 +44,7 @@ fn the_curve_is_the_eager_one(
     }
     assert!(planned.step().unwrap().is_none());
     for ((name, got), (_, wanted)) in planned.model().parameters().iter().zip(eager.parameters()) {
-        let difference = (got.as_tensor() - wanted.as_tensor()).unwrap();
-        let norm = |x: &candle_core::Tensor| -> f32 {
-            let sum = x.sqr().unwrap().sum_all().unwrap();
-            sum.to_scalar::<f32>().unwrap().sqrt()
-        };
-        let relative = norm(&difference) / norm(wanted);
+        let relative = distance(got, wanted);
         assert!(relative < 1e-4, "{name}: {relative:e}");
     }
     let (wanted, got) = (eager.evaluate(), planned.evaluate().unwrap());
@@ -160,8 +156,8 @@ fn the_optimizer_in_backward() {
 #[rstest]
 #[case(Algorithm::Naive, 1, settings())]
 #[case(Algorithm::Flash, 2, settings())]
-#[case(Algorithm::Naive, 2, in_bf16())]
-#[case(Algorithm::Flash, 1, in_bf16())]
+#[case(Algorithm::Naive, 2, in_precision(Precision::BF16))]
+#[case(Algorithm::Flash, 1, in_precision(Precision::BF16))]
 #[case(Algorithm::Naive, 1, in_f16(Precision::F16))]
 #[case(Algorithm::Naive, 2, in_f16(Precision::F16.with_regime(Regime::CpuAutocast)))]
 fn resumed_it_has_the_same_bits(
@@ -212,9 +208,9 @@ fn in_f16_overflowing_once(precision: Precision) -> TrainConfig {
     }
 }
 
-fn in_bf16() -> TrainConfig {
+fn in_precision(precision: Precision) -> TrainConfig {
     TrainConfig {
-        precision: Precision::BF16,
+        precision,
         ..settings()
     }
 }
@@ -230,8 +226,8 @@ fn tolerance(precision: Precision) -> f64 {
 
 /// In half precision too: scales, skipped steps and learning rates exactly.
 #[rstest]
-#[case(1, in_bf16())]
-#[case(3, in_bf16())]
+#[case(1, in_precision(Precision::BF16))]
+#[case(3, in_precision(Precision::BF16))]
 #[case(1, in_f16_overflowing_once(Precision::F16))]
 #[case(2, in_f16_overflowing_once(Precision::F16.with_regime(Regime::CpuAutocast)))]
 fn the_curve_in_half_precision(#[case] accumulation: usize, #[case] config: TrainConfig) {
@@ -339,20 +335,14 @@ fn a_clone_of_the_model_is_trained() {
 fn what_cannot_be_planned() {
     let dropped = Precision::BF16.with_dropped_casts(true);
     for precision in [dropped, Precision::BF16.with_regime(Regime::Full)] {
-        let config = TrainConfig {
-            precision,
-            ..settings()
-        };
+        let refused = Trainer::new(model(), in_precision(precision), training(), validation());
         let parts = [
             "precision",
             "f32, bf16 or f16",
             precision.name(),
             "backward",
         ];
-        refusal(
-            Trainer::new(model(), config, training(), validation()),
-            &parts,
-        );
+        refusal(refused, &parts);
     }
 
     let vb = tallow::nn::seeded(5, DType::F64, &candle_core::Device::Cpu);

@@ -1,6 +1,7 @@
 //! What a scaler does to losses and gradients.
 
 use super::*;
+use crate::settings::scaler_from;
 use rstest::rstest;
 use tallow::optim::GradientAccumulator;
 
@@ -13,11 +14,7 @@ use tallow::optim::GradientAccumulator;
 fn unscaling_undoes_scaling(#[case] dtype: DType, #[case] unscaled: DType) {
     let weight = var(&[0.5, -0.25, 0.125], dtype);
     let loss = || weight.sqr().unwrap().sum_all().unwrap();
-    let config = GradScalerConfig {
-        init_scale: 1024.0,
-        ..Default::default()
-    };
-    let mut scaler = GradScaler::new(config).unwrap();
+    let mut scaler = scaler_from(1024.0);
     let scaled = scaler.scale(&loss()).unwrap();
     let wide = if dtype == DType::F64 {
         dtype
@@ -25,15 +22,15 @@ fn unscaling_undoes_scaling(#[case] dtype: DType, #[case] unscaled: DType) {
         DType::F32
     };
     assert_eq!(scaled.dtype(), wide);
-    assert_eq!(values(&scaled), [1024.0 * values(&loss())[0]]);
+    assert_eq!(elements(&scaled), [1024.0 * elements(&loss())[0]]);
     let mut gradients = scaled.backward().unwrap();
     assert_eq!(
-        values(gradients.get(&weight).unwrap()),
+        elements(gradients.get(&weight).unwrap()),
         [1024.0, -512.0, 256.0]
     );
     scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
     let gradient = gradients.get(&weight).unwrap();
-    assert_eq!(values(gradient), [1.0, -0.5, 0.25]);
+    assert_eq!(elements(gradient), [1.0, -0.5, 0.25]);
     assert_eq!(gradient.dtype(), unscaled);
     assert_eq!(scaler.non_finite(), None);
 }
@@ -49,12 +46,12 @@ fn small_gradients_survive() {
         (wide * factor).unwrap()
     };
     let lost = loss(tiny).backward().unwrap();
-    assert_eq!(values(lost.get(&weight).unwrap()), [0.0]);
+    assert_eq!(elements(lost.get(&weight).unwrap()), [0.0]);
     let mut scaler = scaler();
     let scaled = scaler.scale(&loss(tiny)).unwrap();
     let mut gradients = scaled.backward().unwrap();
     scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
-    let kept = values(gradients.get(&weight).unwrap())[0];
+    let kept = elements(gradients.get(&weight).unwrap())[0];
     assert!((kept / tiny - 1.0).abs() < 1e-3, "{kept}");
     assert!(scaler.step(&mut adamw(&[&weight]), &mut gradients).unwrap());
 }
@@ -77,15 +74,15 @@ fn gradients_are_overwritten_only_where_nobody_else_sees_them() {
     let all = [&a, &b, &c, &d, &e];
     let mut scaler = scaler();
     scaler.unscale(&mut gradients, &named(&all)).unwrap();
-    let got = all.map(|var| values(gradients.get(var).unwrap()));
+    let got = all.map(|var| elements(gradients.get(var).unwrap()));
     assert_eq!(got[..2], [vec![1.0, 2.0], vec![1.0, 2.0]]);
     assert_eq!(got[2], [-1.0, 0.0]);
     assert_eq!(got[3], [1.0 / 65536.0; 2]);
     assert_eq!(got[4], [1.0, 3.0, 2.0, 0.0]);
-    assert_eq!(values(&shared), [65536.0, 131072.0]);
-    assert_eq!(values(&alone), [-1.0, 0.0], "in place");
-    assert_eq!(values(&d), [1.0, 1.0]);
-    assert_eq!(values(&strided)[1], 131072.0);
+    assert_eq!(elements(&shared), [65536.0, 131072.0]);
+    assert_eq!(elements(&alone), [-1.0, 0.0], "in place");
+    assert_eq!(elements(&d), [1.0, 1.0]);
+    assert_eq!(elements(&strided)[1], 131072.0);
 }
 
 #[test]
@@ -95,7 +92,7 @@ fn a_tied_weight_is_unscaled_once() {
     let mut scaler = scaler();
     let twice = named(&[&weight, &weight]);
     scaler.unscale(&mut gradients, &twice).unwrap();
-    assert_eq!(values(gradients.get(&weight).unwrap()), [1.0]);
+    assert_eq!(elements(gradients.get(&weight).unwrap()), [1.0]);
 }
 
 /// Parts are added while they are scaled, and unscaled together.
@@ -111,7 +108,7 @@ fn accumulated_gradients_are_unscaled_once() {
     }
     let mut gradients = accumulator.mean().unwrap();
     scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
-    assert_eq!(values(gradients.get(&weight).unwrap()), [3.0]);
+    assert_eq!(elements(gradients.get(&weight).unwrap()), [3.0]);
 }
 
 /// Two optimizers: the one without an overflow steps, and the scale falls for both.
@@ -128,8 +125,8 @@ fn an_overflow_skips_the_optimizer_that_has_it() {
     assert_eq!(scaler.non_finite(), Some("a"));
     assert!(scaler.step(&mut second, &mut gradients).unwrap());
     assert_eq!((first.steps(), second.steps()), (0, 1));
-    assert_eq!(values(&a), [1.0]);
-    assert!(values(&b)[0] < 1.0);
+    assert_eq!(elements(&a), [1.0]);
+    assert!(elements(&b)[0] < 1.0);
     scaler.update().unwrap();
     assert_eq!(scaler.loss_scale(), 32768.0);
     assert_eq!(scaler.non_finite(), None);
@@ -139,14 +136,10 @@ fn an_overflow_skips_the_optimizer_that_has_it() {
 #[test]
 fn an_overflow_by_unscaling_counts() {
     let weight = var(&[1.0], DType::F32);
-    let config = GradScalerConfig {
-        init_scale: 2f64.powi(-20),
-        ..Default::default()
-    };
-    let mut scaler = GradScaler::new(config).unwrap();
+    let mut scaler = scaler_from(2f64.powi(-20));
     let mut gradients = gradient(&weight, &[1e35], DType::F32);
     assert!(!scaler.step(&mut adamw(&[&weight]), &mut gradients).unwrap());
-    assert_eq!(values(&weight), [1.0]);
+    assert_eq!(elements(&weight), [1.0]);
 }
 
 #[test]
@@ -160,11 +153,11 @@ fn switched_off_it_hands_everything_on() {
     assert_eq!(scaler.loss_scale(), 1.0);
     let loss = weight.sqr().unwrap().sum_all().unwrap();
     let scaled = scaler.scale(&loss).unwrap();
-    assert_eq!(values(&scaled), values(&loss));
+    assert_eq!(elements(&scaled), elements(&loss));
     let mut gradients = scaled.backward().unwrap();
     for _ in 0..2 {
         scaler.unscale(&mut gradients, &named(&[&weight])).unwrap();
-        assert_eq!(values(gradients.get(&weight).unwrap()), [2.0]);
+        assert_eq!(elements(gradients.get(&weight).unwrap()), [2.0]);
         assert!(scaler.step(&mut adamw(&[&weight]), &mut gradients).unwrap());
         scaler.update().unwrap();
     }

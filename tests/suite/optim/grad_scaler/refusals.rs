@@ -1,17 +1,9 @@
 //! Calls in the wrong order, settings and states that cannot be.
 
 use super::*;
+use crate::check::refusal;
 use rstest::rstest;
-use tallow::{Error, Result};
-
-fn refusal<T>(result: Result<T>, parts: &[&str]) -> Error {
-    let error = result.err().expect("a refusal");
-    let text = error.to_string();
-    for part in parts {
-        assert!(text.contains(part), "{text} lacks {part}");
-    }
-    error
-}
+use tallow::Error;
 
 #[test]
 fn calls_in_the_wrong_order() {
@@ -39,10 +31,14 @@ fn calls_in_the_wrong_order() {
         scaler.unscale(&mut gradients, &parameters()),
         &parts,
     ));
-    assert_eq!(values(gradients.get(&weight).unwrap()), [1.0], "as it was");
+    assert_eq!(
+        elements(gradients.get(&weight).unwrap()),
+        [1.0],
+        "as it was"
+    );
 
     assert!(scaler.step(&mut optimizer, &mut gradients).unwrap());
-    let moved = values(&weight);
+    let moved = elements(&weight);
     let parts = [
         "GradScaler::step",
         "parameter a was already stepped",
@@ -54,7 +50,7 @@ fn calls_in_the_wrong_order() {
         scaler.unscale(&mut gradients, &parameters()),
         &parts,
     ));
-    assert_eq!(values(&weight), moved);
+    assert_eq!(elements(&weight), moved);
     assert_eq!(optimizer.steps(), 1);
 
     scaler.update().unwrap();
@@ -72,14 +68,14 @@ fn a_parameter_without_a_gradient() {
     let result = scaler.step(&mut adamw(&[&a, &b]), &mut gradients);
     let error = refusal(result, &["GradScaler::step", "parameter b has no gradient"]);
     assert!(matches!(error, Error::MissingGradient { .. }), "{error:?}");
-    assert_eq!(values(gradients.get(&a).unwrap()), [65536.0]);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [65536.0]);
     refusal(
         scaler.unscale(&mut gradients, &named(&[&a, &b])),
         &["GradScaler::unscale", "parameter b has no gradient"],
     );
     refusal(scaler.update(), &["no gradient was unscaled"]);
     scaler.unscale(&mut gradients, &named(&[&a])).unwrap();
-    assert_eq!(values(gradients.get(&a).unwrap()), [1.0]);
+    assert_eq!(elements(gradients.get(&a).unwrap()), [1.0]);
 }
 
 #[test]
@@ -106,11 +102,11 @@ fn an_update_that_fails_may_be_repeated() {
     let mut scaler = scaler();
     optimizer.set_learning_rate(-1.0);
     refusal(scaler.step(&mut optimizer, &mut gradients), &["lr must be"]);
-    assert_eq!(values(gradients.get(&weight).unwrap()), [1.0]);
+    assert_eq!(elements(gradients.get(&weight).unwrap()), [1.0]);
     optimizer.set_learning_rate(1e-3);
     assert!(scaler.step(&mut optimizer, &mut gradients).unwrap());
     assert_eq!(
-        values(gradients.get(&weight).unwrap()),
+        elements(gradients.get(&weight).unwrap()),
         [1.0],
         "not unscaled again"
     );

@@ -1,6 +1,7 @@
 //! How the scale moves: against the rule written out once more, and against PyTorch.
 
 use super::*;
+use crate::check::refusal;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tallow::optim::GradScalerState;
@@ -53,8 +54,12 @@ fn follows_the_rule_over_ten_thousand_steps() {
         if stepped {
             let divide = |g: &f64| (*g as f32 * (1.0 / f64::from(scale)) as f32).into();
             let expected: Vec<f64> = before.0.iter().map(divide).collect();
-            assert_eq!(values(gradients.get(&a).unwrap()), expected, "step {step}");
-            assert_eq!(values(gradients.get(&b).unwrap()), [1.0, 0.0, -7.0]);
+            assert_eq!(
+                elements(gradients.get(&a).unwrap()),
+                expected,
+                "step {step}"
+            );
+            assert_eq!(elements(gradients.get(&b).unwrap()), [1.0, 0.0, -7.0]);
         }
         scaler.update().unwrap();
 
@@ -125,7 +130,7 @@ fn agrees_with_pytorch() {
             let tracker = list("growth_tracker")[step].as_u64().unwrap();
             assert_eq!(state.growth_tracker as u64, tracker, "{at}");
             let parameter = list("parameter")[step].as_f64().unwrap();
-            assert_eq!(values(&weight), [parameter], "{at}");
+            assert_eq!(elements(&weight), [parameter], "{at}");
         }
     }
 }
@@ -165,15 +170,15 @@ fn a_scale_that_falls_for_ever_is_an_error() {
     }
     assert_eq!(scaler.loss_scale(), f64::from(f32::MIN_POSITIVE));
     let before = scaler.state();
-    let error = overflow(&mut scaler).unwrap_err().to_string();
-    for part in [
-        "GradScaler",
-        "1.1754943508222875e-38",
-        "diverged",
-        "checkpoint",
-    ] {
-        assert!(error.contains(part), "{error}");
-    }
+    refusal(
+        overflow(&mut scaler),
+        &[
+            "GradScaler",
+            "1.1754943508222875e-38",
+            "diverged",
+            "checkpoint",
+        ],
+    );
     assert_eq!(scaler.state(), before);
 }
 

@@ -1,6 +1,8 @@
 //! Training in f16.
 
 use super::*;
+use crate::check;
+use crate::settings::with_lr;
 use tallow::model::ToyModel;
 use tallow::{nn, ops};
 
@@ -12,12 +14,8 @@ const INTERVAL: usize = 16;
 fn bits(model: &ToyModel, optimizer: &AdamW) -> Vec<(String, Vec<u64>)> {
     let parameters = model.parameters().into_iter();
     let parameters = parameters.map(|(name, var)| (name, var.as_tensor().clone()));
-    parameters
-        .chain(optimizer.state())
-        .map(|(name, tensor)| {
-            let bits = values(&tensor).into_iter().map(f64::to_bits);
-            (name, bits.collect())
-        })
+    let all = parameters.chain(optimizer.state());
+    all.map(|(name, tensor)| (name, check::bits(&tensor)))
         .collect()
 }
 
@@ -37,10 +35,7 @@ fn a_planted_overflow_skips_its_step_and_no_other() {
         x.to_dtype(DType::F16).unwrap(),
         Tensor::new(targets, cpu).unwrap(),
     );
-    let config = AdamWConfig {
-        lr: 3e-2,
-        ..Default::default()
-    };
+    let config = with_lr(3e-2);
     let mut optimizer = AdamW::new(model.parameters(), config).unwrap();
     let config = GradScalerConfig {
         init_scale: 1024.0,
@@ -53,10 +48,10 @@ fn a_planted_overflow_skips_its_step_and_no_other() {
     for step in 0..STEPS {
         let logits = model.forward(&x).unwrap();
         let loss = ops::cross_entropy(&logits, &targets).unwrap();
-        losses.push(values(&loss)[0]);
+        losses.push(elements(&loss)[0]);
         let weight = if step == PLANTED { 1e6 } else { 1.0 };
         let loss = (loss.to_dtype(DType::F32).unwrap() * weight).unwrap();
-        assert!(values(&loss)[0].is_finite());
+        assert!(elements(&loss)[0].is_finite());
         let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
         for (name, var) in model.parameters() {
             assert_eq!(gradients.get(&var).unwrap().dtype(), DType::F16, "{name}");
