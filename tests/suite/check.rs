@@ -46,6 +46,7 @@ pub fn gradients_of(
 }
 
 /// The error, whose text must contain all of `parts`.
+#[track_caller]
 pub fn refusal<T, E: Display>(result: Result<T, E>, parts: &[&str]) -> E {
     let error = result.err().expect("this must be refused");
     let text = error.to_string();
