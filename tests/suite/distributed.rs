@@ -1,6 +1,7 @@
 //! Several ranks, here threads of one process: collectives, and steps that are those of one rank with their batches.
 //! (Processes are in `tests/distributed`, by MPI; several GPUs in the example `distributed_benchmark`.)
 
+mod answers;
 mod collectives;
 mod fully_sharded;
 mod missing_gradients;
@@ -20,7 +21,7 @@ use tallow::distributed::{self, Communicator, Exchange};
 use tallow::model::{TransformerConfig, TransformerLM};
 
 /// What each rank's thread has made, by rank.
-fn on_ranks<T: Send>(
+pub fn on_ranks<T: Send>(
     world_size: usize,
     of_rank: impl Fn(Communicator) -> Result<T> + Sync,
 ) -> Vec<T> {

@@ -8,6 +8,7 @@ mod check;
 mod checkpoint;
 mod child;
 mod compile;
+mod cs336;
 mod custom_model;
 mod data;
 mod distributed;

@@ -1,0 +1,153 @@
+//! The sentences of `distributed_benchmark`, on figures that are clear, noisy or contradict each other.
+
+#[allow(dead_code)] // other examples use its rest
+#[path = "../../../examples/common/words.rs"]
+mod words;
+
+mod common {
+    pub(super) use super::words;
+}
+
+#[path = "../../../examples/distributed_benchmark/answers.rs"]
+mod sentences;
+
+use sentences::{Collected, Held, Measured};
+use tallow::distributed::Exchange;
+use tallow::report::{Answer, Statistics};
+
+/// Steps around `mean` ms, at most `spread` from it.
+fn times(mean: f64, spread: f64) -> Statistics {
+    let samples = [-1.0, -0.5, 0.0, 0.5, 1.0].map(|x| mean + spread * x);
+    Statistics::new(&samples).unwrap()
+}
+
+fn step(strategy: &'static str, exchange: Option<Exchange>, mean: f64, spread: f64) -> Measured {
+    Measured {
+        strategy,
+        exchange,
+        step: times(mean, spread),
+    }
+}
+
+/// All steps of a report, each exchange a tenth faster than the one before it.
+fn steps(spread: f64) -> Vec<Measured> {
+    let bucket = |mib: u64| Exchange::Overlapped {
+        bucket_bytes: mib << 20,
+    };
+    let each = Exchange::Overlapped { bucket_bytes: 0 };
+    let replicated = |exchange, mean| step("replicated", Some(exchange), mean, spread);
+    vec![
+        step("alone", None, 80.0, spread),
+        replicated(Exchange::PerParameter, 120.0),
+        replicated(Exchange::Flat, 110.0),
+        replicated(each, 100.0),
+        replicated(bucket(1), 98.0),
+        replicated(bucket(10), 88.0),
+        step("fully shard", Some(bucket(10)), 99.0, spread),
+    ]
+}
+
+fn text(answers: &[Answer], question: &str) -> String {
+    let mut found = answers.iter().filter(|a| a.question.contains(question));
+    let answer = found
+        .next()
+        .unwrap_or_else(|| panic!("{question}: {answers:?}"));
+    answer.answer.clone()
+}
+
+#[test]
+fn of_clear_steps() {
+    let answers = sentences::steps("tiny", 2, &steps(0.5));
+    let naive = text(&answers, "naive DDP");
+    assert!(naive.contains("120.0 ms, 40.0 ms of them (33%)"), "{naive}");
+    let flat = text(&answers, "one all-reduce of all gradients");
+    assert!(
+        flat.starts_with("A flat exchange is 1.09x as fast"),
+        "{flat}"
+    );
+    let overlapped = text(&answers, "overlapping");
+    assert!(overlapped.contains("1.20x as fast"), "{overlapped}");
+    let buckets = text(&answers, "bucket size");
+    assert!(
+        buckets.starts_with("An exchange in buckets of 10 MiB is fastest, 1.11x"),
+        "{buckets}"
+    );
+    let sharded = text(&answers, "fully shard");
+    assert!(
+        sharded.contains("fully shard is 0.89x as fast as replicated"),
+        "{sharded}"
+    );
+}
+
+#[test]
+fn of_noisy_steps() {
+    let answers = sentences::steps("tiny", 2, &steps(60.0));
+    assert!(text(&answers, "naive DDP").contains("their spread hides what communication adds"));
+    for question in ["one all-reduce", "overlapping", "fully shard"] {
+        let answer = text(&answers, question).to_lowercase();
+        assert!(answer.contains("these figures do not decide"), "{answer}");
+    }
+    assert!(text(&answers, "bucket size").starts_with("These figures do not tell"));
+}
+
+/// An exchange that seems to make a step faster is no communication.
+#[test]
+fn of_steps_that_contradict() {
+    let each = Some(Exchange::PerParameter);
+    let measured = [
+        step("alone", None, 120.0, 1.0),
+        step("replicated", each, 100.0, 1.0),
+    ];
+    let answer = text(&sentences::steps("tiny", 2, &measured), "naive DDP");
+    assert!(
+        answer.contains("hides what communication adds") && !answer.contains('%'),
+        "{answer}"
+    );
+    assert_eq!(sentences::steps("tiny", 1, &steps(0.5)), []);
+}
+
+#[test]
+fn of_collectives() {
+    let of = |large: Statistics| {
+        let reduced = |mib, time, bus_gb_s| Collected {
+            mib,
+            time,
+            bus_gb_s,
+        };
+        let all = [reduced(1, times(1.0, 0.01), 1.0), reduced(16, large, 2.0)];
+        text(&sentences::collectives(4, &all), "scale")
+    };
+    assert!(of(times(8.0, 0.1)).contains("fixed cost of a call"));
+    assert!(of(times(16.0, 0.5)).contains("in proportion to the bytes"));
+    assert!(of(times(32.0, 0.5)).contains("more than in proportion"));
+    assert!(of(times(16.0, 15.0)).contains("spread is too large"));
+    assert_eq!(sentences::collectives(4, &[]), []);
+}
+
+#[test]
+fn of_memory() {
+    let held = |strategy, part: u64| Held {
+        strategy,
+        init_bytes: (8 + 8 * part) << 20,
+        peak_bytes: (80 + 8 * part) << 20,
+        after_bytes: (70 + 8 * part) << 20,
+        state_bytes: (8 * part) << 20,
+    };
+    let answers = sentences::memory(
+        "tiny",
+        2,
+        &[held("replicated", 2), held("sharded optimizer", 1)],
+    );
+    let answer = text(&answers, "sharded optimizer");
+    for part in [
+        "16.0 MiB instead of 24.0",
+        "88.0 MiB instead of 96.0",
+        "8.0 MiB instead of 16.0",
+    ] {
+        assert!(answer.contains(part), "{answer}");
+    }
+    assert_eq!(
+        sentences::memory("tiny", 2, &[held("sharded optimizer", 1)]),
+        []
+    );
+}
