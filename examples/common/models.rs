@@ -1,6 +1,6 @@
 //! The flags that choose models.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tallow::Result;
 use tallow::attention::Algorithm;
@@ -12,6 +12,10 @@ use tallow::report::{Fields, group_digits};
 /// Flags of every example that measures models by preset or by sizes.
 #[derive(Args, Clone, Debug)]
 pub struct ModelFlags {
+    /// Sizes of CS336's handout of 2025 or 2026; without --size all
+    #[arg(long, value_enum, value_name = "YEAR", hide_possible_values = true)]
+    pub handout: Option<Handout>,
+
     /// tiny, small, medium, large, xl, wide, 2.7b, 10b [default: tiny]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     size: Vec<String>,
@@ -41,6 +45,33 @@ pub struct ModelFlags {
     vocab_size: Option<usize>,
 }
 
+/// An edition of CS336's second assignment, which says what `xl` is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Handout {
+    #[value(name = "2025")]
+    Of2025,
+    #[value(name = "2026")]
+    Of2026,
+}
+
+impl Handout {
+    /// The models of its table.
+    fn sizes(self) -> [&'static str; 5] {
+        match self {
+            Self::Of2025 => ["small", "medium", "large", "xl", "2.7b"],
+            Self::Of2026 => ["small", "medium", "large", "xl", "10b"],
+        }
+    }
+
+    /// The preset of one of its models: the xl of 2026 is the 2.7b of 2025.
+    fn preset(self, name: &str) -> Result<TransformerConfig> {
+        match (self, name) {
+            (Self::Of2026, "xl") => TransformerConfig::preset("2.7b"),
+            _ => TransformerConfig::preset(name),
+        }
+    }
+}
+
 /// A model to measure.
 pub struct Model {
     /// Its preset's name, or `custom`.
@@ -61,12 +92,14 @@ impl ModelFlags {
     pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
         let custom = sizes.iter().any(Option::is_some);
-        let names = match self.size.is_empty() && self.family.is_empty() {
-            true => vec!["tiny".to_string()],
-            false => self.size.clone(),
+        let names = match (self.size.is_empty() && self.family.is_empty(), self.handout) {
+            (true, Some(handout)) => handout.sizes().map(String::from).to_vec(),
+            (true, None) => vec!["tiny".to_string()],
+            _ => self.size.clone(),
         };
+        let handout = self.handout.unwrap_or(Handout::Of2025);
         let presets = names.into_iter().map(|name| {
-            let preset = TransformerConfig::preset(&name)?;
+            let preset = handout.preset(&name)?;
             Result::Ok((name, preset))
         });
         let families = self.family.iter().map(|folder| {

@@ -11,7 +11,7 @@
 //! nothing in forward; its backward, of twice the FLOPs, all-reduces the gradients, `2 (X - 1)/X 2 w D F` bytes. ("How
 //! to Scale Your Model", Austin et al., 2025, chapter 5.)
 
-use super::common::models::Model;
+use super::common::models::{Handout, Model};
 use super::{Flags, values};
 use clap::Args;
 use serde::Serialize;
@@ -210,7 +210,8 @@ impl Flags {
             };
             (name.clone(), layers)
         });
-        let models: Vec<(String, Layers)> = match self.models.names_a_model() {
+        let is_named = self.models.names_a_model() || self.models.handout == Some(Handout::Of2026);
+        let models: Vec<(String, Layers)> = match is_named {
             true => layers.collect(),
             false => vec![("the handout's XXL".into(), Layers::handout(tokens))],
         };
@@ -265,7 +266,10 @@ impl Flags {
                     tokens: bound.map(|tokens| tokens * devices),
                 })?);
             }
-            report.answers.extend(answers(name, layers, flags));
+            report.answers.extend(match self.models.handout {
+                Some(Handout::Of2026) => answers_of_2026(name, layers, flags),
+                _ => answers_of_2025(name, layers, flags),
+            });
         }
         report.notes.push(format!(
             "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division alone \
@@ -276,8 +280,8 @@ impl Flags {
     }
 }
 
-/// The handout's questions (a) to (d), and what bounds each division.
-pub fn answers(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answer> {
+/// communication_accounting (a) to (d), of the handout of 2025.
+pub fn answers_of_2025(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answer> {
     let device = 1e9 * flags.device_gb;
     let gb = |bytes: f64| format!("{} GB", group_digits((bytes / 1e9).round() as u64));
     let (x, y) = (flags.fsdp as f64, flags.tensor_parallel as f64);
@@ -302,7 +306,6 @@ pub fn answers(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answ
     let in_all = both.map_or(String::new(), |b| {
         format!(", {} in all", group_digits((b * x * y).ceil() as u64))
     });
-    let each = |division| tokens(flags.compute_bound(layers, division));
     vec![
         Answer::new(
             format!("(a) {name}: how much memory do weights, gradients and optimizer state take on one device?"),
@@ -337,16 +340,62 @@ pub fn answers(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answ
              weights while this one computes. Where memory allows, several micro-batches can share one gather."
                 .to_string(),
         ),
+    ]
+}
+
+/// data_parallel_calcs, fsdp_calcs, tp_calcs and fsdp_tp_calcs, of the handout of 2026: how many devices a feed-forward
+/// network of w weights divides among before communication takes longer than compute, by B tokens, C FLOP/s a device and
+/// W bytes a second out of it, in half precision.
+pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answer> {
+    let Layers {
+        d: _,
+        f,
+        weights: w,
+        tokens: b,
+        ..
+    } = *layers;
+    let ratio = 1e9 * flags.link_gb_s / (1e12 * flags.device_tflops); // W / C
+    let [data, tensor, tensor_backward] = [b, w * f / 2.0, w * f].map(|x| 1.0 + x * ratio);
+    let sum = 2.0 * w * f * (1.0 + b * ratio) + 4.0 * b;
+    let shared = sum * sum / (32.0 * w * b * f);
+    let most = |n: f64| format!("{:.1}", n);
+    let setting = format!("here {w:.0} weights of D F, B {b:.0}, F {f:.0}, W / C {ratio:.2e}");
+    vec![
         Answer::new(
-            format!("{name}: what limits each way of dividing it among {:.0} devices with the same links?", x * y),
+            format!("{name}: data_parallel_calcs. How far does data parallelism scale?"),
             format!(
-                "Data: bound by compute from {}, and each device holds everything. FSDP: from {}, at 1/N of the state. \
-                 Tensor parallelism alone: {}, since each device receives 4 b D bytes from each of the others, whatever \
-                 b is. Both: from {}.",
-                each(Division::Data),
-                each(Division::Fsdp),
-                each(Division::Tensor),
-                tokens(both)
+                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The gradients' \
+                 all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {}, {setting}.",
+                most(data)
+            ),
+        ),
+        Answer::new(
+            format!("{name}: fsdp_calcs. How far does FSDP scale?"),
+            format!(
+                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F (N - 1) / N \
+                 / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So N <= 1 + B W / C = {} \
+                 in both.",
+                most(data)
+            ),
+        ),
+        Answer::new(
+            format!("{name}: tp_calcs. How far does tensor parallelism scale?"),
+            format!(
+                "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are local. (b) \
+                 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in each: 4 B D (N - 1) / N \
+                 / W. (d) So N <= 1 + w F W / (2 C) = {} forward, 1 + w F W / C = {} backward, whatever B is.",
+                most(tensor),
+                most(tensor_backward)
+            ),
+        ),
+        Answer::new(
+            format!("{name}: fsdp_tp_calcs. How far do both together scale?"),
+            format!(
+                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, where both \
+                 overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) = {}. (d) Where they \
+                 share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C + 2 w F + 4 B)^2 / (32 w B F) = {}.",
+                most(data * tensor),
+                most(shared)
             ),
         ),
     ]

@@ -2,7 +2,7 @@
 //! attention, data parallelism, the sharded optimizer and fully sharded data parallelism. Ranks are threads. What a run
 //! must reach was computed by PyTorch in one process (`fixtures/cs336.py`).
 
-use crate::check::elements;
+use crate::check::{bits, distance, elements};
 use crate::distributed::on_ranks;
 use crate::golden::fixture;
 use crate::settings::in_precision;
@@ -324,39 +324,55 @@ fn fsdp_batch(
     ]))
 }
 
-#[rstest]
-#[case::f32(Precision::F32, "f32", 1e-6)]
-#[case::f16(Precision::F16, "f16", 1e-4)]
-fn test_fsdp_correctness(#[case] precision: Precision, #[case] name: &str, #[case] tolerance: f64) {
-    let (tensors, _) = fixture("cs336");
-    let own = starting_with(&tensors, "fsdp");
-    let first = starting_with(&own, "first");
-    let wanted = starting_with(&own, name);
-    on_ranks(2, |ranks| {
+/// Three steps of two ranks: each weight, by name.
+fn fsdp_run(own: &HashMap<String, Tensor>, precision: Precision) -> Vec<(String, Tensor)> {
+    let first = starting_with(own, "first");
+    let of_ranks = on_ranks(2, |ranks| {
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = VarBuilder::from_tensors(first.clone(), DType::F32, &CPU);
         let model = ToyFsdpModel::new(&sharded.builder(vb))?;
         let optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
         let config = in_precision(precision);
-        let mut step =
-            Step::fully_sharded(&optimizer, &config, &sharded, |inputs| model.loss(inputs))?;
+        let loss = |inputs: &Inputs| model.loss(inputs);
+        let mut step = Step::fully_sharded(&optimizer, &config, &sharded, loss)?;
         for number in 0..3 {
-            step.forward_backward(fsdp_batch(&own, number, ranks.rank())?)?;
+            step.forward_backward(fsdp_batch(own, number, ranks.rank())?)?;
             let gradients: HashMap<String, Tensor> = step.gradients()?.into_iter().collect();
             for (name, shard) in sharded.parameters() {
                 // test_fsdp_gradient_sync: in f32, with the shape of what the rank updates.
                 let gradient = &gradients[&name];
-                assert_eq!(
-                    (gradient.dtype(), gradient.dims()),
-                    (DType::F32, shard.dims()),
-                    "{name}"
-                );
+                let (dtype, dims) = (gradient.dtype(), gradient.dims());
+                assert_eq!((dtype, dims), (DType::F32, shard.dims()), "{name}");
                 shard.set(&(shard.as_tensor() - (gradient * 0.01)?)?)?;
             }
         }
-        for (name, wanted) in &wanted {
-            assert_close(&sharded.whole(name)?, wanted, tolerance, tolerance, name);
-        }
-        Ok(())
+        let names = first.keys();
+        let whole = names.map(|name| Ok((name.clone(), sharded.whole(name)?)));
+        whole.collect::<Result<Vec<_>>>()
     });
+    let [run, other] = of_ranks.try_into().unwrap_or_else(|_| panic!("two ranks"));
+    for ((name, run), (_, other)) in run.iter().zip(&other) {
+        assert_eq!(bits(run), bits(other), "{name}");
+    }
+    run
+}
+
+#[test]
+fn test_fsdp_correctness_fp32() {
+    let own = starting_with(&fixture("cs336").0, "fsdp");
+    for (name, found) in fsdp_run(&own, Precision::F32) {
+        assert_close(&found, &own[&format!("f32.{name}")], 1e-6, 1e-6, &name);
+    }
+}
+
+/// Rounding to f16 makes some inputs of the ReLU cross 0, other ones here than in PyTorch: what is compared is how far
+/// each is from f32.
+#[test]
+fn test_fsdp_correctness_fp16() {
+    let own = starting_with(&fixture("cs336").0, "fsdp");
+    for (name, found) in fsdp_run(&own, Precision::F16) {
+        let [exact, theirs] = ["f32", "f16"].map(|dtype| &own[&format!("{dtype}.{name}")]);
+        let (error, allowed) = (distance(&found, exact), distance(theirs, exact));
+        assert!(error <= 1.5 * allowed, "{name}: {error:.1e}, {allowed:.1e}");
+    }
 }
