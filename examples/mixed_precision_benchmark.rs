@@ -107,8 +107,7 @@ impl Flags {
         let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
         let runs = self.runs(&models, &precisions, peak_flops);
         let all = runs.iter().flat_map(|(_, runs)| runs);
-        let available_bytes =
-            common::memory::available_bytes(&device, self.memory_limit_gib, all)?;
+        let available_bytes = common::memory::available_bytes(&device, self.memory_limit_gib, all)?;
         let mut rows = Vec::new();
         let mut sweep = Sweep::new(runs.len())?;
         for (name, mut runs) in runs {
@@ -234,7 +233,10 @@ fn line(configuration: &Configuration) -> Fields {
     let mut line = configuration.line();
     for side in configuration.sides().filter(|side| side.precision != "f32") {
         let speedup = configuration.speedup("f32", &side.precision);
-        line.insert(key("speed-up", &side.precision), words::speedup_cell(speedup));
+        line.insert(
+            key("speed-up", &side.precision),
+            words::speedup_cell(speedup),
+        );
     }
     line
 }
@@ -294,7 +296,8 @@ fn notes(rows: &[Fields], sweep: &Sweep) -> Vec<String> {
     });
     let skipped: Vec<String> = skipped.map(|(_, name)| name).collect();
     if !skipped.is_empty() {
-        let start = "f16 gradients overflowed at the loss scale, so these made steps without an update";
+        let start =
+            "f16 gradients overflowed at the loss scale, so these made steps without an update";
         notes.push(list_in_note(start, &skipped));
     }
     notes.extend(words::noisy(rows));

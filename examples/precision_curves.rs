@@ -77,7 +77,12 @@ struct Flags {
     attention: Algorithm,
 
     /// Tokens in a sequence
-    #[arg(long, value_name = "N", default_value_t = 64, alias = "sequence-length")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 64,
+        alias = "sequence-length"
+    )]
     context_length: usize,
 
     /// A text or a folder; each byte is a token [default: this crate]
@@ -85,7 +90,12 @@ struct Flags {
     data: PathBuf,
 
     /// Sequences in a batch
-    #[arg(long, value_name = "N", default_value_t = 12, help_heading = "Training")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 12,
+        help_heading = "Training"
+    )]
     batch_size: usize,
 
     /// Steps of each run
@@ -206,8 +216,7 @@ impl Flags {
             weight_decay: 0.1,
             ..Default::default()
         };
-        let mut optimizer =
-            AdamW::with_groups(decay_matrices_only(parameters.clone(), optimizer))?;
+        let mut optimizer = AdamW::with_groups(decay_matrices_only(parameters.clone(), optimizer))?;
         let schedule = Schedule::WarmupCosine {
             max_lr: self.lr,
             min_lr: self.lr / 10.0,
@@ -262,8 +271,7 @@ impl Flags {
         for batch in held_out.iter(&device) {
             let batch = batch?;
             let targets = batch.num_targets();
-            let loss =
-                no_grad(|| precision.run(|| model.loss(&batch.inputs, &batch.targets)))?;
+            let loss = no_grad(|| precision.run(|| model.loss(&batch.inputs, &batch.targets)))?;
             sum += value(&loss)? * targets as f64;
             count += targets;
         }
@@ -300,7 +308,11 @@ impl Flags {
         }
     }
 
-    fn configuration(&self, config: &TransformerConfig, [train, validation]: [&Tokens; 2]) -> Fields {
+    fn configuration(
+        &self,
+        config: &TransformerConfig,
+        [train, validation]: [&Tokens; 2],
+    ) -> Fields {
         let count = |n: usize| group_digits(n as u64);
         let data = format!(
             "{} to train, {} to evaluate (bytes of {})",
@@ -310,11 +322,7 @@ impl Flags {
         );
         let sizes = format!(
             "d_model {}, d_ff {}, layers {}, heads {}, context {}",
-            config.d_model,
-            config.d_ff,
-            config.num_layers,
-            config.num_heads,
-            config.context_length
+            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
         );
         Fields::from_iter([
             ("data", data),

@@ -130,14 +130,17 @@ impl Sum {
         let Sum {
             accumulator, terms, ..
         } = self;
-        let spacing = self.spacing;
+        let spacing = match self.spacing {
+            wide if wide >= 1e-4 => wide.to_string(),
+            narrow => format!("{narrow:.2e}"),
+        };
         let reason = match self.cause.as_str() {
             "overflow" => format!("the sum is over the largest number of {accumulator}"),
             "none" => "no error is left after rounding".into(),
             "rounded terms" => format!("the term is stored as {:.10}", self.term),
             "rounded result" => format!("only the result is rounded to {accumulator}"),
             "rounded additions" => format!(
-                "each addition is rounded to {accumulator}, whose numbers near the sum are {spacing:.3e} apart"
+                "each addition is rounded to {accumulator}, whose numbers near the sum are {spacing} apart"
             ),
             _ => format!(
                 "the {}th addition is the last that changes the sum: {:.4} is less than half of {spacing}, the \
@@ -191,16 +194,15 @@ pub fn answers(rows: &[Sum]) -> Vec<Answer> {
             (worst, found.map_or(f64::NAN, |row| row.spacing))
         });
         let holds = sums.iter().all(|(error, spacing)| *error <= *spacing);
-        let verdict = match holds {
+        match holds {
             true => "stays within one rounding of the terms' sum in f16 and bf16",
             false => "is further than one rounding from the terms' sum in f16 or bf16",
-        };
-        format!("{method} summation {verdict}.")
+        }
     });
+    let [kahan, pairwise] = others;
     let text = format!(
-        "{} Kahan carries each addition's rounding error to the next one; pairwise adds halves, so that a term passes \
-         through log2(n) additions instead of n.",
-        others.join(" ")
+        "Kahan's sum {kahan}. The pairwise sum {pairwise}. Kahan carries each addition's rounding error to the next one; pairwise adds halves, so that a term passes \
+         through log2(n) additions instead of n."
     );
     let question = "Is there an accurate sum without a wider accumulator?";
     answers.push(Answer::new(question, text));

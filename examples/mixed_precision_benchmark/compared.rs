@@ -1,5 +1,8 @@
 //! Half precision compared with f32: a table line for each configuration, and answers. The tests read both.
 
+mod against_f32;
+
+use against_f32::{change, memory};
 use serde::Deserialize;
 use tallow::precision::Precision;
 use tallow::report::{
@@ -136,16 +139,6 @@ pub fn key(quantity: &str, precision: &str) -> String {
     format!("{quantity} {precision}")
 }
 
-/// `12.5% more`, `30.0% less` or `same`.
-pub fn change(before: u64, after: u64) -> String {
-    let percent = 100.0 * (after as f64 / before as f64 - 1.0);
-    match percent {
-        _ if percent.abs() < 0.05 => "same".into(),
-        more if more > 0.0 => format!("{more:.1}% more"),
-        less => format!("{:.1}% less", -less),
-    }
-}
-
 /// Every precision there is, in the order in which they come.
 pub fn precisions(all: &[Configuration]) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
@@ -220,7 +213,10 @@ pub fn speed(name: &str, found: &[(String, Speedup)]) -> String {
         (Verdict::Faster, "faster than f32"),
         (Verdict::Slower, "slower than f32"),
         (Verdict::AsFast, "as fast as f32"),
-        (Verdict::Unclear, "not decided (too much spread: take more steps on a quiet machine)"),
+        (
+            Verdict::Unclear,
+            "not decided (too much spread: take more steps on a quiet machine)",
+        ),
     ];
     let counts = words
         .into_iter()
@@ -251,9 +247,10 @@ fn trends(all: &[Configuration], name: &str) -> String {
     groups.sort();
     groups.dedup();
     let sentences = groups.iter().map(|own| {
-        let points = all.iter().filter(|c| group(c) == *own).filter_map(|c| {
-            Some((c.first().parameters? as f64, c.speedup("f32", name)?))
-        });
+        let points = all
+            .iter()
+            .filter(|c| group(c) == *own)
+            .filter_map(|c| Some((c.first().parameters? as f64, c.speedup("f32", name)?)));
         (own, points.collect::<Vec<_>>())
     });
     let sentences: Vec<String> = sentences
@@ -272,7 +269,10 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     let ratios: Vec<(f64, f64)> = points.iter().map(|(size, s)| (*size, s.ratio)).collect();
     let law = PowerLaw::fit(&ratios)?;
     let shown: Vec<String> = points.iter().map(|(_, s)| s.to_string()).collect();
-    let shown = format!("{} from the smallest model to the largest", shown.join(", "));
+    let shown = format!(
+        "{} from the smallest model to the largest",
+        shown.join(", ")
+    );
     let extreme = |f: fn(f64, f64) -> f64| ratios.iter().map(|(_, r)| *r).reduce(f);
     let (least, most) = (extreme(f64::min)?, extreme(f64::max)?);
     Some(match law.exponent {
@@ -281,7 +281,10 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
         }
         _ if most < 1.1 * least => format!("{shown}: it does not depend on the size"),
         _ if !law.fits() => {
-            format!("{shown}; no trend: a power law has R^2 {:.2}", law.r_squared)
+            format!(
+                "{shown}; no trend: a power law has R^2 {:.2}",
+                law.r_squared
+            )
         }
         exponent => format!(
             "{shown}: it {} as parameters^{exponent:.2} (R^2 {:.2})",
@@ -289,45 +292,6 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
             law.r_squared
         ),
     })
-}
-
-/// In how many configurations `name` uses less memory than f32, the range, and why.
-pub fn memory(name: &str, peaks: &[(String, u64, u64)], copies: Option<u64>) -> String {
-    let counts = ["less", "more", "same"].map(|word| {
-        let own = peaks.iter().filter(|(_, b, a)| change(*b, *a).ends_with(word));
-        (word, own.count())
-    });
-    let counts: Vec<String> = counts
-        .into_iter()
-        .filter(|(_, count)| *count > 0)
-        .map(|(word, count)| match word {
-            "same" => format!("as much memory as f32 in {count}"),
-            word => format!("{word} memory than f32 in {count}"),
-        })
-        .collect();
-    let ratio = |(_, before, after): &(String, u64, u64)| *after as f64 / *before as f64;
-    let order = |a: &&(String, u64, u64), b: &&(String, u64, u64)| ratio(a).total_cmp(&ratio(b));
-    let words = |(title, before, after): &(String, u64, u64)| {
-        let (peak, of_f32) = (format_mib(*after), format_mib(*before));
-        format!("{} ({title}: {peak}, f32 {of_f32})", change(*before, *after))
-    };
-    let ends = (peaks.iter().min_by(order), peaks.iter().max_by(order));
-    let range = match ends {
-        (Some(least), Some(most)) if peaks.len() > 1 => {
-            format!(" The range is from {} to {}.", words(least), words(most))
-        }
-        (Some(only), _) => format!(" The peak is {}.", words(only)),
-        _ => String::new(),
-    };
-    let why = copies.map_or(String::new(), |bytes| {
-        format!(
-            " Autocast leaves weights, gradients and optimizer in f32 and adds a copy of each linear weight, at most {} \
-             here; only activations become smaller. --drop-casts measures the step without the copies.",
-            format_mib(bytes)
-        )
-    });
-    let total = counted(peaks.len(), "configuration");
-    format!("Of {total}, {name} uses {}.{range}{why}", counts.join(", "))
 }
 
 /// A precision that drops its casts compared with the one that keeps them.

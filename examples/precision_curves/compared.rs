@@ -100,7 +100,11 @@ fn compared(run: &Run, exact: &Run) -> String {
         .collect();
     let n = percent.len() as f64;
     let difference = percent.iter().sum::<f64>() / n;
-    let variance = percent.iter().map(|p| (p - difference).powi(2)).sum::<f64>() / (n - 1.0);
+    let variance = percent
+        .iter()
+        .map(|p| (p - difference).powi(2))
+        .sum::<f64>()
+        / (n - 1.0);
     let error = 2.0 * (variance / n).sqrt();
     let verdict = match difference {
         _ if n < 3.0 || !error.is_finite() => "too few steps to compare",

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use serde::Serialize;
 use tallow::model::ToyModel;
 use tallow::precision::accumulate::running_sum;
-use tallow::report::Answer;
+use tallow::report::{Answer, group_digits};
 
 /// Elements of a row: a usual model width.
 const WIDTH: usize = 1024;
@@ -116,12 +116,7 @@ pub fn answers(rows: &[Norm]) -> Vec<Answer> {
         .collect()
 }
 
-fn find<'r>(
-    rows: &'r [Norm],
-    activations: &str,
-    stored: &str,
-    computed: &str,
-) -> Option<&'r Norm> {
+fn find<'r>(rows: &'r [Norm], activations: &str, stored: &str, computed: &str) -> Option<&'r Norm> {
     let is_it = |row: &&Norm| {
         (row.activations, row.stored, row.computed.as_str()) == (activations, stored, computed)
     };
@@ -147,7 +142,7 @@ fn sensitive_parts(rows: &[Norm]) -> Option<Answer> {
     let overflow = match large.variance.as_str() {
         "inf" => format!(
             "are over its largest number, {}: the variance is inf and the output is off by {}",
-            f16::MAX,
+            group_digits(f16::MAX.to_f32() as u64),
             percent(large.output_error_percent)
         ),
         variance => format!("still fit: the variance is {variance}"),
@@ -164,14 +159,8 @@ fn sensitive_parts(rows: &[Norm]) -> Option<Answer> {
 }
 
 fn bf16_too(rows: &[Norm]) -> Option<Answer> {
-    let of = |activations, dtype: &str| {
-        find(
-            rows,
-            activations,
-            dtype,
-            &format!("{dtype}, sums in f32"),
-        )
-    };
+    let of =
+        |activations, dtype: &str| find(rows, activations, dtype, &format!("{dtype}, sums in f32"));
     let range = ["large", "small"].map(|activations| of(activations, "bf16"));
     let in_range = range
         .iter()
@@ -182,7 +171,9 @@ fn bf16_too(rows: &[Norm]) -> Option<Answer> {
     let sums = find(rows, "ordinary", "bf16", "bf16")?.variance_error_percent;
     let wide = find(rows, "offset", "bf16", "f32")?.output_error_percent;
     let start = match in_range {
-        true => "For its range, no: bf16 has the exponents of f32, so that these squares neither overflow nor vanish.",
+        true => {
+            "For its range, no: bf16 has the exponents of f32, so that these squares neither overflow nor vanish."
+        }
         false => "Yes: with these activations the variance is wrong in bf16 as well.",
     };
     let accuracy = match wide < brain {
