@@ -175,14 +175,27 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
         peaks.sort_by_key(|(bytes, _)| *bytes);
         let words = peaks.iter().map(|(after, row)| {
             let change = against_f32::change(before, *after);
-            format!("{} {} ({change})", row.checkpointing, format_mib(*after))
+            format!(
+                "{} {} ({change})",
+                row.checkpointing,
+                format_mib(*after)
+            )
         });
         let words = words.collect::<Vec<_>>().join(", ");
-        let run = format!(
-            "{} T {} {}",
-            whole.precision, whole.context_length, whole.mode
-        );
-        (!peaks.is_empty()).then(|| format!("{run}: none {}, {words}", format_mib(before)))
+        let least = peaks.first().filter(|(least, _)| *least < before);
+        let least = least.map_or("none", |(_, row)| row.checkpointing.as_str());
+        let Row {
+            precision,
+            context_length,
+            execution,
+            mode,
+            ..
+        } = whole;
+        Some(format!(
+            "{precision} T {context_length} {execution} {mode}: {least} uses the least ({words}; none {})",
+            format_mib(before)
+        ))
+        .filter(|_| !peaks.is_empty())
     });
     let sentences: Vec<String> = sentences.collect();
     let question = "Which activation checkpointing uses the least memory?";

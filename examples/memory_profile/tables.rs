@@ -60,6 +60,37 @@ struct Kind {
     difference_bytes: Option<f64>,
 }
 
+impl Kind {
+    /// The most of it at any of the peaks.
+    fn most(&self) -> u64 {
+        let bytes = [
+            self.forward_bytes,
+            self.backward_bytes,
+            self.optimizer_bytes,
+            self.measured_bytes,
+            self.estimate_bytes,
+        ];
+        bytes.into_iter().flatten().max().unwrap_or(0)
+    }
+
+    /// Both together, under the name of `other`.
+    fn plus(self, other: Self) -> Self {
+        let sum = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);
+        Self {
+            holds: other.holds,
+            forward_bytes: sum(self.forward_bytes, other.forward_bytes),
+            backward_bytes: sum(self.backward_bytes, other.backward_bytes),
+            optimizer_bytes: sum(self.optimizer_bytes, other.optimizer_bytes),
+            measured_bytes: sum(self.measured_bytes, other.measured_bytes),
+            estimate_bytes: sum(self.estimate_bytes, other.estimate_bytes),
+            difference_bytes: self
+                .difference_bytes
+                .zip(other.difference_bytes)
+                .map(|(a, b)| a + b),
+        }
+    }
+}
+
 /// The largest allocation of a run.
 #[derive(Deserialize)]
 struct Largest {
@@ -87,42 +118,37 @@ impl Details {
         let at_peak = recording.holdings_at(recording.peak_at());
         let phases = recording.phase_report().rows;
         let phase = |name: &str, kind: &str| {
-            let row = phases
-                .iter()
-                .find(|row| row.get("phase") == Some(&name.into()))?;
+            let mut phases = phases.iter();
+            let row = phases.find(|row| row.get("phase") == Some(&name.into()))?;
             let bytes = row.get(&format!("{}_bytes", kind.replace(' ', "_")));
             Some(bytes.and_then(|bytes| bytes.as_u64()).unwrap_or(0))
         };
-        let all = MemoryKind::ALL.map(|kind| {
-            let predicted = profile.estimate.breakdown.bytes_of(kind);
-            (kind.name(), at_peak.bytes_of(kind), predicted)
+        let kind = |holds: &'static str, measured: u64, predicted: u64| Kind {
+            holds,
+            forward_bytes: phase("forward", holds),
+            backward_bytes: phase("backward", holds),
+            optimizer_bytes: phase("optimizer", holds),
+            measured_bytes: Some(measured),
+            estimate_bytes: Some(predicted),
+            difference_bytes: Some(predicted as f64 - measured as f64),
+        };
+        let breakdown = &profile.estimate.breakdown;
+        let all = MemoryKind::ALL
+            .map(|own| kind(own.name(), at_peak.bytes_of(own), breakdown.bytes_of(own)));
+        let (shown, small): (Vec<Kind>, Vec<Kind>) = all.into_iter().partition(|kind| {
+            kind.holds != MemoryKind::Other.name() && kind.most() > profile.peak_bytes / 100
         });
-        let sum = ("peak", profile.peak_bytes, profile.estimate.peak_bytes);
-        for (holds, measured, predicted) in all.into_iter().chain([sum]) {
-            let kind = Kind {
-                holds,
-                forward_bytes: phase("forward", holds),
-                backward_bytes: phase("backward", holds),
-                optimizer_bytes: phase("optimizer", holds),
-                measured_bytes: Some(measured),
-                estimate_bytes: Some(predicted),
-                difference_bytes: Some(predicted as f64 - measured as f64),
-            };
-            let at_phases = [
-                kind.forward_bytes,
-                kind.backward_bytes,
-                kind.optimizer_bytes,
-            ];
-            if at_phases.iter().flatten().any(|bytes| *bytes > 0) || measured + predicted > 0 {
-                self.kinds.push((run, Fields::of(&kind)?));
-            }
+        let other = small.into_iter().reduce(Kind::plus);
+        let sum = kind("peak", profile.peak_bytes, profile.estimate.peak_bytes);
+        for kind in shown.into_iter().chain(other).chain([sum]) {
+            self.kinds.push((run, Fields::of(&kind)?));
         }
         let numbered = |report: Report| report.rows.into_iter().map(move |row| (run, row));
         self.largest
             .extend(numbered(recording.largest_report(count)));
         if !profile.saved.tensors.is_empty() {
             let saved = profile.saved.report();
-            self.saved_columns = saved.columns.clone();
+            self.saved_columns = saved.columns.iter().cloned().map(saved_column).collect();
             self.saved.extend(numbered(saved));
         }
         Ok(())
@@ -172,20 +198,15 @@ impl Details {
     /// The tables that have rows. `names` and `rows` are those of the runs.
     pub fn into_tables(self, names: &[String], rows: &[Row]) -> Result<Vec<Report>> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
+        let phase = |key: &str, title: &str| mib(key, title).under("At the peak of").minor(1);
         let kinds = vec![
             Column::text("holds", "Holds"),
-            mib("forward_bytes", "forward").under("At the peak of"),
-            mib("backward_bytes", "backward").under("At the peak of"),
-            mib("optimizer_bytes", "optimizer").under("At the peak of"),
-            mib("measured_bytes", "measured")
-                .under("At the highest peak")
-                .minor(1),
-            mib("estimate_bytes", "predicted")
-                .under("At the highest peak")
-                .minor(1),
-            mib("difference_bytes", "difference")
-                .under("At the highest peak")
-                .minor(1),
+            phase("forward_bytes", "forward"),
+            phase("backward_bytes", "backward"),
+            phase("optimizer_bytes", "optimizer"),
+            mib("measured_bytes", "measured").under("At the highest peak"),
+            mib("estimate_bytes", "predicted").under("At the highest peak"),
+            mib("difference_bytes", "Difference").minor(2),
         ];
         let largest = vec![
             mib("bytes", "Each"),
@@ -216,6 +237,19 @@ impl Details {
             reports.extend((!report.rows.is_empty()).then_some(report));
         }
         Ok(reports)
+    }
+}
+
+/// A column of what is saved: size first, shape last.
+fn saved_column(column: Column) -> Column {
+    let minor = match column.key.as_str() {
+        "bytes" | "origin" => 0,
+        "count" | "what" => 1,
+        _ => 2,
+    };
+    match column.key.as_str() {
+        "origin" => Column::text("origin", "Origin"),
+        _ => column.minor(minor),
     }
 }
 

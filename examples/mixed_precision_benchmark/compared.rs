@@ -6,8 +6,7 @@ use against_f32::{change, memory};
 use serde::Deserialize;
 use tallow::precision::Precision;
 use tallow::report::{
-    Answer, Fields, PowerLaw, Speedup, Verdict, counted, format_mib, list_in_note, mean_and_std,
-    speedup,
+    Answer, Fields, PowerLaw, Speedup, Verdict, counted, format_mib, mean_and_std, speedup,
 };
 
 /// The row of one step as a whole, in one precision.
@@ -134,6 +133,9 @@ impl Configuration {
     }
 }
 
+/// At most this many configurations are named in an answer.
+const NAMED: usize = 6;
+
 /// The key of a precision's quantity in a line.
 pub fn key(quantity: &str, precision: &str) -> String {
     format!("{quantity} {precision}")
@@ -161,8 +163,11 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
         if !speedups.is_empty() {
             let question = format!("Is {name} faster than f32?");
             answers.push(Answer::new(question, speed(name, &speedups)));
-            let question = format!("How does the speed-up of {name} change with the model's size?");
-            answers.push(Answer::new(question, trends(all, name)));
+            answers.extend(trends(all, name).map(|text| {
+                let question =
+                    format!("How does the speed-up of {name} change with the model's size?");
+                Answer::new(question, text)
+            }));
         }
         let peaks: Vec<(String, u64, u64)> = all
             .iter()
@@ -182,9 +187,16 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
     }
     let dropping: Vec<String> = all.iter().flat_map(dropping).collect();
     if !dropping.is_empty() {
-        let start = "Peak with the copies kept and dropped, and speed";
+        let more = match dropping.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!("; {more} more in the table"),
+        };
+        let shown = dropping[..dropping.len().min(NAMED)].join("; ");
+        let text = format!(
+            "The peak without the copies, and the speed as a ratio of means to the step with them: {shown}{more}."
+        );
         let question = "What does dropping the copies of the weights after each use change?";
-        answers.push(Answer::new(question, list_in_note(start, &dropping)));
+        answers.push(Answer::new(question, text));
     }
     let oom = all.iter().filter(|c| c.outcome() != "ok").map(|c| {
         let needed = c.sides().filter(|side| side.status != "ok").map(|side| {
@@ -213,10 +225,7 @@ pub fn speed(name: &str, found: &[(String, Speedup)]) -> String {
         (Verdict::Faster, "faster than f32"),
         (Verdict::Slower, "slower than f32"),
         (Verdict::AsFast, "as fast as f32"),
-        (
-            Verdict::Unclear,
-            "not decided (too much spread: take more steps on a quiet machine)",
-        ),
+        (Verdict::Unclear, "undecided"),
     ];
     let counts = words
         .into_iter()
@@ -233,12 +242,21 @@ pub fn speed(name: &str, found: &[(String, Speedup)]) -> String {
         (Some(only), _) => format!(" The ratio of means is {} ({}).", only.1, only.0),
         _ => String::new(),
     };
+    let undecided = match count(Verdict::Unclear) {
+        0 => "",
+        _ => " Undecided is where the spread is too large: take more steps on a quiet machine.",
+    };
     let total = counted(found.len(), "configuration");
-    format!("Of {total}, {name} is {}.{range}", counts.join(", "))
+    let counts = counts.join(", ");
+    format!("Of {total}, {name} is {counts}.{range}{undecided}")
 }
 
 /// A sentence for each group of configurations that differ in the model's size alone.
-fn trends(all: &[Configuration], name: &str) -> String {
+fn trends(all: &[Configuration], name: &str) -> Option<String> {
+    let is_any_other = |c: &Configuration| c.first().parameters != all[0].first().parameters;
+    if !all.iter().any(is_any_other) && name != first_half(all) {
+        return None; // said once
+    }
     let group = |c: &Configuration| {
         let own = c.first();
         format!("{} {}, T {}", own.attention, own.mode, own.context_length)
@@ -256,10 +274,15 @@ fn trends(all: &[Configuration], name: &str) -> String {
     let sentences: Vec<String> = sentences
         .filter_map(|(own, points)| Some(format!("{own}: {}.", trend(&points)?)))
         .collect();
-    match sentences.is_empty() {
+    Some(match sentences.is_empty() {
         true => "A trend needs three sizes of model (--size tiny small medium).".into(),
         false => sentences.join(" "),
-    }
+    })
+}
+
+fn first_half(all: &[Configuration]) -> String {
+    let mut names = precisions(all).into_iter();
+    names.find(|name| name != "f32").unwrap_or_default()
 }
 
 /// What speed-ups at several numbers of parameters show together; `None` for fewer than three sizes.
@@ -304,7 +327,7 @@ fn dropping(c: &Configuration) -> Vec<String> {
         let speed = speed.map_or("not timed".into(), |speed| speed.to_string());
         (precision != keeping).then(|| {
             let (title, kept) = (c.first().title(), format_mib(before));
-            format!("{title} {kept} to {} ({speed})", format_mib(after))
+            format!("{title} {} instead of {kept} ({speed})", format_mib(after))
         })
     });
     dropping.collect()

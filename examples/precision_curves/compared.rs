@@ -118,7 +118,16 @@ fn compared(run: &Run, exact: &Run) -> String {
         n => format!(" {n} steps overflowed at their loss scale and made no update."),
     };
     format!(
-        "{precision}: over the last {n} steps the loss differs from f32's by {difference:+.3}% ± {error:.3}% (two \
-         standard errors): {verdict}. The validation loss differs by {validation:+.3}%.{skipped}"
+        "{precision}: over the last {n} steps the loss differs from f32's by {} ± {error:.3}% (two standard errors): \
+         {verdict}. The validation loss differs by {}.{skipped}",
+        signed(difference),
+        signed(validation)
     )
+}
+
+fn signed(percent: f64) -> String {
+    match percent.abs() < 0.0005 {
+        true => "0.000%".into(),
+        false => format!("{percent:+.3}%"),
+    }
 }
