@@ -10,8 +10,6 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
-#[path = "mixed_precision_benchmark/against_f32.rs"]
-mod against_f32;
 #[path = "memory_profile/answers.rs"]
 mod answers;
 mod common;
@@ -64,7 +62,7 @@ struct Flags {
     #[command(flatten, next_help_heading = "Run")]
     precision: PrecisionFlags,
 
-    /// forward, forward-backward, train-step or all; several
+    /// forward, forward-backward, train-step, all
     #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "forward,train-step", value_name = "NAME", help_heading = "Run")]
     mode: Vec<ModeFlag>,
 

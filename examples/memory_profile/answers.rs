@@ -1,6 +1,9 @@
 //! The rows of runs, and what they answer. The tests read both.
 
-use crate::against_f32;
+#[allow(clippy::duplicate_mod)] // the tests read both examples
+#[path = "../mixed_precision_benchmark/against_f32.rs"]
+mod against_f32;
+
 use serde::Serialize;
 use tallow::report::{Answer, format_mib};
 

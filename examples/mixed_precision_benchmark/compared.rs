@@ -1,5 +1,6 @@
 //! Half precision compared with f32: a table line for each configuration, and answers. The tests read both.
 
+#[allow(clippy::duplicate_mod)] // the tests read both examples that have it
 mod against_f32;
 
 use against_f32::{change, memory};

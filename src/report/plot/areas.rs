@@ -5,8 +5,8 @@ use super::draw::{
     Area, Drawn, FRAME, Frame, LEFT, Legend, MARGIN_RIGHT, MARGIN_TOP, Sample, TEXT, TICK_SIZE,
     WIDTH, document, printable, text_style,
 };
-use crate::report::words::{fixed, group};
 use crate::report::picture;
+use crate::report::words::{fixed, group};
 use crate::{Error, Result};
 use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
@@ -150,7 +150,9 @@ impl AreaChart {
                 }
             }
         }
-        let peak = tops.last().and_then(|top| top.iter().position(|y| *y == most));
+        let peak = tops
+            .last()
+            .and_then(|top| top.iter().position(|y| *y == most));
         if let Some(index) = peak {
             let at = self.x[index];
             let side = match 2.0 * at > first + last {
