@@ -234,7 +234,7 @@ impl Flags {
         Ok(near)
     }
 
-    /// Every combination of the flags' lists; the answers are about the first that is eager.
+    /// Every combination of the flags' lists; the answers are about the first eager one, with a backward if any has.
     fn predict(&self, report: &mut Report, device: Option<&Device>) -> Result<()> {
         self.output.check_columns([columns(), terms()])?;
         let longest = self.context_length.iter().copied().max();
@@ -260,6 +260,7 @@ impl Flags {
         }
         let mut breakdowns: Vec<MemoryBreakdown> = Vec::new();
         let mut strategies = None;
+        let mut answered: Option<(usize, Mode)> = None;
         for model in &models {
             for workload in &workloads {
                 for execution in executions {
@@ -272,9 +273,13 @@ impl Flags {
                                 available_bytes: self.available_bytes(device)?,
                             };
                             if self.budget {
-                                question.within_budget(&title(&model.name, workload))?;
+                                question.within_budget(&model.name)?;
                             }
-                            if report.answers.is_empty() {
+                            let is_first_step = |(_, mode): (usize, Mode)| {
+                                mode == Mode::Forward && workload.mode != Mode::Forward
+                            };
+                            if answered.is_none_or(is_first_step) {
+                                answered = Some((report.rows.len(), workload.mode));
                                 report.answers = question.answers()?;
                                 strategies = question.strategy_table()?;
                             }
@@ -294,11 +299,8 @@ impl Flags {
             row
         });
         let names = words::names(&named.collect::<Vec<_>>());
-        if report.rows.len() > 1 && !report.answers.is_empty() {
-            let note = format!(
-                "The answers are about the first configuration: {}.",
-                names[0]
-            );
+        if let Some((index, _)) = answered.filter(|_| report.rows.len() > 1) {
+            let note = format!("The answers are about one configuration: {}.", names[index]);
             report.notes.push(note);
         }
         let mut sizes: Vec<String> = Vec::new();
@@ -393,18 +395,6 @@ impl Flags {
             hint: "name a number of GiB".into(),
         })
     }
-}
-
-fn title(name: &str, workload: &Workload) -> String {
-    format!(
-        "{name}, batch {}, context {}, {} attention, checkpointing {}, {}, {}",
-        workload.batch_size,
-        workload.sequence_length,
-        workload.attention,
-        workload.checkpointing,
-        workload.precision,
-        workload.mode.name()
-    )
 }
 
 fn new_row(

@@ -214,8 +214,8 @@ impl Flags {
         answers.extend(details.largest(&names));
         notes.extend(not_planned(self.compile, &precisions));
         notes.push(
-            "Peak is measured in one step by counting allocations; predicted is the account of sizes alone. OOM is \
-             predicted not to fit, and not run."
+            "Peak is measured in one step by counting allocations. Predicted follows from sizes alone. OOM needs more \
+             memory than is available."
                 .into(),
         );
         notes.extend(sweep.note());

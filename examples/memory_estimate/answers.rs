@@ -1,5 +1,6 @@
 //! What the handout asks about memory, in words. Functions of plain figures: the tests read them.
 
+use serde::Serialize;
 use tallow::report::{Answer, format_mib, group_digits};
 
 /// `12.5% more` or `30.0% less` than `before`.
@@ -81,10 +82,12 @@ pub fn what_fits(available_bytes: u64, [batch, length]: [usize; 2], fits: &[Fits
     Answer::new("Which sizes fit?", text)
 }
 
-/// A checkpointing strategy, how many blocks it runs again, and its predicted peak.
+/// A checkpointing strategy, how many blocks it runs again, and its prediction.
+#[derive(Default, Serialize)]
 pub struct Strategy {
     pub name: String,
     pub recomputed_blocks: usize,
+    pub after_forward_bytes: u64,
     pub peak_bytes: u64,
 }
 

@@ -1,7 +1,6 @@
 //! The figures of an eager step, from its estimate: what the answers are made of.
 
 use crate::answers::{self, Fits, Saved, Strategy};
-use serde::Serialize;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
 use tallow::memory::{
@@ -48,12 +47,6 @@ impl Question<'_> {
         if !matches!(self.workload.mode, Mode::Forward) {
             let layers = self.config.num_layers;
             let strategies = self.strategies()?;
-            let strategies = strategies.iter().map(|row| Strategy {
-                name: row.checkpointing.clone(),
-                recomputed_blocks: row.recomputed_blocks,
-                peak_bytes: row.peak_bytes,
-            });
-            let strategies: Vec<Strategy> = strategies.collect();
             answers.extend(answers::checkpointing(
                 &strategies,
                 layers,
@@ -131,30 +124,35 @@ impl Question<'_> {
     }
 
     /// An error if no checkpointing keeps within the budget, which names what the most frugal needs.
-    pub fn within_budget(&self, title: &str) -> Result<()> {
+    pub fn within_budget(&self, name: &str) -> Result<()> {
         if self.recommended()?.is_some() {
             return Ok(());
         }
         let (_, wanted_bytes) = most_frugal(self.config, self.workload)?;
         Err(Error::OutOfMemory {
-            what: format!("{title}, or with any other checkpointing"),
+            what: format!(
+                "{name}, batch {}, context {}, {}, with any checkpointing",
+                self.workload.batch_size,
+                self.workload.sequence_length,
+                self.workload.mode.name()
+            ),
             wanted_bytes,
             available_bytes: self.available_bytes,
         })
     }
 
     /// No checkpointing first, then each block, then ever longer segments, then what is recommended.
-    fn strategies(&self) -> Result<Vec<StrategyRow>> {
+    fn strategies(&self) -> Result<Vec<Strategy>> {
         let lengths = [2, 3, 4, 6, 8, 12].into_iter();
         let lengths = lengths.filter(|length| *length < self.config.num_layers);
         let every =
             lengths.filter_map(|length| NonZeroUsize::new(length).map(Checkpointing::Every));
         let all = [Checkpointing::None, Checkpointing::Block].into_iter();
         let all = all.chain(every).chain([Checkpointing::Sqrt]);
-        let mut rows: Vec<StrategyRow> = Vec::new();
+        let mut rows: Vec<Strategy> = Vec::new();
         for checkpointing in all.chain(self.recommended()?) {
             let name = checkpointing.to_string();
-            if rows.iter().any(|row| row.checkpointing == name) {
+            if rows.iter().any(|row| row.name == name) {
                 continue;
             }
             let workload = Workload {
@@ -162,12 +160,11 @@ impl Question<'_> {
                 ..self.workload.clone()
             };
             let plan = estimate(self.config, &workload)?;
-            rows.push(StrategyRow {
-                checkpointing: name,
+            rows.push(Strategy {
+                name,
                 recomputed_blocks: checkpointing.recomputed_blocks(self.config.num_layers),
                 after_forward_bytes: plan.after_forward_bytes,
                 peak_bytes: plan.peak_bytes,
-                fits: plan.peak_bytes <= self.available_bytes,
             });
         }
         Ok(rows)
@@ -183,11 +180,10 @@ impl Question<'_> {
         Ok(Some(Report {
             title: "Activation checkpointing".into(),
             columns: vec![
-                Column::text("checkpointing", "Strategy"),
+                Column::text("name", "Strategy"),
                 Column::count("recomputed_blocks", "Recomputed blocks"),
                 Column::mib("after_forward_bytes", "After forward"),
                 Column::mib("peak_bytes", "Peak"),
-                Column::text("fits", "Fits"),
             ],
             rows,
             ..Default::default()
@@ -200,14 +196,4 @@ pub fn residual_stream_bytes(config: &TransformerConfig, workload: &Workload) ->
     let elements = workload.batch_size as f64 * workload.sequence_length as f64;
     let width = workload.precision.parameter_dtype().size_in_bytes();
     (elements * config.d_model as f64 * width as f64) as u64
-}
-
-/// A strategy of the first configuration.
-#[derive(Serialize)]
-struct StrategyRow {
-    checkpointing: String,
-    recomputed_blocks: usize,
-    after_forward_bytes: u64,
-    peak_bytes: u64,
-    fits: bool,
 }

@@ -70,6 +70,7 @@ fn checkpointing_is_answered_by_its_figures() {
         name: name.into(),
         recomputed_blocks,
         peak_bytes: mib << 20,
+        ..Default::default()
     };
     let strategies = [
         strategy("none", 0, 1000),
