@@ -110,7 +110,7 @@ pub fn checkpointing(
             least.recomputed_blocks
         ),
         false => format!(
-            "None of them saves memory here: the peak is {} without checkpointing.",
+            "No strategy saves memory here: the peak is {} without checkpointing.",
             format_mib(none.peak_bytes)
         ),
     };
@@ -128,7 +128,7 @@ pub fn checkpointing(
             cheapest.recomputed_blocks,
             format_mib(cheapest.peak_bytes)
         ),
-        None => format!("None of them fits {within}."),
+        None => format!("No strategy fits {within}."),
     };
     let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
     Some(Answer::new(question, format!("{start} {end}")))

@@ -89,14 +89,14 @@ fn checkpointing_is_answered_by_its_figures() {
             900,
             "every-6 recomputes the fewest blocks: 6 of 12, with a peak of 800.0 MiB.",
         ),
-        (500, "None of them fits 500.0 MiB."),
+        (500, "No strategy fits 500.0 MiB."),
     ] {
         let text = text(mib);
         assert!(text.starts_with(least) && text.contains(part), "{text}");
     }
     let answer = answers::checkpointing(&strategies[..1], 12, 1 << 40).unwrap();
     assert!(
-        answer.answer.starts_with("None of them saves memory"),
+        answer.answer.starts_with("No strategy saves memory"),
         "{answer:?}"
     );
     let nested = answers::nested(16, 1 << 20, 100 << 20).answer;
