@@ -1,6 +1,5 @@
-//! Adds 0.01 up a thousand times: what is left of 10 in f32, f16 and bf16, and what Kahan's and the pairwise sum save.
-//!
-//! The exercise "mixed_precision_accumulation" of Stanford CS336's second assignment, and what follows from it.
+//! Adds 0.01 up a thousand times in f32, f16 and bf16: CS336's exercise "mixed_precision_accumulation", with Kahan's
+//! and the pairwise sum.
 //!
 //! ```text
 //! cargo run --example mixed_precision_accumulation
@@ -24,16 +23,21 @@ use tallow::{Error, Result};
 /// The most additions: sums of 24 bits times a count beyond 2^29 are not exact in f64.
 const MOST: u64 = 100_000_000;
 
+const EXAMPLES: &str = "Examples:
+  mixed_precision_accumulation
+  mixed_precision_accumulation --value 0.1 --count 100000
+  mixed_precision_accumulation --format latex --output sums.tex";
+
 /// Adds one number up many times, in several precisions and ways
 #[derive(Parser)]
-#[command(version)]
+#[command(version, after_help = EXAMPLES)]
 struct Flags {
     /// The number
-    #[arg(long, default_value_t = 0.01, value_parser = values::not_0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", default_value_t = 0.01, value_parser = values::not_0, allow_negative_numbers = true)]
     value: f64,
 
-    /// How many times, at most 100 million
-    #[arg(long, default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST))]
+    /// How many times it is added, at most 100 million
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST))]
     count: usize,
 
     #[command(flatten)]
@@ -41,22 +45,18 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
+    let flags = flags.parse();
     common::run(|| flags.run())
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new().of_output(|flags| &flags.output)
-    }
-
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
         self.output.check_columns([columns()])?;
         self.check_memory()?;
         let rows = rows::rows(self.value, self.count);
-        let report = Report {
+        self.output.publish(&Report {
             environment: common::environment(&Device::Cpu),
             configuration: Fields::from_iter([
                 ("value", self.value.to_string()),
@@ -64,11 +64,15 @@ impl Flags {
                 ("exact sum", (self.value * self.count as f64).to_string()),
             ]),
             columns: columns(),
-            notes: notes(&rows),
-            rows,
+            rows: rows.iter().map(Fields::of).collect::<Result<_>>()?,
+            answers: rows::answers(&rows),
+            notes: vec![
+                "The error is that of the terms (the value rounded to their dtype) plus that of the additions (rounded \
+                 to the accumulator's dtype)."
+                    .into(),
+            ],
             ..Default::default()
-        };
-        self.output.publish(&report)
+        })
     }
 
     /// Refuses terms that memory does not hold.
@@ -93,35 +97,9 @@ fn columns() -> Vec<Column> {
         Column::text("method", "Method"),
         Column::number("sum", "Sum", "", 8),
         Column::number("error_percent", "Error", "%", 4),
-        Column::number("error", "Error", "", 8).minor(3),
-        Column::number("error_of_terms", "of the terms", "", 8)
-            .under("Error")
-            .minor(1),
-        Column::number("error_of_additions", "of the additions", "", 8)
-            .under("Error")
-            .minor(1),
+        Column::text("cause", "Main cause").minor(1),
+        Column::number("error_of_terms", "Error of terms", "", 8).minor(2),
+        Column::number("error_of_additions", "Error of additions", "", 8).minor(2),
+        Column::number("error", "Absolute error", "", 8).minor(3),
     ]
-}
-
-fn notes(rows: &[Fields]) -> Vec<String> {
-    let general = [
-        "The error is the terms' (the value has no exact form in their type) plus the additions' (each is rounded to \
-         the \
-         accumulator's type).",
-        "An f32 accumulator takes away the additions' part, not the terms': with f16 terms, added or cast first, it \
-         gives \
-         the same sum, which is as good as the terms are.",
-        "That is why matrix products in half precision accumulate in f32.",
-    ];
-    let text = |row: &Fields, key: &str| {
-        let text = row.get(key).and_then(|value| value.as_str());
-        text.unwrap_or_default().to_string()
-    };
-    let cause = |row: &Fields| {
-        let [accumulator, terms, method, cause] =
-            ["accumulator", "terms", "method", "cause"].map(|key| text(row, key));
-        format!("{accumulator} of {terms} terms, {method}: {cause}.")
-    };
-    let general = general.map(String::from).into_iter();
-    general.chain(rows.iter().map(cause)).collect()
 }

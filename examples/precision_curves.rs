@@ -1,8 +1,5 @@
 //! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
 //!
-//! Half precision is autocast's, with f32 parameters, and the loss of f16 is scaled. Without flags it is `train`'s
-//! model and data, for 300 steps.
-//!
 //! ```text
 //! cargo run --example precision_curves -- --plot curves.svg
 //! cargo run --example precision_curves -- --data my.txt --precision f32 bf16 --full-half --format markdown
@@ -11,368 +8,330 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 mod common;
-#[allow(dead_code)] // files and samples are train's alone
-#[path = "train/flags.rs"]
-mod flags;
+#[path = "precision_curves/compared.rs"]
+mod compared;
 
+use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use common::{Common, Effects, Output, values};
-use flags::{DataFlags, ModelFlags, TrainingFlags, check_room, new_model};
+use common::precision::PrecisionFlags;
+use common::{Common, Effects, Output, Sweep, values};
+use compared::{Run, STEPS_A_POINT};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
-use tallow::candle::{DType, Device, Tensor};
-use tallow::data::{Batch, RandomBatches, SequentialBatches, Tokens};
-use tallow::memory::{self, Kernels, Mode, Workload};
+use std::time::Instant;
+use tallow::attention::Algorithm;
+use tallow::data::{RandomBatches, SequentialBatches, Tokens};
+use tallow::memory::{self, Kernels, Workload};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::ForwardContext;
-use tallow::ops::DropoutKey;
+use tallow::nn;
 use tallow::optim::{
-    AdamW, GradScaler, GradScalerConfig, GradientAccumulator, clip_grad_norm,
-    clip_grad_norm_checked, clip_grad_value, decay_matrices_only,
+    AdamW, AdamWConfig, GradScaler, GradScalerConfig, Schedule, clip_grad_norm,
+    clip_grad_norm_checked, decay_matrices_only,
 };
 use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
-use tallow::train::{Evaluation, History, TrainConfig};
 use tallow::{Error, Result, backward, no_grad};
-
-/// Steps whose mean loss is a run's last, and a point of the curves: one batch's loss says little.
-const STEPS_A_POINT: usize = 10;
 
 /// A loss scale at which gradients that overflow are no longer the scale's fault: f16's smallest normal number, 2^-14.
 const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
-/// `train` evaluates more often: with the default data and sizes that takes as long as a hundred steps each time.
-const EVALUATE_HELP: &str = "Steps from one evaluation to the next, besides the one at the end";
+/// The files of a folder that are read.
+const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
 
-/// Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
+/// The part of the data at its end that is evaluated and not trained on.
+const VALIDATION_FRACTION: f64 = 0.1;
+
+const EXAMPLES: &str = "Examples:
+  precision_curves --plot curves.svg
+  precision_curves --data my.txt --precision f32 bf16 --full-half
+  precision_curves --d-model 256 --num-layers 6 --steps 1000 --format markdown";
+
+/// Trains one model in f32, bf16 and f16, and compares the losses
 #[derive(Parser)]
-#[command(version)]
-#[command(mut_arg("steps", |arg| arg.default_value("300").help("Steps of each run")))]
-#[command(mut_arg("evaluate_every", |arg| arg.default_value("300").help(EVALUATE_HELP)))]
+#[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("precision", |arg| arg.default_values(["f32", "bf16", "f16"])))]
 struct Flags {
-    #[command(flatten)]
-    common: Common, // first: headings hold for whatever comes after them
-    #[command(flatten)]
-    output: Output,
+    /// A preset, tiny to 10b, instead of the sizes below
+    #[arg(long, value_name = "NAME")]
+    size: Option<String>,
 
-    /// Draw the curves, and how far they are from f32's, into this file: .svg or .png
-    #[arg(long, value_parser = values::picture())]
+    /// Width of the residual stream [default: 128]
+    #[arg(long, value_name = "N")]
+    d_model: Option<usize>,
+
+    /// Width of the feed-forward network [default: 320]
+    #[arg(long, value_name = "N")]
+    d_ff: Option<usize>,
+
+    /// Number of blocks [default: 4]
+    #[arg(long, value_name = "N")]
+    num_layers: Option<usize>,
+
+    /// Number of attention heads [default: 4]
+    #[arg(long, value_name = "N", alias = "heads")]
+    num_heads: Option<usize>,
+
+    /// naive or flash
+    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
+    attention: Algorithm,
+
+    /// Tokens in a sequence
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 64,
+        alias = "sequence-length"
+    )]
+    context_length: usize,
+
+    /// A text or a folder; each byte is a token [default: this crate]
+    #[arg(long, value_name = "PATH", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true, help_heading = "Training")]
+    data: PathBuf,
+
+    /// Sequences in a batch
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 12,
+        help_heading = "Training"
+    )]
+    batch_size: usize,
+
+    /// Steps of each run
+    #[arg(long, value_name = "N", default_value_t = 300, alias = "iterations", value_parser = values::count(), help_heading = "Training")]
+    steps: usize,
+
+    /// Highest learning rate; it falls to a tenth by a cosine
+    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = values::from_0, help_heading = "Training")]
+    lr: f64,
+
+    #[command(flatten, next_help_heading = "Training")]
+    precision: PrecisionFlags,
+
+    /// Draw the curves (.svg, .png)
+    #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
     plot: Option<PathBuf>,
 
-    #[command(flatten)]
-    data: DataFlags,
-    #[command(flatten)]
-    model: ModelFlags,
-    #[command(flatten)]
-    training: TrainingFlags,
-}
+    #[command(flatten, next_help_heading = "Output")]
+    output: Output,
 
-/// A run at its end.
-struct Run {
-    precision: Precision,
-    history: History,
-    loss_scale: Option<f64>,
-    tokens_per_step: usize,
-    /// Spent in steps, evaluations left out.
-    time: Duration,
+    #[command(flatten, next_help_heading = "Environment")]
+    common: Common,
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
+    let flags = flags.parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
-            .of_data(|flags| &flags.data)
-            .of_training(|flags| &flags.training)
-    }
-
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
         self.output.check_columns([columns()])?;
-        let precisions = self.training.precision.precisions()?;
-        let (train, validation) = self.data.open()?.split(self.data.validation_fraction)?;
-        let runs = precisions
-            .iter()
-            .map(|precision| self.train(*precision, &train, &validation))
-            .collect::<Result<Vec<_>>>()?;
-        let report = self.report(&runs, &train, &validation)?;
-        let published = self.output.publish(&report);
-        if let Some(path) = &self.plot {
+        let precisions = self.precision.precisions()?;
+        let tokens = match self.data.is_dir() {
+            true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
+            false => Tokens::bytes(&self.data)?,
+        };
+        let (train, validation) = tokens.split(VALIDATION_FRACTION)?;
+        let config = self.config(train.vocab_size())?;
+        let mut runs = Vec::new();
+        let mut sweep = Sweep::new(precisions.len())?;
+        for precision in precisions {
+            if !sweep.begins(precision) {
+                break;
+            }
+            runs.push(self.train(&config, precision, &train, &validation)?);
+        }
+        let mut environment = self.common.environment(&self.common.device()?);
+        environment.insert("reference ops", common::fallbacks());
+        let exact = runs.iter().find(|run| run.precision == "f32");
+        let rows = runs.iter().map(|run| Fields::of(&run.row(exact)));
+        let mut notes = vec![
+            format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
+            "All runs start from the same weights (rounded with --full-half) and see the same batches."
+                .into(),
+        ];
+        notes.extend(sweep.note());
+        let published = self.output.publish(&Report {
+            environment,
+            configuration: self.configuration(&config, [&train, &validation]),
+            columns: columns(),
+            rows: rows.collect::<Result<_>>()?,
+            answers: compared::answer(&runs).into_iter().collect(),
+            notes,
+            ..Default::default()
+        });
+        if let Some(path) = self.plot.as_ref().filter(|_| !runs.is_empty()) {
             figure(&runs).save(path)?;
+            common::wrote(path);
         }
         published
     }
 
-    /// A run in a loop of its own, op by op: a planned step keeps parameters in f32, which not every precision does.
-    fn train(&self, precision: Precision, train: &Tokens, validation: &Tokens) -> Result<Run> {
-        let (device, seed) = (self.common.device()?, self.common.seed);
-        let sizes = self.model.config(train.vocab_size())?;
-        let config = self
-            .training
-            .config(sizes.context_length, seed, Precision::F32)?;
-        let config = TrainConfig {
-            precision,
-            ..config
+    fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
         };
-        if let Some(id) = config
-            .separator
-            .filter(|id| *id as usize >= sizes.vocab_size)
-        {
-            return Err(Error::Config {
-                config: common::PROGRAM,
-                field: "--separator",
-                expected: format!("under the vocabulary of {}", sizes.vocab_size),
-                got: id.to_string(),
-                hint: "it is the id of the token that documents end with".into(),
-            });
-        }
-        let wanted_bytes = eager_bytes(&sizes, &config, &device)?;
-        check_room(wanted_bytes, &sizes, &config, false, &device)?;
-        let model = new_model(&sizes, seed, precision, &device)?;
+        let config = TransformerConfig {
+            vocab_size,
+            context_length: self.context_length,
+            d_model: self.d_model.unwrap_or(base.d_model),
+            d_ff: self.d_ff.unwrap_or(base.d_ff),
+            num_layers: self.num_layers.unwrap_or(base.num_layers),
+            num_heads: self.num_heads.unwrap_or(base.num_heads),
+            attention: self.attention,
+            ..base
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Trains eagerly: a planned step has f32 parameters, which not every precision has.
+    fn train(
+        &self,
+        config: &TransformerConfig,
+        precision: Precision,
+        train: &Tokens,
+        validation: &Tokens,
+    ) -> Result<Run> {
+        let (device, seed) = (self.common.device()?, self.common.seed);
+        self.check_memory(config, precision, &device)?;
+        let model = match precision.parameter_dtype() {
+            DType::F32 => TransformerLM::new(config, seed, &device)?,
+            half => TransformerLM::from_var_builder(config, nn::seeded(seed, half, &device))?,
+        };
         let parameters = model.parameters();
-        let groups = decay_matrices_only(parameters.clone(), config.optimizer);
-        let mut optimizer = AdamW::with_groups(groups)?;
+        let optimizer = AdamWConfig {
+            betas: (0.9, 0.99),
+            weight_decay: 0.1,
+            ..Default::default()
+        };
+        let mut optimizer = AdamW::with_groups(decay_matrices_only(parameters.clone(), optimizer))?;
+        let schedule = Schedule::WarmupCosine {
+            max_lr: self.lr,
+            min_lr: self.lr / 10.0,
+            warmup_steps: self.steps / 20,
+            total_steps: self.steps,
+        };
         let is_scaled = precision.dtype() == DType::F16;
         let mut scaler = GradScaler::new(GradScalerConfig {
             enabled: is_scaled,
-            ..config.loss_scaling
+            ..Default::default()
         })?;
-        let (batch_size, length) = (config.batch_size, config.sequence_length);
-        let batches = RandomBatches::new(train, batch_size, length, seed)?;
-        let held_out = SequentialBatches::new(validation, batch_size, length)?;
-        let max_norm = config.max_grad_norm.unwrap_or(f64::INFINITY);
-        let (mut history, mut time) = (History::default(), Duration::ZERO);
-        for step in 0..config.steps {
-            let begun = Instant::now();
-            let mut accumulator = GradientAccumulator::new(parameters.clone());
-            let mut sum = 0.0;
-            for part in 0..config.accumulation {
-                let index = (step * config.accumulation + part) as u64;
-                let dropout = match sizes.dropout.is_any() {
-                    true => {
-                        let key = DropoutKey::of_micro_batch(seed, optimizer.steps(), part)?;
-                        Some(key.to_device(&device)?)
-                    }
-                    false => None,
-                };
-                let batch = batches.batch(index, &device)?;
-                let targets = num_targets(&config, &batch)?;
-                if targets > 0 {
-                    let loss = loss_of(&config, &model, &batch, dropout)?;
-                    sum += value(&loss)? * targets as f64;
-                    let scaled = scaler.scale(&loss)?;
-                    drop(loss); // who holds it keeps the graph
-                    let gradients = backward(scaled)?;
-                    accumulator.add_weighted(gradients, targets as f64)?;
-                }
-            }
-            let targets = accumulator.total_weight();
-            let loss = sum / targets;
-            history
-                .losses
-                .push(if loss.is_finite() { loss } else { f64::NAN });
-            if targets == 0.0 {
-                history.skipped.push(step + 1);
-            } else {
-                let mut gradients = accumulator.mean()?;
-                if is_scaled {
+        let batches = RandomBatches::new(train, self.batch_size, self.context_length, seed)?;
+        let held_out = SequentialBatches::new(validation, self.batch_size, self.context_length)?;
+        let mut run = Run {
+            precision: precision.name().into(),
+            ..Default::default()
+        };
+        let begun = Instant::now();
+        for step in 0..self.steps {
+            let batch = batches.batch(step as u64, &device)?;
+            let loss = precision.run(|| model.loss(&batch.inputs, &batch.targets))?;
+            run.losses.push(value(&loss)?);
+            let scaled = scaler.scale(&loss)?;
+            drop(loss); // it holds the graph
+            let mut gradients = backward(scaled)?;
+            match is_scaled {
+                true => {
                     scaler.unscale(&mut gradients, &parameters)?;
-                    clip_grad_norm(&mut gradients, &parameters, max_norm)?; // what has overflowed is skipped below
-                } else {
-                    clip_grad_norm_checked(&mut gradients, &parameters, max_norm)?;
+                    clip_grad_norm(&mut gradients, &parameters, 1.0)?; // an overflow is skipped below
                 }
-                if let Some(value) = config.max_grad_value {
-                    clip_grad_value(&mut gradients, &parameters, value)?;
-                }
-                optimizer.set_learning_rate(config.schedule.learning_rate(step));
-                let stepped = scaler.step(&mut optimizer, &mut gradients)?;
-                if !stepped && scaler.loss_scale() <= SMALLEST_SCALE {
-                    return Err(not_finite("gradients at every loss scale", step + 1));
-                }
-                scaler.update()?;
-                if !stepped {
-                    history.skipped.push(step + 1);
+                false => {
+                    clip_grad_norm_checked(&mut gradients, &parameters, 1.0)?;
                 }
             }
-            time += begun.elapsed();
+            optimizer.set_learning_rate(schedule.learning_rate(step));
+            let is_stepped = scaler.step(&mut optimizer, &mut gradients)?;
+            if !is_stepped && scaler.loss_scale() <= SMALLEST_SCALE {
+                return Err(not_finite("gradients at every loss scale", step + 1));
+            }
+            scaler.update()?;
+            run.skipped_steps += usize::from(!is_stepped);
             let taken = step + 1;
             if taken.is_multiple_of(STEPS_A_POINT) {
-                let loss = history.losses[step];
+                let loss = run.losses[step];
                 common::progress(format!("{precision}: step {taken}, loss {loss:.4}"));
             }
-            if taken == config.steps || taken.is_multiple_of(config.evaluate_every) {
-                let loss = evaluate(&config, &model, &held_out, &device)?;
-                if !loss.is_finite() {
-                    return Err(not_finite("the validation loss", taken));
-                }
-                history.evaluations.push(Evaluation { step: taken, loss });
-            }
         }
-        Ok(Run {
+        run.seconds = begun.elapsed().as_secs_f64();
+        run.tokens = self.steps * self.batch_size * self.context_length;
+        run.loss_scale = is_scaled.then(|| scaler.loss_scale());
+        let (mut sum, mut count) = (0.0, 0);
+        for batch in held_out.iter(&device) {
+            let batch = batch?;
+            let targets = batch.num_targets();
+            let loss = no_grad(|| precision.run(|| model.loss(&batch.inputs, &batch.targets)))?;
+            sum += value(&loss)? * targets as f64;
+            count += targets;
+        }
+        run.validation_loss = sum / count as f64;
+        match run.validation_loss.is_finite() {
+            true => Ok(run),
+            false => Err(not_finite("the validation loss", self.steps)),
+        }
+    }
+
+    /// Refuses a training step that does not fit, instead of being killed for it.
+    fn check_memory(
+        &self,
+        config: &TransformerConfig,
+        precision: Precision,
+        device: &Device,
+    ) -> Result<()> {
+        let step = Workload {
+            batch_size: self.batch_size,
+            sequence_length: self.context_length,
+            attention: self.attention,
             precision,
-            history,
-            loss_scale: is_scaled.then(|| scaler.loss_scale()),
-            tokens_per_step: config.tokens_per_step(),
-            time,
-        })
-    }
-
-    fn report(&self, runs: &[Run], train: &Tokens, validation: &Tokens) -> Result<Report> {
-        let exact = exact(runs);
-        let rows: Vec<Fields> = runs.iter().map(|run| run.row(exact)).collect();
-        let device = self.common.device()?;
-        let mut environment = self.common.environment(&device);
-        environment.insert("reference ops", common::fallbacks());
-        Ok(Report {
-            environment,
-            configuration: self.configuration(train, validation)?,
-            columns: columns(),
-            rows,
-            notes: vec![
-                format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
-                "All runs start from the same weights, rounded where parameters are in half precision, and see the \
-                 same \
-                 batches."
-                    .into(),
-            ],
+            kernels: Kernels::of(device),
             ..Default::default()
-        })
+        };
+        let wanted_bytes = memory::estimate(config, &step)?.peak_bytes;
+        match tallow::hardware::available_bytes_on(device) {
+            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: "the training step".into(),
+                wanted_bytes,
+                available_bytes,
+            }),
+            _ => Ok(()),
+        }
     }
 
-    fn configuration(&self, train: &Tokens, validation: &Tokens) -> Result<Fields> {
+    fn configuration(
+        &self,
+        config: &TransformerConfig,
+        [train, validation]: [&Tokens; 2],
+    ) -> Fields {
         let count = |n: usize| group_digits(n as u64);
-        let model = self.model.config(train.vocab_size())?;
-        let mut fields = Fields::new();
-        let (training, held_out) = (count(train.len()), count(validation.len()));
         let data = format!(
-            "{training} to train, {held_out} to evaluate ({})",
-            self.data.name(self.data.unit())
+            "{} to train, {} to evaluate (bytes of {})",
+            count(train.len()),
+            count(validation.len()),
+            self.data.display()
         );
-        fields.insert("data", data);
         let sizes = format!(
             "d_model {}, d_ff {}, layers {}, heads {}, context {}",
-            model.d_model, model.d_ff, model.num_layers, model.num_heads, model.context_length
+            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
         );
-        fields.insert("model", sizes);
-        fields.insert("attention", model.attention.name());
-        fields.insert("batch size", self.training.batch_size);
-        fields.insert("steps", self.training.steps);
-        Ok(fields)
+        Fields::from_iter([
+            ("data", data),
+            ("model", sizes),
+            ("attention", config.attention.name().into()),
+            ("batch size", self.batch_size.to_string()),
+            ("steps", self.steps.to_string()),
+        ])
     }
-}
-
-impl Run {
-    fn row(&self, exact: Option<&Run>) -> Fields {
-        let mut row = Fields::new();
-        row.insert("precision", self.precision.name());
-        row.insert("first_loss", self.history.losses.first().copied());
-        row.insert("last_loss", self.last_loss());
-        row.insert("validation_loss", self.validation_loss());
-        let percent = |of: fn(&Run) -> Option<f64>| Some((of(self)? / of(exact?)? - 1.0) * 100.0);
-        row.insert("from_f32_percent", percent(Run::last_loss));
-        row.insert("validation_from_f32_percent", percent(Run::validation_loss));
-        row.insert("skipped_steps", self.history.skipped.len());
-        row.insert("loss_scale", self.loss_scale);
-        let steps = self.history.losses.len();
-        let seconds = self.time.as_secs_f64();
-        row.insert("step_ms", seconds * 1e3 / steps as f64);
-        row.insert(
-            "tokens_per_s",
-            (self.tokens_per_step * steps) as f64 / seconds,
-        );
-        row
-    }
-
-    fn last_loss(&self) -> Option<f64> {
-        self.history.recent_loss(STEPS_A_POINT)
-    }
-
-    fn validation_loss(&self) -> Option<f64> {
-        self.history.evaluations.last().map(|last| last.loss)
-    }
-
-    /// (step, mean loss of the steps up to it).
-    fn points(&self) -> Vec<(f64, f64)> {
-        let chunks = self.history.losses.chunks(STEPS_A_POINT).enumerate();
-        let points = chunks.map(|(i, losses)| {
-            let finite: Vec<f64> = losses.iter().copied().filter(|l| l.is_finite()).collect();
-            let mean = finite.iter().sum::<f64>() / finite.len() as f64; // NaN is left out of charts
-            ((i * STEPS_A_POINT + losses.len()) as f64, mean)
-        });
-        points.collect()
-    }
-}
-
-/// What an eager step takes, by its account.
-fn eager_bytes(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<u64> {
-    let workload = Workload {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        mode: Mode::TrainStep,
-        attention: model.attention,
-        precision: config.precision,
-        checkpointing: model.checkpointing,
-        kernels: Kernels::of(device),
-        moments: config.optimizer.moments,
-    };
-    Ok(memory::estimate(model, &workload)?.peak_bytes)
-}
-
-/// How many targets of a batch count: what follows the end of a document does not.
-fn num_targets(config: &TrainConfig, batch: &Batch) -> Result<usize> {
-    let Some(separator) = config.separator else {
-        return Ok(batch.num_targets());
-    };
-    let tokens = batch.inputs.flatten_all()?.to_vec1::<u32>()?;
-    Ok(tokens.iter().filter(|token| **token != separator).count())
-}
-
-/// The mean loss over the targets that count.
-fn loss_of(
-    config: &TrainConfig,
-    model: &TransformerLM,
-    batch: &Batch,
-    dropout: Option<DropoutKey>,
-) -> Result<Tensor> {
-    let (tokens, targets) = (&batch.inputs, &batch.targets);
-    config.precision.run(|| match config.separator {
-        Some(separator) => model.loss_of_documents(tokens, targets, separator, dropout.as_ref()),
-        None => {
-            let context = ForwardContext {
-                dropout,
-                ..Default::default()
-            };
-            model.loss_with(tokens, targets, &context, None)
-        }
-    })
-}
-
-/// The mean loss over all targets of the held-out text that count.
-fn evaluate(
-    config: &TrainConfig,
-    model: &TransformerLM,
-    held_out: &SequentialBatches,
-    device: &Device,
-) -> Result<f64> {
-    let (mut sum, mut all) = (0.0, 0);
-    for batch in held_out.iter(device) {
-        let batch = batch?;
-        let targets = num_targets(config, &batch)?;
-        if targets > 0 {
-            let loss = no_grad(|| loss_of(config, model, &batch, None))?;
-            sum += value(&loss)? * targets as f64;
-            all += targets;
-        }
-    }
-    Ok(sum / all as f64)
 }
 
 /// The error of a run that has diverged.
@@ -385,42 +344,38 @@ fn not_finite(what: &str, step: usize) -> Error {
     }
 }
 
-/// A loss as a number.
 fn value(loss: &Tensor) -> Result<f64> {
     let loss = loss.detach().to_device(&Device::Cpu)?;
     Ok(loss.to_dtype(DType::F64)?.to_scalar()?)
 }
 
-/// The run that the others are compared with.
-fn exact(runs: &[Run]) -> Option<&Run> {
-    runs.iter().find(|run| run.precision == Precision::F32)
-}
-
-/// The curves, and below them their distance from f32's, which shows what they do not.
+/// The curves, and their distance from f32's.
 fn figure(runs: &[Run]) -> Figure {
-    let line = |run: &Run| Series::new(run.precision.name(), run.points());
-    let mut charts = vec![LineChart {
-        title: format!("Loss (mean of {STEPS_A_POINT} steps)"),
+    let chart = |title: String, y_label: &str, series: Vec<Series>| LineChart {
+        title,
         x_label: "step".into(),
-        y_label: "loss (nats a token)".into(),
-        series: runs.iter().map(line).collect(),
+        y_label: y_label.into(),
+        series,
         ..Default::default()
-    }];
-    if let Some(exact) = exact(runs) {
+    };
+    let curve = |run: &Run| Series::new(run.precision.as_str(), run.points());
+    let curves = runs.iter().map(curve).collect();
+    let title = format!("Loss (mean of {STEPS_A_POINT} steps)");
+    let mut charts = vec![chart(title, "loss (nats a token)", curves)];
+    if let Some(exact) = runs.iter().find(|run| run.precision == "f32") {
         let exact = exact.points();
         let distance = |run: &Run| {
             let both = run.points().into_iter().zip(&exact);
             let points =
                 both.map(|((step, loss), (_, exact))| (step, (loss / exact - 1.0) * 100.0));
-            Series::new(run.precision.name(), points.collect())
+            Series::new(run.precision.as_str(), points.collect())
         };
-        charts.push(LineChart {
-            title: "Distance from f32".into(),
-            x_label: "step".into(),
-            y_label: "loss over f32's (%)".into(),
-            series: runs.iter().map(distance).collect(),
-            ..Default::default()
-        });
+        let distances = runs.iter().map(distance).collect();
+        charts.push(chart(
+            "Distance from f32".into(),
+            "loss over f32's (%)",
+            distances,
+        ));
     }
     Figure { charts }
 }
@@ -428,11 +383,11 @@ fn figure(runs: &[Run]) -> Figure {
 fn columns() -> Vec<Column> {
     vec![
         Column::text("precision", "Precision"),
-        Column::number("first_loss", "First loss", "nats", 4).minor(2),
         Column::number("last_loss", "Last loss", "nats", 4),
         Column::number("from_f32_percent", "From f32", "%", 3),
         Column::number("validation_loss", "Validation", "nats", 4).minor(1),
-        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).minor(2),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).minor(1),
+        Column::number("first_loss", "First loss", "nats", 4).minor(3),
         Column::count("skipped_steps", "Skipped steps").minor(2),
         Column::number("loss_scale", "Loss scale", "", 0).minor(3),
         Column::ms("step_ms", "Step"),

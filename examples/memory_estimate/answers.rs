@@ -1,179 +1,158 @@
-//! What follows from an estimate: the questions that CS336's handout asks about memory.
+//! What the handout asks about memory, in words. Functions of plain figures: the tests read them.
 
-use tallow::attention::Algorithm;
-use tallow::memory::{
-    Estimate, Mode, Workload, estimate, largest_batch_size, most_frugal, recommend,
-    smallest_sequence_beyond,
-};
-use tallow::model::TransformerConfig;
-use tallow::nn::Checkpointing;
-use tallow::report::{Fields, format_mib, group_digits, list_in_note};
-use tallow::{Error, Result};
+use serde::Serialize;
+use tallow::report::{Answer, format_mib, group_digits};
 
-/// One configuration, and what there is for it.
-pub struct Question<'a> {
-    pub title: String,
-    pub config: &'a TransformerConfig,
-    pub workload: &'a Workload,
-    pub available_bytes: u64,
+/// `12.5% more` or `30.0% less` than `before`.
+fn less(before: u64, after: u64) -> String {
+    let percent = 100.0 * (after as f64 / before as f64 - 1.0);
+    match percent {
+        more if more > 0.0 => format!("{more:.1}% more"),
+        less => format!("{:.1}% less", -less),
+    }
 }
 
-/// How often T is doubled.
-const DOUBLINGS: u32 = 5;
+/// The size of a tensor of the residual stream.
+pub fn residual_stream(
+    [batch, length, width]: [usize; 3],
+    element_bytes: usize,
+    bytes: u64,
+) -> Answer {
+    let text = format!(
+        "B x T x D elements of {element_bytes} bytes: {batch} x {length} x {width} x {element_bytes} = {}.",
+        format_mib(bytes)
+    );
+    Answer::new("How large is a tensor of the residual stream?", text)
+}
 
-impl Question<'_> {
-    /// The answers in words, and the same for programs.
-    pub fn answers(&self, plan: &Estimate) -> Result<(Vec<String>, Fields)> {
-        let mut notes = Vec::new();
-        let mut fields = Fields::new();
-        self.residual_stream(plan, &mut notes, &mut fields);
-        self.attention(&mut notes, &mut fields)?;
-        self.what_fits(&mut notes, &mut fields)?;
-        Ok((notes, fields))
-    }
+/// What attention saves for backward in all blocks as T doubles: T, bytes of attention, bytes of all activations.
+pub struct Saved {
+    pub algorithm: &'static str,
+    pub by_length: Vec<(usize, u64, u64)>,
+}
 
-    fn residual_stream(&self, plan: &Estimate, notes: &mut Vec<String>, fields: &mut Fields) {
-        let Workload {
-            batch_size,
-            sequence_length,
-            precision,
-            ..
-        } = self.workload;
-        let width = precision.parameter_dtype().size_in_bytes(); // autocast leaves the stream in f32
-        let elements = *batch_size as f64 * *sequence_length as f64 * self.config.d_model as f64;
-        let bytes = (elements * width as f64) as u64;
-        fields.insert("residual_stream_bytes", bytes);
-        fields.insert("after_forward_bytes", plan.after_forward_bytes);
-        fields.insert("peak_bytes", plan.peak_bytes);
-        notes.push(format!(
-            "The residual stream, BTD of {width} bytes, is {}; forward leaves {} in all, the peak is {}.",
-            format_mib(bytes),
-            format_mib(plan.after_forward_bytes),
-            format_mib(plan.peak_bytes)
-        ));
-    }
-
-    /// What attention keeps for backward beside its inputs and output, as T doubles.
-    fn attention(&self, notes: &mut Vec<String>, fields: &mut Fields) -> Result<()> {
-        for algorithm in self.algorithms() {
-            let mut kept = Fields::new();
-            let mut words = Vec::new();
-            for doubling in 0..DOUBLINGS {
-                let factor = 1 << doubling;
-                let t = self.workload.sequence_length.saturating_mul(factor);
-                let (of_attention, of_all) = self.kept(algorithm, t)?;
-                kept.insert(t.to_string(), of_attention);
-                let share = 100.0 * of_attention as f64 / of_all as f64;
-                words.push(format!("T {t} {} ({share:.0}%)", format_mib(of_attention)));
-            }
-            fields.insert(
-                format!("{algorithm}_kept_bytes_by_context_length"),
-                serde_json::to_value(kept).unwrap_or_default(),
-            );
-            let formula = match algorithm {
-                Algorithm::Naive => "L BHT^2 in f32",
-                Algorithm::Flash => "L BHT in f32; in half precision also L BTD in half",
-            };
-            let start = format!(
-                "Beside its inputs and output, {algorithm} attention keeps {formula} for backward (% of all \
-                 activations)"
-            );
-            notes.push(list_in_note(&start, &words));
-        }
-        Ok(())
-    }
-
-    /// Those that this model can be computed with.
-    fn algorithms(&self) -> Vec<Algorithm> {
-        let all = Algorithm::ALL.into_iter();
-        let possible = |attention: &Algorithm| {
-            let config = TransformerConfig {
-                attention: *attention,
-                ..self.config.clone()
-            };
-            config.validate().is_ok()
-        };
-        all.filter(possible).collect()
-    }
-
-    /// Bytes that attention keeps of all that the blocks do, with the whole graph.
-    fn kept(&self, attention: Algorithm, sequence_length: usize) -> Result<(u64, u64)> {
-        let workload = Workload {
-            attention,
-            sequence_length,
-            mode: Mode::ForwardKeepingGraph,
-            checkpointing: Checkpointing::None,
-            ..self.workload.clone()
-        };
-        let plan = estimate(self.config, &workload)?;
-        const KEPT: [&str; 3] = ["probabilities", "lse", "rounded off"];
-        let parts = plan.breakdown.parts.iter();
-        let of_attention = parts.filter(|part| KEPT.contains(&part.what.as_ref()));
-        let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
-        Ok((bytes, plan.activation_bytes))
-    }
-
-    fn what_fits(&self, notes: &mut Vec<String>, fields: &mut Fields) -> Result<()> {
-        let (config, workload, available) = (self.config, self.workload, self.available_bytes);
-        fields.insert("available_bytes", available);
-        let within = format_mib(available);
-        for attention in self.algorithms() {
-            let workload = Workload {
-                attention,
-                ..workload.clone()
-            };
-            let beyond = smallest_sequence_beyond(config, &workload, available)?;
-            fields.insert(
-                format!("{attention}_smallest_context_length_beyond"),
-                beyond,
-            );
-            let batch = largest_batch_size(config, &workload, available)?;
-            fields.insert(format!("{attention}_largest_batch_size"), batch);
-            let batch = match batch {
-                Some(batch) => format!(
-                    "the largest batch that does is {}",
-                    group_digits(batch as u64)
-                ),
-                None => "not one sequence does".into(),
-            };
-            notes.push(format!(
-                "With {attention} attention, the smallest T that {within} do not hold is {}; at T {} {batch}.",
-                group_digits(beyond as u64),
-                workload.sequence_length
-            ));
-        }
-        let strategy = recommend(config, workload, available)?;
-        fields.insert("recommended_checkpointing", strategy.map(|s| s.to_string()));
-        notes.push(match strategy {
-            Some(strategy) => format!(
-                "Within {within}, checkpointing {strategy} recomputes the fewest blocks: {} of {}, with a peak of {}.",
-                strategy.recomputed_blocks(config.num_layers),
-                config.num_layers,
-                format_mib(self.peak(strategy)?)
-            ),
-            None => format!("No checkpointing lets it fit in {within}."),
+/// How the memory that attention saves for backward grows with T.
+pub fn attention(saved: &[Saved]) -> Answer {
+    let sentences = saved.iter().map(|Saved { algorithm, by_length }| {
+        let words = by_length.iter().map(|(length, bytes, all)| {
+            let share = 100.0 * *bytes as f64 / *all as f64;
+            format!("{} at T {length} ({share:.0}%)", format_mib(*bytes))
         });
-        Ok(())
-    }
-
-    /// An error if no checkpointing keeps within the budget, which names what the most frugal takes.
-    pub fn within_budget(&self) -> Result<()> {
-        if recommend(self.config, self.workload, self.available_bytes)?.is_some() {
-            return Ok(());
-        }
-        let (_, wanted_bytes) = most_frugal(self.config, self.workload)?;
-        Err(Error::OutOfMemory {
-            what: format!("{}, or with any other checkpointing", self.title),
-            wanted_bytes,
-            available_bytes: self.available_bytes,
-        })
-    }
-
-    fn peak(&self, checkpointing: Checkpointing) -> Result<u64> {
-        let workload = Workload {
-            checkpointing,
-            ..self.workload.clone()
+        let words = words.collect::<Vec<_>>().join(", ");
+        let formula = match *algorithm {
+            "naive" => "the probabilities, L x B x H x T^2 elements, so four times as much for twice the length",
+            _ => "L x B x H x T sums of rows (in half precision also L x B x T x D roundings), in proportion to T",
         };
-        Ok(estimate(self.config, &workload)?.peak_bytes)
-    }
+        format!("{algorithm} saves {formula}: {words}.")
+    });
+    let text = format!(
+        "In addition to its inputs and output (in brackets: of all activations), {}",
+        sentences.collect::<Vec<_>>().join(" ")
+    );
+    let question = "How does the memory that attention saves for backward change with T?";
+    Answer::new(question, text)
+}
+
+/// What fits with one attention: the largest T at the batch size, and the largest batch at the T.
+pub struct Fits {
+    pub attention: String,
+    pub context_length: Option<usize>,
+    pub batch_size: Option<usize>,
+}
+
+/// Which sizes fit `available_bytes`.
+pub fn what_fits(available_bytes: u64, [batch, length]: [usize; 2], fits: &[Fits]) -> Answer {
+    let sentences = fits.iter().map(|fits| {
+        let count = |n: usize| group_digits(n as u64);
+        let longest = match fits.context_length {
+            Some(n) => format!("the longest context at batch {batch} is {}", count(n)),
+            None => format!("no context fits at batch {batch}"),
+        };
+        let largest = match fits.batch_size {
+            Some(n) => format!("the largest batch at T {length} is {}", count(n)),
+            None => format!("not one sequence fits at T {length}"),
+        };
+        format!(" With {} attention {longest}; {largest}.", fits.attention)
+    });
+    let text = format!(
+        "{} are available.{}",
+        format_mib(available_bytes),
+        sentences.collect::<String>()
+    );
+    Answer::new("Which sizes fit?", text)
+}
+
+/// A checkpointing strategy, how many blocks it runs again, and its prediction.
+#[derive(Default, Serialize)]
+pub struct Strategy {
+    pub name: String,
+    pub recomputed_blocks: usize,
+    pub after_forward_bytes: u64,
+    pub peak_bytes: u64,
+}
+
+/// Which strategy uses the least memory, and which costs the least among those that fit. The first is no
+/// checkpointing.
+pub fn checkpointing(
+    strategies: &[Strategy],
+    layers: usize,
+    available_bytes: u64,
+) -> Option<Answer> {
+    let none = strategies.first()?;
+    let least = strategies.iter().min_by_key(|s| s.peak_bytes)?;
+    let start = match least.peak_bytes < none.peak_bytes {
+        true => format!(
+            "{} uses the least: {} instead of {} ({}). It runs {} of {layers} blocks a second time in backward.",
+            least.name,
+            format_mib(least.peak_bytes),
+            format_mib(none.peak_bytes),
+            less(none.peak_bytes, least.peak_bytes),
+            least.recomputed_blocks
+        ),
+        false => format!(
+            "No strategy saves memory here: the peak is {} without checkpointing.",
+            format_mib(none.peak_bytes)
+        ),
+    };
+    let fitting = strategies
+        .iter()
+        .filter(|s| s.peak_bytes <= available_bytes);
+    let within = format_mib(available_bytes);
+    let end = match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
+        Some(first) if first.recomputed_blocks == 0 => {
+            format!("{within} hold the step without checkpointing, so nothing need be recomputed.")
+        }
+        Some(cheapest) => format!(
+            "Of those that fit {within}, {} recomputes the fewest blocks: {} of {layers}, with a peak of {}.",
+            cheapest.name,
+            cheapest.recomputed_blocks,
+            format_mib(cheapest.peak_bytes)
+        ),
+        None => format!("No strategy fits {within}."),
+    };
+    let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
+    Some(Answer::new(question, format!("{start} {end}")))
+}
+
+/// Checkpointing in segments and nested checkpointing, for `layers` blocks whose input has `input_bytes` and whose graph
+/// has `graph_bytes`.
+pub fn nested(layers: usize, input_bytes: u64, graph_bytes: u64) -> Answer {
+    let (l, r, a) = (layers as f64, input_bytes as f64, graph_bytes as f64);
+    let mib = |bytes: f64| format_mib(bytes as u64);
+    let (root, levels) = (l.sqrt(), l.log2().ceil());
+    let text = format!(
+        "Without it the graphs of L blocks of a = {} each exist together: L a = {}. In segments of s blocks, the inputs of \
+         L/s segments (r = {} each) and the graph of one segment exist: (L/s) r + s a. With s = sqrt(L) = {root:.1} this is \
+         {}: O(sqrt L), for at most one more forward. If each segment is split in halves again, one input a level and the \
+         graph of one block exist: log2(L) r + a = {}: O(log L), for O(L log L) recomputed blocks (at most {:.0}). These \
+         figures follow from the formulas; tallow has one level.",
+        mib(a),
+        mib(l * a),
+        mib(r),
+        mib(root * (r + a)),
+        mib(levels * r + a),
+        l * levels,
+    );
+    let question = "Activation checkpointing (b): how does memory grow with depth in segments, and when nested?";
+    Answer::new(question, text)
 }

@@ -1,5 +1,6 @@
 //! The planned step whose memory is asked for, and its flags.
 
+use crate::common::modes::CompileFlag;
 use crate::common::ranks::{ExchangeFlags, Strategy};
 use crate::common::{self, values};
 use candle_core::DType;
@@ -11,42 +12,40 @@ use tallow::graph;
 use tallow::memory::{Mode, Workload, largest_that_fits};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Checkpointing, DropoutRates};
-use tallow::optim::Moments;
-use tallow::report::{Fields, format_mib, group_digits};
 
 #[derive(Args)]
 #[command(next_help_heading = "Planned step")]
 pub struct StepFlags {
-    /// Predict the planned step (compile::Step) in place of the eager one
-    #[arg(long)]
-    pub compile: bool,
+    /// Planned steps too, or alone with =only
+    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW")]
+    pub compile: Option<CompileFlag>,
 
-    /// Batches in a step, whose gradients are averaged
-    #[arg(long, default_value_t = 1, value_parser = values::count())]
+    /// Batches whose gradients are averaged
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::count())]
     accumulation: usize,
 
     /// Clip gradients to this norm
-    #[arg(long, value_name = "NORM", value_parser = values::from_0)]
+    #[arg(long, value_name = "X", value_parser = values::from_0)]
     clip_norm: Option<f64>,
 
-    /// Drop elements with this probability, wherever the model drops
+    /// Clip elements of gradients to this value
+    #[arg(long, value_name = "X", value_parser = values::from_0)]
+    clip_value: Option<f64>,
+
+    /// Drop elements with this probability
     #[arg(long, value_name = "P", value_parser = values::from_0)]
     dropout: Option<f64>,
 
-    /// The most that the arena may take, in GiB: backward runs again what does not fit
-    #[arg(long, value_parser = values::gib)]
+    /// Most memory of the arena; backward recomputes the rest
+    #[arg(long, value_name = "GIB", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 
-    /// Update each parameter in backward, as soon as its gradient is there
+    /// Update each parameter in backward
     #[arg(long)]
     optimizer_in_backward: bool,
 
-    /// Store AdamW's running means in bf16
-    #[arg(long)]
-    bf16_moments: bool,
-
-    /// How many ranks take the step together; rank 0's memory is predicted
-    #[arg(long, default_value_t = 1, value_parser = values::count())]
+    /// Ranks of the step; rank 0 is predicted
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::count())]
     world_size: usize,
 
     #[command(flatten)]
@@ -60,16 +59,16 @@ const MOST_TOKENS: usize = 1 << 20;
 pub const NAMES: &[&str] = &[
     "accumulation",
     "clip-norm",
+    "clip-value",
     "dropout",
     "memory-budget-gib",
     "optimizer-in-backward",
-    "bf16-moments",
     "world-size",
 ];
 
 impl StepFlags {
     pub fn has_ranks(&self) -> bool {
-        self.compile && self.world_size > 1
+        self.compile.is_some() && self.world_size > 1
     }
 
     pub fn has_budget(&self) -> bool {
@@ -92,6 +91,7 @@ impl StepFlags {
         let step = StepConfig {
             precision: workload.precision,
             clip_norm: self.clip_norm,
+            clip_value: self.clip_value,
             loss_scaling: workload.precision.dtype() == DType::F16,
             accumulation: self.accumulation,
             memory_budget_bytes: self.memory_budget_gib.map(common::gib_bytes),
@@ -112,21 +112,17 @@ impl StepFlags {
         let rows = workload.batch_size.saturating_mul(self.accumulation);
         let batch = Batch::hollow(rows, workload.sequence_length)?;
         let (plan, checkpointing) = Step::plan_of(target, &model, &step, batch)?;
-        let plan = match self.bf16_moments {
-            true => plan.with_moments(Moments::Bf16 { seed: 0 }),
-            false => plan,
-        };
-        Ok((plan, checkpointing))
+        Ok((plan.with_moments(workload.moments), checkpointing))
     }
 
-    /// The largest batch and the largest T that memory holds, in words, and the same for programs.
-    pub fn what_fits(
+    /// The largest batch and the largest T that fit, of at most [`MOST_TOKENS`].
+    pub fn largest(
         &self,
         config: &TransformerConfig,
         workload: &Workload,
         target: Target,
         available_bytes: u64,
-    ) -> Result<(String, Fields)> {
+    ) -> Result<(Option<usize>, Option<usize>)> {
         let bytes = |batch_size: usize, sequence_length: usize| {
             if batch_size.saturating_mul(sequence_length) > MOST_TOKENS {
                 return Ok(u64::MAX);
@@ -145,22 +141,7 @@ impl StepFlags {
         let [b, t] = [workload.batch_size, workload.sequence_length];
         let batch = largest_that_fits(available_bytes, |batch_size| bytes(batch_size, t))?;
         let length = largest_that_fits(available_bytes, |length| bytes(b, length))?;
-        let mut fields = Fields::new();
-        fields.insert("available_bytes", available_bytes);
-        fields.insert("largest_batch_size", batch);
-        fields.insert("largest_context_length", length);
-        let [batch, length] = [(batch, t), (length, b)].map(|(size, other)| match size {
-            Some(size) if (size + 1).saturating_mul(other) > MOST_TOKENS => {
-                format!("{} and more", group_digits(size as u64))
-            }
-            Some(size) => group_digits(size as u64),
-            None => "none".into(),
-        });
-        let note = format!(
-            "{} hold batches of up to {batch} at T {t}, and T up to {length} at batch {b}.",
-            format_mib(available_bytes)
-        );
-        Ok((note, fields))
+        Ok((batch, length))
     }
 
     fn ranks(&self) -> StepRanks {

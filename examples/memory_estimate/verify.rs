@@ -1,13 +1,37 @@
 //! The estimate against fifty measured configurations.
 
 use crate::cases::{COUNT, case, is_outside};
-use crate::common;
-use tallow::memory::{Workload, estimate, measure};
-use tallow::model::TransformerConfig;
-use tallow::report::{Column, Fields, Report, format_mib};
+use crate::common::{self, Sweep};
+use serde::Serialize;
+use tallow::memory::{estimate, measure};
+use tallow::report::{Answer, Column, Fields, Report, format_mib};
 use tallow::{Error, Result};
 
-/// Runs every case, a row each, and says whether none is outside.
+/// A case: predicted and measured peak.
+#[derive(Clone, Debug, Serialize)]
+struct Row {
+    case: usize,
+    d_model: usize,
+    d_ff: usize,
+    num_heads: usize,
+    num_layers: usize,
+    vocab_size: usize,
+    batch_size: usize,
+    context_length: usize,
+    mode: &'static str,
+    attention: &'static str,
+    precision: &'static str,
+    checkpointing: String,
+    predicted_bytes: u64,
+    measured_bytes: u64,
+    difference_bytes: f64,
+    difference_percent: f64,
+    predicted_after_forward_bytes: u64,
+    measured_after_forward_bytes: u64,
+    outside: bool,
+}
+
+/// Runs every case, a row each, and returns whether none is outside.
 pub fn verify(report: &mut Report, threads: usize) -> Result<bool> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(|error| Error::Config {
@@ -17,49 +41,51 @@ pub fn verify(report: &mut Report, threads: usize) -> Result<bool> {
         got: threads.to_string(),
         hint: error.to_string(),
     })?;
+    let mut sweep = Sweep::new(COUNT)?;
+    let rows = pool.install(|| {
+        let cases = (0..COUNT).take_while(|i| sweep.begins(format_args!("case {i}")));
+        cases.map(row).collect::<Result<Vec<Row>>>()
+    })?;
     report.columns = columns();
-    report.rows = pool.install(|| (0..COUNT).map(row).collect::<Result<_>>())?;
-    let outside = count(report, "outside", &true.into());
-    report.notes.extend(notes(report, outside));
+    report.rows = rows.iter().map(Fields::of).collect::<Result<_>>()?;
+    let outside = rows.iter().filter(|row| row.outside).count();
+    report.answers.extend(answer(&rows, outside));
+    report.notes.push(
+        "Scratch is predicted for every thread; a thread without work holds none. Records of tensors and ops, about 16 \
+         KiB a layer, are not predicted."
+            .into(),
+    );
+    report.notes.extend(sweep.note());
     report.analysis.insert("outside", outside);
     Ok(outside == 0)
 }
 
-fn row(i: usize) -> Result<Fields> {
+fn row(i: usize) -> Result<Row> {
     let (config, workload) = case(i);
-    common::progress(format_args!("case {i} of {COUNT}"));
     let predicted = estimate(&config, &workload)?;
     let measured = measure(&config, &workload)?;
     let difference = predicted.peak_bytes as f64 - measured.peak_bytes as f64;
-    let mut row = labels(i, &config, &workload);
-    row.insert("predicted_bytes", predicted.peak_bytes);
-    row.insert("measured_bytes", measured.peak_bytes);
-    row.insert("difference_bytes", difference);
-    let percent = 100.0 * difference / measured.peak_bytes as f64;
-    row.insert("difference_percent", percent);
-    let pair = [predicted.after_forward_bytes, measured.after_forward_bytes];
-    row.insert("predicted_after_forward_bytes", pair[0]);
-    row.insert("measured_after_forward_bytes", pair[1]);
-    let outside = is_outside(predicted.peak_bytes, measured.peak_bytes);
-    row.insert("outside", outside);
-    Ok(row)
-}
-
-fn labels(i: usize, config: &TransformerConfig, workload: &Workload) -> Fields {
-    let mut row = Fields::new();
-    row.insert("case", i);
-    row.insert("d_model", config.d_model);
-    row.insert("d_ff", config.d_ff);
-    row.insert("num_heads", config.num_heads);
-    row.insert("num_layers", config.num_layers);
-    row.insert("vocab_size", config.vocab_size);
-    row.insert("batch_size", workload.batch_size);
-    row.insert("context_length", workload.sequence_length);
-    row.insert("mode", workload.mode.name());
-    row.insert("attention", workload.attention.name());
-    row.insert("precision", workload.precision.name());
-    row.insert("checkpointing", workload.checkpointing.to_string());
-    row
+    Ok(Row {
+        case: i,
+        d_model: config.d_model,
+        d_ff: config.d_ff,
+        num_heads: config.num_heads,
+        num_layers: config.num_layers,
+        vocab_size: config.vocab_size,
+        batch_size: workload.batch_size,
+        context_length: workload.sequence_length,
+        mode: workload.mode.name(),
+        attention: workload.attention.name(),
+        precision: workload.precision.name(),
+        checkpointing: workload.checkpointing.to_string(),
+        predicted_bytes: predicted.peak_bytes,
+        measured_bytes: measured.peak_bytes,
+        difference_bytes: difference,
+        difference_percent: 100.0 * difference / measured.peak_bytes as f64,
+        predicted_after_forward_bytes: predicted.after_forward_bytes,
+        measured_after_forward_bytes: measured.after_forward_bytes,
+        outside: is_outside(predicted.peak_bytes, measured.peak_bytes),
+    })
 }
 
 fn columns() -> Vec<Column> {
@@ -86,40 +112,25 @@ fn columns() -> Vec<Column> {
     ]
 }
 
-fn count(report: &Report, key: &str, value: &serde_json::Value) -> usize {
-    let rows = report.rows.iter();
-    rows.filter(|row| row.get(key) == Some(value)).count()
-}
-
-fn notes(report: &Report, outside: usize) -> Vec<String> {
-    let number = |row: &Fields, key: &str| row.get(key).and_then(|value| value.as_f64());
-    let by = |row: &&Fields| number(row, "difference_percent").unwrap_or(f64::NAN);
-    let under = report.rows.iter().min_by(|a, b| by(a).total_cmp(&by(b)));
-    let over = report.rows.iter().max_by(|a, b| {
-        let [a, b] = [a, b].map(|row| number(row, "difference_bytes").unwrap_or(f64::NAN));
-        a.total_cmp(&b)
-    });
-    let describe = |what: &str, row: &Fields| {
-        let mib = |key| format_mib(number(row, key).unwrap_or_default() as u64);
+/// How near the predictions are; `None` without cases.
+fn answer(rows: &[Row], outside: usize) -> Option<Answer> {
+    let by_percent = |a: &&Row, b: &&Row| a.difference_percent.total_cmp(&b.difference_percent);
+    let by_bytes = |a: &&Row, b: &&Row| a.difference_bytes.total_cmp(&b.difference_bytes);
+    let words = |row: &Row| {
         format!(
-            "{what}: case {}, predicted {}, measured {} ({:+.2}%).",
-            row.get("case").cloned().unwrap_or_default(),
-            mib("predicted_bytes"),
-            mib("measured_bytes"),
-            by(&row)
+            "case {}, predicted {}, measured {} ({:+.2}%)",
+            row.case,
+            format_mib(row.predicted_bytes),
+            format_mib(row.measured_bytes),
+            row.difference_percent
         )
     };
-    let mut notes = vec![format!(
-        "{outside} of {} are outside: further off than 2% or 1 MiB, whichever is more, or more than 2% too low.",
-        report.rows.len()
-    )];
-    notes.extend(under.map(|row| describe("The furthest below, in percent", row)));
-    notes.extend(over.map(|row| describe("The furthest above, in bytes", row)));
-    notes.push(
-        "The breakdown counts blocks of every thread; a thread without work holds none. It leaves out records of \
-         tensors \
-         and ops, some 16 KiB a layer."
-            .into(),
+    let text = format!(
+        "{outside} of {} are outside the bounds: at most 2% or 1 MiB too high, whichever is more, and at most 2% too low. \
+         Lowest in percent: {}. Highest in bytes: {}.",
+        rows.len(),
+        words(rows.iter().min_by(by_percent)?),
+        words(rows.iter().max_by(by_bytes)?),
     );
-    notes
+    Some(Answer::new("How near are the predictions?", text))
 }

@@ -1,96 +1,108 @@
-//! The table's rows: one number added up many times, in every way. The tests read these rows too.
+//! One number added up many times, in several precisions and ways, and what the sums answer. The tests read both.
 
 use candle_core::{DType, FloatDType};
 use half::{bf16, f16};
+use serde::Serialize;
 use tallow::precision::accumulate::{kahan_sum, pairwise_sum, running_sum, running_sums};
-use tallow::report::Fields;
+use tallow::report::{Answer, group_digits};
+
+/// One sum and its error.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Sum {
+    /// The dtype that the running sum is stored in.
+    pub accumulator: &'static str,
+    /// The dtype of the terms.
+    pub terms: &'static str,
+    /// How they are added.
+    pub method: &'static str,
+    pub sum: f64,
+    /// `sum` less the exact sum.
+    pub error: f64,
+    pub error_percent: f64,
+    /// The part of the error that the terms had before they were added.
+    pub error_of_terms: f64,
+    /// The part of the error that the additions made.
+    pub error_of_additions: f64,
+    /// The term as its dtype stores it.
+    pub term: f64,
+    /// The distance from the sum to the accumulator's next number.
+    pub spacing: f64,
+    /// The last addition that changed the sum, counted from 1, where later ones left it as it was.
+    pub last_change: Option<usize>,
+    /// What made most of the error, in two or three words.
+    pub cause: String,
+}
 
 /// `count` times `value`, added up in every way: the four sums of the exercise first, in its order.
-pub fn rows(value: f64, count: usize) -> Vec<Fields> {
+pub fn rows(value: f64, count: usize) -> Vec<Sum> {
     let single = vec![value as f32; count];
     let half = vec![f16::from_f64(value); count];
     let brain = vec![bf16::from_f64(value); count];
     let widened: Vec<f32> = half.iter().map(|term| term.to_f32()).collect();
-    let wanted = value * count as f64;
-    vec![
-        row::<f32, _>(&single, "f32", Method::Running, wanted),
-        row::<f16, _>(&half, "f16", Method::Running, wanted),
-        row::<f32, _>(&half, "f16", Method::Running, wanted),
-        row::<f32, _>(&widened, "f16, cast to f32", Method::Running, wanted),
-        row::<bf16, _>(&brain, "bf16", Method::Running, wanted),
-        row::<f32, _>(&brain, "bf16", Method::Running, wanted),
-        row::<f32, _>(&single, "f32", Method::Kahan, wanted),
-        row::<f16, _>(&half, "f16", Method::Kahan, wanted),
-        row::<bf16, _>(&brain, "bf16", Method::Kahan, wanted),
-        row::<f32, _>(&single, "f32", Method::Pairwise, wanted),
-        row::<f16, _>(&half, "f16", Method::Pairwise, wanted),
-        row::<bf16, _>(&brain, "bf16", Method::Pairwise, wanted),
-    ]
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Method {
-    Running,
-    Kahan,
-    Pairwise,
-}
-
-impl Method {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Running => "one by one",
-            Self::Kahan => "Kahan",
-            Self::Pairwise => "pairwise",
-        }
+    let exact = value * count as f64;
+    let mut rows = vec![
+        sum::<f32, _>(&single, "f32", RUNNING, exact),
+        sum::<f16, _>(&half, "f16", RUNNING, exact),
+        sum::<f32, _>(&half, "f16", RUNNING, exact),
+        sum::<f32, _>(&widened, "f16, cast to f32", RUNNING, exact),
+        sum::<bf16, _>(&brain, "bf16", RUNNING, exact),
+        sum::<f32, _>(&brain, "bf16", RUNNING, exact),
+    ];
+    for method in [KAHAN, PAIRWISE] {
+        rows.push(sum::<f32, _>(&single, "f32", method, exact));
+        rows.push(sum::<f16, _>(&half, "f16", method, exact));
+        rows.push(sum::<bf16, _>(&brain, "bf16", method, exact));
     }
+    rows
 }
 
-fn row<A: FloatDType, T: FloatDType>(
+const RUNNING: &str = "one by one";
+const KAHAN: &str = "Kahan";
+const PAIRWISE: &str = "pairwise";
+
+fn sum<A: FloatDType, T: FloatDType>(
     terms: &[T],
-    terms_name: &str,
-    method: Method,
-    wanted: f64,
-) -> Fields {
+    name: &'static str,
+    method: &'static str,
+    exact: f64,
+) -> Sum {
     let sum = match method {
-        Method::Running => running_sum::<A, T>(terms),
-        Method::Kahan => kahan_sum::<A, T>(terms),
-        Method::Pairwise => pairwise_sum::<A, T>(terms),
+        RUNNING => running_sum::<A, T>(terms),
+        KAHAN => kahan_sum::<A, T>(terms),
+        _ => pairwise_sum::<A, T>(terms),
     };
     let sum = sum.to_f64();
     let term = terms.first().map_or(0.0, |term| term.to_f64());
-    let exact = term * terms.len() as f64; // of the terms as they are: 24 bits times a count, exact in f64
-    let stopped_at = match method {
-        Method::Running => last_change::<A, T>(terms),
-        _ => None,
+    let of_stored = term * terms.len() as f64; // 24 bits times a count: exact in f64
+    let epsilon = match A::DTYPE {
+        DType::BF16 => bf16::EPSILON.to_f64(),
+        DType::F16 => f16::EPSILON.to_f64(),
+        _ => f64::from(f32::EPSILON),
     };
-    let found = Found {
-        accumulator: A::DTYPE,
-        terms: terms.len(),
-        term,
-        term_dtype: terms_name.chars().take_while(|c| *c != ',').collect(),
+    let mut row = Sum {
+        accumulator: A::DTYPE.as_str(),
+        terms: name,
+        method,
         sum,
-        of_terms: exact - wanted,
-        of_additions: sum - exact,
-        stopped_at,
+        error: sum - exact,
+        error_percent: 100.0 * (sum - exact) / exact,
+        error_of_terms: of_stored - exact,
+        error_of_additions: sum - of_stored,
+        term,
+        spacing: epsilon * 2f64.powf(sum.abs().log2().floor()),
+        last_change: match method {
+            RUNNING => last_change::<A, T>(terms),
+            _ => None,
+        },
+        cause: String::new(),
     };
-    let mut fields = Fields::new();
-    fields.insert("accumulator", A::DTYPE.as_str());
-    fields.insert("terms", terms_name);
-    fields.insert("method", method.name());
-    fields.insert("sum", sum);
-    fields.insert("error", sum - wanted);
-    fields.insert("error_percent", 100.0 * (sum - wanted) / wanted);
-    fields.insert("error_of_terms", found.of_terms);
-    fields.insert("error_of_additions", found.of_additions);
-    fields.insert("stopped_at", stopped_at);
-    fields.insert("cause", found.cause());
-    fields
+    row.cause = row.cause();
+    row
 }
 
-/// The addition after which the sum stands still; `None` where it moves to the end.
+/// The last addition that changes the sum; `None` if that is the last of all.
 fn last_change<A: FloatDType, T: FloatDType>(terms: &[T]) -> Option<usize> {
-    let mut before = A::zero();
-    let mut last = 0;
+    let (mut before, mut last) = (A::zero(), 0);
     for (i, sum) in running_sums::<A, T>(terms).enumerate() {
         if sum != before {
             last = i + 1;
@@ -100,57 +112,99 @@ fn last_change<A: FloatDType, T: FloatDType>(terms: &[T]) -> Option<usize> {
     (last < terms.len()).then_some(last)
 }
 
-/// A sum with what is known of its error.
-struct Found {
-    accumulator: DType,
-    terms: usize,
-    term: f64,
-    term_dtype: String,
-    sum: f64,
-    of_terms: f64,
-    of_additions: f64,
-    stopped_at: Option<usize>,
-}
-
-impl Found {
-    /// What made most of the error, in words and numbers.
+impl Sum {
     fn cause(&self) -> String {
-        let accumulator = self.accumulator.as_str();
-        if !self.sum.is_finite() {
-            return format!("past the largest number of {accumulator}");
+        let [terms, additions] = [self.error_of_terms, self.error_of_additions].map(f64::abs);
+        match self.last_change {
+            _ if !self.sum.is_finite() => "overflow".into(),
+            _ if self.error_of_terms + self.error_of_additions == 0.0 => "none".into(),
+            Some(addition) => format!("unchanged after {}", group_digits(addition as u64)),
+            None if terms >= additions => "rounded terms".into(),
+            None if additions <= self.spacing / 2.0 => "rounded result".into(),
+            None => "rounded additions".into(),
         }
-        if self.of_terms + self.of_additions == 0.0 {
-            let exact = self.sum - self.of_additions;
-            return format!("none: the terms' sum, {exact:.8}, rounds to it");
-        }
-        let spacing = match self.spacing() {
+    }
+
+    /// The sum with its error and the reason.
+    fn explained(&self) -> String {
+        let Sum {
+            accumulator, terms, ..
+        } = self;
+        let spacing = match self.spacing {
             wide if wide >= 1e-4 => wide.to_string(),
             narrow => format!("{narrow:.2e}"),
         };
-        if let Some(addition) = self.stopped_at {
-            return format!(
-                "stands still from addition {addition} on, where {accumulator} has a number every {spacing}"
-            );
-        }
-        if self.of_terms.abs() >= self.of_additions.abs() {
-            return format!("the term is {:.10} in {}", self.term, self.term_dtype);
-        }
-        if self.of_additions.abs() <= self.spacing() / 2.0 {
-            return format!("the result is rounded to {accumulator}, to a multiple of {spacing}");
-        }
-        format!(
-            "{} additions are each rounded to {accumulator}, the last to a multiple of {spacing}",
-            self.terms
-        )
-    }
-
-    /// From the sum to the accumulator's next number.
-    fn spacing(&self) -> f64 {
-        let epsilon = match self.accumulator {
-            DType::BF16 => bf16::EPSILON.to_f64(),
-            DType::F16 => f16::EPSILON.to_f64(),
-            _ => f64::from(f32::EPSILON),
+        let reason = match self.cause.as_str() {
+            "overflow" => format!("the sum is over the largest number of {accumulator}"),
+            "none" => "no error is left after rounding".into(),
+            "rounded terms" => format!("the term is stored as {:.10}", self.term),
+            "rounded result" => format!("only the result is rounded to {accumulator}"),
+            "rounded additions" => format!(
+                "each addition is rounded to {accumulator}, whose numbers near the sum are {spacing} apart"
+            ),
+            _ => format!(
+                "the {}th addition is the last that changes the sum: {:.4} is less than half of {spacing}, the \
+                 distance to the next number of {accumulator}",
+                self.last_change.unwrap_or_default(),
+                self.term
+            ),
         };
-        epsilon * 2f64.powf(self.sum.abs().log2().floor())
+        let (sum, percent) = (self.sum, self.error_percent);
+        format!("{terms} terms in {accumulator}: {sum:.8} ({percent:+.4}%); {reason}.")
     }
+}
+
+/// What the exercise asks, from [`rows`].
+pub fn answers(rows: &[Sum]) -> Vec<Answer> {
+    let find = |accumulator: &str, terms: &str, method: &str| {
+        let mut rows = rows.iter();
+        rows.find(|row| (row.accumulator, row.terms, row.method) == (accumulator, terms, method))
+    };
+    let running = |accumulator, terms| find(accumulator, terms, RUNNING);
+    let mut answers = Vec::new();
+    let four = ["f32", "f16"].map(|dtype| running(dtype, dtype));
+    if let ([Some(single), Some(half)], Some(mixed), Some(cast)) = (
+        four,
+        running("f32", "f16"),
+        running("f32", "f16, cast to f32"),
+    ) {
+        let mut text: Vec<String> = [single, half, mixed].map(Sum::explained).to_vec();
+        text.extend((mixed.sum == cast.sum).then(|| {
+            "Casting the terms to f32 first gives the same sum: it cannot restore what f16 has rounded away.".into()
+        }));
+        let question = "How accurate are the four sums of the exercise?";
+        answers.push(Answer::new(question, text.join(" ")));
+    }
+    if let (Some(brain), Some(mixed)) = (running("bf16", "bf16"), running("f32", "bf16")) {
+        let conclusion = match mixed.error.abs() < brain.error.abs() {
+            true => {
+                "With the same terms the f32 accumulator is nearer to the exact sum, which is why matmuls in half \
+                 precision accumulate in f32."
+            }
+            false => "With these terms the f32 accumulator is no nearer to the exact sum.",
+        };
+        let text = format!("{} {} {conclusion}", brain.explained(), mixed.explained());
+        let question = "What does an f32 accumulator change for bf16?";
+        answers.push(Answer::new(question, text));
+    }
+    let others = [KAHAN, PAIRWISE].map(|method| {
+        let sums = ["f16", "bf16"].map(|dtype| {
+            let found = find(dtype, dtype, method);
+            let worst = found.map_or(f64::NAN, |row| row.error_of_additions.abs());
+            (worst, found.map_or(f64::NAN, |row| row.spacing))
+        });
+        let holds = sums.iter().all(|(error, spacing)| *error <= *spacing);
+        match holds {
+            true => "stays within one rounding of the terms' sum in f16 and bf16",
+            false => "is further than one rounding from the terms' sum in f16 or bf16",
+        }
+    });
+    let [kahan, pairwise] = others;
+    let text = format!(
+        "Kahan's sum {kahan}. The pairwise sum {pairwise}. Kahan carries each addition's rounding error to the next one; pairwise adds halves, so that a term passes \
+         through log2(n) additions instead of n."
+    );
+    let question = "Is there an accurate sum without a wider accumulator?";
+    answers.push(Answer::new(question, text));
+    answers
 }

@@ -1,39 +1,40 @@
 //! The comparison as a picture.
 
-use crate::analysis::{ComparedPrecisions, PrecisionAnalysis, PrecisionSide};
+use crate::compared::{Configuration, Measured, precisions};
 use tallow::report::plot::{Figure, LineChart, Series};
 
 const MIB: f64 = (1u64 << 20) as f64;
 
-/// Time and peak memory, double logarithmic: over parameters where models of several sizes were measured, else over the
-/// context length. A colour for each configuration, a dash for each precision.
-pub fn figure(analysis: &PrecisionAnalysis) -> Figure {
-    let all = &analysis.configurations;
-    let number = |c: &ComparedPrecisions, key: &str| c.labels.get(key)?.as_f64();
-    let several = |key| all.iter().any(|c| number(c, key) != number(&all[0], key));
-    let (x_key, x_label, other) = match several("parameters") {
-        true => ("parameters", "parameters", "context_length"),
-        false => ("context_length", "sequence length T", "batch_size"),
+/// Mean time and peak memory, double logarithmic: over parameters where models of several sizes were measured, else over
+/// the context length. A colour for each configuration, a dash for each precision.
+pub fn figure(all: &[Configuration]) -> Figure {
+    let over_sizes = all
+        .iter()
+        .any(|c| c.first().parameters != all[0].first().parameters);
+    let (x_label, x): (_, fn(&Measured) -> Option<f64>) = match over_sizes {
+        true => ("parameters", |own| Some(own.parameters? as f64)),
+        false => ("sequence length T", |own| Some(own.context_length as f64)),
     };
-    // What does not vary along x tells lines apart.
-    let line_of = |c: &ComparedPrecisions| {
-        let label = |key| c.labels.get(key).map(|v| v.to_string().replace('"', ""));
-        let parts = ["mode", "attention", other].map(|key| label(key).unwrap_or_default());
-        let letter = if other == "batch_size" { "B" } else { "T" };
-        format!("{}, {}, {letter} {}", parts[0], parts[1], parts[2])
+    let line_of = |own: &Measured| {
+        let other = match over_sizes {
+            true => format!("T {}", own.context_length),
+            false => format!("B {}", own.batch_size),
+        };
+        format!("{}, {}, {other}", own.mode, own.attention)
     };
     let mut lines: Vec<String> = Vec::new();
-    for line in all.iter().map(line_of) {
+    for line in all.iter().map(|c| line_of(c.first())) {
         if !lines.contains(&line) {
             lines.push(line);
         }
     }
-    let chart = |title: &str, y_label: &str, y: &dyn Fn(&PrecisionSide) -> Option<f64>| {
+    let chart = |title: &str, y_label: &str, y: fn(&Measured) -> Option<f64>| {
         let mut series = Vec::new();
-        for precision in analysis.precisions() {
+        for precision in precisions(all) {
             for line in &lines {
-                let own = all.iter().filter(|c| line_of(c) == *line);
-                let points = own.filter_map(|c| Some((number(c, x_key)?, y(c.side(precision)?)?)));
+                let own = all.iter().filter_map(|c| c.side(&precision));
+                let own = own.filter(|side| line_of(side) == *line);
+                let points = own.filter_map(|side| Some((x(side)?, y(side)?)));
                 series.push(Series::new(
                     format!("{precision}, {line}"),
                     points.collect(),
@@ -50,8 +51,8 @@ pub fn figure(analysis: &PrecisionAnalysis) -> Figure {
             colours: Some(lines.len()),
         }
     };
-    let time = chart("Time of a step", "median time (ms)", &|side| side.median_ms);
-    let memory = chart("Peak memory", "peak (MiB)", &|side| {
+    let time = chart("Time of a step", "mean time (ms)", |side| side.mean_ms);
+    let memory = chart("Peak memory", "peak (MiB)", |side| {
         Some(side.peak_bytes? as f64 / MIB)
     });
     let measured = |chart: &LineChart| chart.series.iter().any(|line| !line.points.is_empty());

@@ -1,12 +1,13 @@
-//! What becomes of layer norm's statistics in few bits: numbers, and the paragraph that they add up to.
+//! Layer norm's statistics in few bits: the figures, and what they answer. The tests read both.
 
 use candle_core::FloatDType;
 use half::{bf16, f16};
+use serde::Serialize;
 use tallow::model::ToyModel;
 use tallow::precision::accumulate::running_sum;
-use tallow::report::Fields;
+use tallow::report::{Answer, group_digits};
 
-/// Elements of a row: a model's usual width.
+/// Elements of a row: a usual model width.
 const WIDTH: usize = 1024;
 
 /// Activations: their name, mean and standard deviation.
@@ -17,23 +18,39 @@ const ACTIVATIONS: [(&str, f64, f64); 4] = [
     ("small", 0.0, 1e-4),
 ];
 
-/// Layer norm of each kind of activations, stored in f16 and in bf16 (as autocast hands them over), computed in that
-/// type throughout, with its sums in f32, and in f32: the variance, and how far it and the output are from f64's.
-pub fn rows() -> Vec<Fields> {
-    let mut rows = Vec::new();
-    for (name, mean, std) in ACTIVATIONS {
-        let values = normal(mean, std);
-        rows.extend(stored_as::<f16>(name, &values));
-        rows.extend(stored_as::<bf16>(name, &values));
-    }
-    rows
+/// Layer norm of one kind of activations in one arithmetic, compared with f64 on the same stored numbers.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Norm {
+    pub activations: &'static str,
+    /// The dtype of the activations.
+    pub stored: &'static str,
+    /// The dtype of the computation.
+    pub computed: String,
+    /// In digits, because JSON has no number for infinity.
+    pub variance: String,
+    pub exact_variance: String,
+    pub variance_error_percent: f64,
+    pub output_error_percent: f64,
 }
 
-fn stored_as<T: FloatDType>(name: &str, values: &[f64]) -> [Fields; 3] {
+/// Each kind of activations, stored in f16 and in bf16, computed in that dtype, with sums in f32, and in f32.
+pub fn rows() -> Vec<Norm> {
+    let rows = ACTIVATIONS.into_iter().flat_map(|(name, mean, std)| {
+        let values = normal(mean, std);
+        let rows = [
+            stored_as::<f16>(name, &values),
+            stored_as::<bf16>(name, &values),
+        ];
+        rows.into_iter().flatten()
+    });
+    rows.collect()
+}
+
+fn stored_as<T: FloatDType>(name: &'static str, values: &[f64]) -> [Norm; 3] {
     let stored: Vec<T> = values.iter().map(|value| T::from_f64(*value)).collect();
     let single: Vec<f32> = stored.iter().map(|value| value.to_f64() as f32).collect();
     let double: Vec<f64> = stored.iter().map(|value| value.to_f64()).collect();
-    let wanted = layer_norm::<f64, f64>(&double);
+    let (exact, exact_y) = layer_norm::<f64, f64>(&double);
     let dtype = T::DTYPE.as_str();
     [
         (dtype.to_string(), layer_norm::<T, T>(&stored)),
@@ -43,35 +60,26 @@ fn stored_as<T: FloatDType>(name: &str, values: &[f64]) -> [Fields; 3] {
         ),
         ("f32".to_string(), layer_norm::<f32, f32>(&single)),
     ]
-    .map(|(computed_in, got)| {
-        let mut row = Fields::new();
-        row.insert("activations", name);
-        row.insert("stored", dtype);
-        row.insert("computed", computed_in);
-        row.insert("variance", number(got.variance));
-        row.insert("exact_variance", number(wanted.variance));
-        let error = (got.variance - wanted.variance) / wanted.variance;
-        row.insert("variance_error_percent", 100.0 * error);
-        row.insert("output_error_percent", 100.0 * distance(&got.y, &wanted.y));
-        row
+    .map(|(computed, (variance, y))| Norm {
+        activations: name,
+        stored: dtype,
+        computed,
+        variance: digits(variance),
+        exact_variance: digits(exact),
+        variance_error_percent: 100.0 * (variance - exact) / exact,
+        output_error_percent: 100.0 * distance(&y, &exact_y),
     })
 }
 
-/// To six digits; infinity by name, for JSON has no number for it.
-fn number(value: f64) -> String {
+fn digits(value: f64) -> String {
     match value.is_finite() {
         true => format!("{value:.6e}"),
         false => value.to_string(),
     }
 }
 
-struct Normalised {
-    variance: f64,
-    y: Vec<f64>,
-}
-
-/// `(x - mean) / sqrt(variance + eps)`, every result rounded to `T`, sums kept in `S`.
-fn layer_norm<T: FloatDType, S: FloatDType>(x: &[T]) -> Normalised {
+/// The variance, and `(x - mean) / sqrt(variance + eps)`: every result is rounded to `T`, sums are in `S`.
+fn layer_norm<T: FloatDType, S: FloatDType>(x: &[T]) -> (f64, Vec<f64>) {
     let mean_of = |x: &[T]| T::from_f64(running_sum::<S, T>(x).to_f64() / x.len() as f64);
     let mean = mean_of(x);
     let centred: Vec<T> = x.iter().map(|x| *x - mean).collect();
@@ -79,10 +87,8 @@ fn layer_norm<T: FloatDType, S: FloatDType>(x: &[T]) -> Normalised {
     let variance = mean_of(&squares);
     let root = T::from_f64((variance + T::from_f64(ToyModel::EPS)).to_f64().sqrt());
     let rstd = T::from_f64(1.0) / root;
-    Normalised {
-        variance: variance.to_f64(),
-        y: centred.iter().map(|c| (*c * rstd).to_f64()).collect(),
-    }
+    let y = centred.iter().map(|c| (*c * rstd).to_f64()).collect();
+    (variance.to_f64(), y)
 }
 
 /// |a - b| / |b|.
@@ -91,87 +97,99 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
-/// Numbers spread as a normal distribution's, the same every time: Box and Muller's on a lattice of low discrepancy.
+/// Normally distributed numbers, the same every time: Box and Muller's on a lattice of low discrepancy.
 fn normal(mean: f64, std: f64) -> Vec<f64> {
     const GOLDEN: f64 = 0.618_033_988_749_894_9;
-    (0..WIDTH)
-        .map(|i| {
-            let radius = (-2.0 * ((i as f64 + 0.5) / WIDTH as f64).ln()).sqrt();
-            let angle = std::f64::consts::TAU * (i as f64 * GOLDEN).fract();
-            mean + std * radius * angle.cos()
-        })
+    let values = (0..WIDTH).map(|i| {
+        let radius = (-2.0 * ((i as f64 + 0.5) / WIDTH as f64).ln()).sqrt();
+        let angle = std::f64::consts::TAU * (i as f64 * GOLDEN).fract();
+        mean + std * radius * angle.cos()
+    });
+    values.collect()
+}
+
+/// What the exercise asks about layer norm, from [`rows`]; nothing where one of the rows is missing.
+pub fn answers(rows: &[Norm]) -> Vec<Answer> {
+    sensitive_parts(rows)
+        .into_iter()
+        .chain(bf16_too(rows))
         .collect()
 }
 
-/// Why layer norm is kept in f32, and what bf16 changes, in sentences with the numbers of `rows`.
-pub fn answer(rows: &[Fields]) -> Vec<String> {
-    let find = |key: &str, activations: &str, stored: &str, computed: &str| {
-        let is = |row: &&Fields, key: &str, value: &str| row.get(key) == Some(&value.into());
-        let row = rows.iter().find(|row| {
-            is(row, "activations", activations)
-                && is(row, "stored", stored)
-                && is(row, "computed", computed)
-        });
-        row.and_then(|row| row.get(key))
-            .cloned()
-            .unwrap_or_default()
+fn find<'r>(rows: &'r [Norm], activations: &str, stored: &str, computed: &str) -> Option<&'r Norm> {
+    let is_it = |row: &&Norm| {
+        (row.activations, row.stored, row.computed.as_str()) == (activations, stored, computed)
     };
-    let percent = |key, activations, stored, computed| {
-        let value = find(key, activations, stored, computed);
-        match value.as_f64().map(f64::abs) {
-            None => "n/a".to_string(),
-            Some(percent) if percent < 0.01 => "under 0.01%".to_string(),
-            Some(percent) => format!("{percent:.2}%"),
+    rows.iter().find(is_it)
+}
+
+fn percent(value: f64) -> String {
+    match value.abs() {
+        small if small < 0.01 => "less than 0.01%".into(),
+        value => format!("{value:.2}%"),
+    }
+}
+
+fn sensitive_parts(rows: &[Norm]) -> Option<Answer> {
+    let of = |activations, computed| find(rows, activations, "f16", computed);
+    let large = of("large", "f16, sums in f32")?;
+    let small = of("small", "f16, sums in f32")?;
+    let wide = ["large", "small"].map(|activations| of(activations, "f32"));
+    let worst = wide
+        .iter()
+        .flatten()
+        .map(|row| row.variance_error_percent.abs());
+    let overflow = match large.variance.as_str() {
+        "inf" => format!(
+            "are over its largest number, {}: the variance is inf and the output is off by {}",
+            group_digits(f16::MAX.to_f32() as u64),
+            percent(large.output_error_percent)
+        ),
+        variance => format!("still fit: the variance is {variance}"),
+    };
+    let text = format!(
+        "The variance, because it is a sum of squares. In f16, activations with a standard deviation of 300 have squares \
+         near 90,000, which {overflow}. Activations near 1e-4 have squares near 1e-8, under f16's smallest number: the \
+         variance is off by {}. Computed in f32 from the same f16 activations, both variances are off by at most {}.",
+        percent(small.variance_error_percent),
+        percent(worst.fold(0.0, f64::max)).replace("less than ", ""),
+    );
+    let question = "Which parts of layer norm are sensitive to mixed precision?";
+    Some(Answer::new(question, text))
+}
+
+fn bf16_too(rows: &[Norm]) -> Option<Answer> {
+    let of =
+        |activations, dtype: &str| find(rows, activations, dtype, &format!("{dtype}, sums in f32"));
+    let range = ["large", "small"].map(|activations| of(activations, "bf16"));
+    let in_range = range
+        .iter()
+        .flatten()
+        .all(|row| row.variance_error_percent.abs() < 1.0);
+    let [brain, half] = ["bf16", "f16"].map(|dtype| of("offset", dtype));
+    let [brain, half] = [brain?, half?].map(|row| row.output_error_percent);
+    let sums = find(rows, "ordinary", "bf16", "bf16")?.variance_error_percent;
+    let wide = find(rows, "offset", "bf16", "f32")?.output_error_percent;
+    let start = match in_range {
+        true => {
+            "For its range, no: bf16 has the exponents of f32, so that these squares neither overflow nor vanish."
         }
+        false => "Yes: with these activations the variance is wrong in bf16 as well.",
     };
-    let text = |key, activations, stored, computed| {
-        let value = find(key, activations, stored, computed);
-        value.as_str().unwrap_or("n/a").to_string()
+    let accuracy = match wide < brain {
+        true => "For its accuracy, yes",
+        false => "For its accuracy, these figures show no need",
     };
-    let (f16_sums, bf16_sums) = ("f16, sums in f32", "bf16, sums in f32");
-    vec![
-        "Layer norm subtracts a mean, takes the mean of squares and divides by its root: each of these is \
-         sensitive.".into(),
-        format!(
-            "In f16, activations of standard deviation 300 have squares of 90,000, past f16's largest number of {}: \
-             the \
-             variance is {} even with sums in f32, and the output is off by {}.",
-            f16::MAX,
-            text("variance", "large", "f16", f16_sums),
-            percent("output_error_percent", "large", "f16", f16_sums),
-        ),
-        format!(
-            "Activations of 1e-4 have squares of 1e-8, under f16's smallest: the variance is off by {}, which only eps \
-             makes harmless.",
-            percent("variance_error_percent", "small", "f16", f16_sums),
-        ),
-        format!(
-            "So autocast computes layer norm in f32, from f16 activations: the variances are off by {} and {}.",
-            percent("variance_error_percent", "large", "f16", "f32"),
-            percent("variance_error_percent", "small", "f16", "f32"),
-        ),
-        "bf16 has f32's range: nothing overflows or vanishes, and for the range layer norm need not be treated \
-         apart.".into(),
-        format!(
-            "But bf16 has 8 bits where f16 has 11: ordinary activations' variance is off by {} with sums in bf16, \
-             which \
-             stand still once a term is too small for them.",
-            percent("variance_error_percent", "ordinary", "bf16", "bf16"),
-        ),
-        format!(
-            "With sums in f32 the output is still off by {} (f16: {}), and by {} for activations of mean 100.2 (f16: \
-             {}); \
-             in f32 from the same bf16 numbers by {}.",
-            percent("output_error_percent", "ordinary", "bf16", bf16_sums),
-            percent("output_error_percent", "ordinary", "f16", f16_sums),
-            percent("output_error_percent", "offset", "bf16", bf16_sums),
-            percent("output_error_percent", "offset", "f16", f16_sums),
-            percent("output_error_percent", "offset", "bf16", "f32"),
-        ),
-        "So f32 stays for accuracy: PyTorch's CUDA policy keeps layer norm in f32 for both.".into(),
-        "Its CPU policy lets layer norm follow its input, which saves memory and not accuracy: the kernel, there as \
-         here, \
-         computes statistics in f32 and rounds the output alone."
-            .into(),
-    ]
+    let text = format!(
+        "{start} {accuracy}: bf16 has 8 significant bits and f16 has 11. For activations with mean 100.2 the output is \
+         off by {} in bf16, {} in f16 (sums in f32), and {} when layer norm computes in f32 from the bf16 numbers. With \
+         sums in bf16 as well, the variance of ordinary activations is off by {}. PyTorch's policy for CUDA therefore \
+         computes layer norm in f32 for both dtypes.",
+        percent(brain),
+        percent(half),
+        percent(wide),
+        percent(sums),
+    );
+    let question = "Does layer norm need to be treated differently with bf16?";
+    Some(Answer::new(question, text))
 }

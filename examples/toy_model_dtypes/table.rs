@@ -1,10 +1,10 @@
-//! Which dtype each tensor of a training step has, read off the tensors. The tests read these rows too.
+//! Which dtype each tensor of a training step has, read from the tensors, and what that answers. The tests read both.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 use tallow::model::ToyModel;
 use tallow::precision::Autocast;
-use tallow::report::Fields;
+use tallow::report::{Answer, Fields};
 use tallow::{Result, autocast, nn, ops};
 
 const BATCH: usize = 8;
@@ -35,7 +35,31 @@ pub fn rows(seed: u64, device: &Device) -> Result<Vec<Fields>> {
     Ok(rows)
 }
 
-/// Forward and loss in a region, backward outside of it: every tensor's name and dtype.
+/// The dtypes that the exercise asks for, those of CUDA's policy in f16.
+pub fn answer(rows: &[Fields]) -> Answer {
+    let text = |row: &Fields, key: &str| Some(row.get(key)?.as_str()?.to_string());
+    let dtypes = |start: &str| {
+        let named = rows
+            .iter()
+            .filter(|row| text(row, "tensor").is_some_and(|tensor| tensor.starts_with(start)));
+        let mut dtypes: Vec<String> = named.filter_map(|row| text(row, "cuda_f16")).collect();
+        dtypes.dedup();
+        dtypes.join(" and ")
+    };
+    let asked = [
+        ("the parameters", "parameter"),
+        ("the output of fc1", "fc1"),
+        ("the output of layer norm", "layer norm"),
+        ("the logits", "logits"),
+        ("the loss", "loss"),
+        ("the gradients", "gradient"),
+    ];
+    let asked = asked.map(|(what, tensor)| format!("{what} {}", dtypes(tensor)));
+    let question = "Which dtypes does autocast with f16 give?";
+    Answer::new(question, format!("On CUDA: {}.", asked.join(", ")))
+}
+
+/// Forward and loss under autocast, backward outside of it: every tensor's name and dtype.
 fn step(policy: Autocast, seed: u64, device: &Device) -> Result<Vec<(String, DType)>> {
     let vb = nn::seeded(seed, DType::F32, device);
     let model = ToyModel::new(IN, OUT, vb.clone())?;

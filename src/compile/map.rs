@@ -10,7 +10,7 @@ use std::path::Path;
 
 const WIDTH: f64 = 1400.0;
 const HEIGHT: f64 = 700.0;
-const LEFT: f64 = 90.0;
+const LEFT: f64 = 115.0;
 const TOP: f64 = 60.0;
 const MARGIN: f64 = 20.0;
 const BOTTOM: f64 = 60.0;
@@ -56,6 +56,11 @@ impl Plan {
                 r#"<text x="{x}" y="{y:.1}" text-anchor="end">{label}</text>"#
             );
         }
+        let middle = TOP + HEIGHT / 2.0;
+        let _ = writeln!(
+            svg,
+            r#"<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">place in the arena</text>"#
+        );
         svg.push_str("</svg>\n");
         svg
     }
@@ -146,13 +151,14 @@ impl Plan {
     }
 }
 
-/// Okabe and Ito's colours, which people who confuse red and green can tell apart.
+/// Okabe and Ito's colours, which people who confuse red and green can tell apart; for kinds of memory, those of its
+/// timelines.
 fn colour(category: Category) -> &'static str {
     match category {
         Category::Gradient => "#D55E00",
         Category::Activation => "#0072B2",
-        Category::Temporary => "#56B4E9",
-        Category::Scratch => "#999999",
+        Category::Temporary => "#999999",
+        Category::Scratch => "#56B4E9",
         Category::Parameter => "#009E73",
         Category::WeightCopy => "#AA4499",
         Category::OptimizerState => "#E69F00",

@@ -32,7 +32,6 @@ fn commands() -> Vec<&'static str> {
         "memory_profile --size 2.7b --memory-limit-gib 1",
         "mixed_precision_benchmark SMALL --mode all --steps 2 --rounds 1 --drop-casts",
         "profile SMALL --mode all --steps 2 --compile",
-        "toy_model_dtypes --show layer-norm",
     ];
     all.chain(others).collect()
 }
@@ -264,14 +263,9 @@ fn details_get_files_of_their_own_as_csv() {
     assert_eq!(run(example(&line)).status, Some(0));
     for (name, header) in [
         ("rows.csv", "size,batch_size,context_length"),
-        (
-            "rows-largest-allocations.csv",
-            "size,batch_size,context_length",
-        ),
-        (
-            "rows-saved-for-backward.csv",
-            "size,batch_size,context_length",
-        ),
+        ("rows-memory-by-kind-at-each-peak.csv", "run,holds"),
+        ("rows-largest-allocations.csv", "run,bytes"),
+        ("rows-saved-for-backward.csv", "run,origin"),
     ] {
         let text = std::fs::read_to_string(folder.path().join(name)).unwrap();
         assert!(text.starts_with(header), "{name}: {text}");

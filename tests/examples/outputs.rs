@@ -142,7 +142,7 @@ fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
     let works = [
         (
             "mixed_precision_benchmark SMALL --mode forward --steps 200 --rounds 1 --format json --output",
-            "memory_saved_percent",
+            "peak_bytes",
         ),
         (
             "mixed_precision_benchmark SMALL --mode forward --steps 2 --rounds 1 --plot",

@@ -8,15 +8,6 @@ use candle_core::FloatDType;
 use half::{bf16, f16};
 use proptest::prelude::*;
 use tallow::precision::accumulate::{kahan_sum, pairwise_sum, running_sum, running_sums};
-use tallow::report::Fields;
-
-fn text<'a>(row: &'a Fields, key: &str) -> &'a str {
-    row.get(key).and_then(|value| value.as_str()).unwrap()
-}
-
-fn number(row: &Fields, key: &str) -> f64 {
-    row.get(key).and_then(|value| value.as_f64()).unwrap()
-}
 
 #[test]
 fn the_sums_to_eight_decimals() {
@@ -35,21 +26,11 @@ fn the_sums_to_eight_decimals() {
         ("bf16", "bf16", "pairwise", "10.00000000"),
     ];
     let rows = rows::rows(0.01, 1000);
-    let got: Vec<_> = rows
-        .iter()
-        .map(|row| {
-            let sum = format!("{:.8}", number(row, "sum"));
-            (
-                text(row, "accumulator"),
-                text(row, "terms"),
-                text(row, "method"),
-                sum,
-            )
-        })
-        .collect();
-    assert_eq!(got.len(), expected.len());
-    for (got, (accumulator, terms, method, sum)) in got.iter().zip(expected) {
-        assert_eq!(*got, (accumulator, terms, method, sum.to_string()));
+    assert_eq!(rows.len(), expected.len());
+    for (row, (accumulator, terms, method, sum)) in rows.iter().zip(expected) {
+        let got = (row.accumulator, row.terms, row.method);
+        assert_eq!(got, (accumulator, terms, method));
+        assert_eq!(format!("{:.8}", row.sum), sum);
     }
 }
 
@@ -58,66 +39,73 @@ fn the_sums_to_eight_decimals() {
 fn every_error_has_its_cause() {
     let rows = rows::rows(0.01, 1000);
     for row in &rows {
-        let parts = number(row, "error_of_terms") + number(row, "error_of_additions");
-        assert!((number(row, "error") - parts).abs() < 1e-12);
-        assert!((number(row, "error") - (number(row, "sum") - 10.0)).abs() < 1e-12);
-        assert!((number(row, "error_percent") - 10.0 * number(row, "error")).abs() < 1e-9);
+        let parts = row.error_of_terms + row.error_of_additions;
+        assert!((row.error - parts).abs() < 1e-12);
+        assert!((row.error - (row.sum - 10.0)).abs() < 1e-12);
+        assert!((row.error_percent - 10.0 * row.error).abs() < 1e-9);
     }
-    let causes: Vec<&str> = rows.iter().map(|row| text(row, "cause")).collect();
-    let expected = [
-        "1000 additions are each rounded to f32, the last to a multiple of 9.54e-7",
-        "1000 additions are each rounded to f16, the last to a multiple of 0.0078125",
-        "the term is 0.0100021362 in f16",
-        "the term is 0.0100021362 in f16",
-        "stands still from addition 350 on, where bf16 has a number every 0.03125",
-        "the term is 0.0100097656 in bf16",
-        "none: the terms' sum, 9.99999978, rounds to it",
-        "none: the terms' sum, 10.00213623, rounds to it",
-        "none: the terms' sum, 10.00976562, rounds to it",
-        "none: the terms' sum, 9.99999978, rounds to it",
-        "none: the terms' sum, 10.00213623, rounds to it",
-        "none: the terms' sum, 10.00976562, rounds to it",
-    ];
-    assert_eq!(causes, expected);
-    // Other numbers have other causes.
     let causes = |value: f64, count: usize| -> Vec<String> {
-        let rows = rows::rows(value, count);
-        rows.iter()
-            .map(|row| text(row, "cause").to_string())
-            .collect()
+        let rows = rows::rows(value, count).into_iter();
+        rows.map(|row| row.cause).collect()
     };
-    assert_eq!(causes(70.0, 1000)[1], "past the largest number of f16");
-    assert_eq!(
-        causes(1.0, 1001)[8],
-        "the result is rounded to bf16, to a multiple of 4"
-    );
+    let mut expected = vec![
+        "rounded additions",
+        "rounded additions",
+        "rounded terms",
+        "rounded terms",
+        "unchanged after 350",
+        "rounded terms",
+    ];
+    expected.extend(["none"; 6]);
+    assert_eq!(causes(0.01, 1000), expected);
+    // Other numbers have other causes.
+    assert_eq!(causes(70.0, 1000)[1], "overflow");
+    assert_eq!(causes(1.0, 1001)[8], "rounded result");
     // What Kahan leaves is at most the rounding of the result.
     for row in &rows[6..9] {
-        let spacing = match text(row, "accumulator") {
-            "f32" => f32::EPSILON.into(),
-            "f16" => f16::EPSILON.to_f64(),
-            _ => bf16::EPSILON.to_f64(),
-        };
-        assert!(number(row, "error_of_additions").abs() <= 8.0 * spacing / 2.0);
+        assert!(row.error_of_additions.abs() <= row.spacing / 2.0 * (1.0 + 1e-9));
     }
 }
 
-/// 4 is where bf16 stands still: 0.01 is under half of the distance to its next number.
+/// bf16 reaches 4 by its 350th addition and stays there: 0.01 is under half of the distance to its next number.
 #[test]
 fn a_sum_that_stands_still_is_found() {
     let terms = [bf16::from_f32(0.01); 1000];
     let sums: Vec<f32> = running_sums::<bf16, _>(&terms).map(f32::from).collect();
     let rows = rows::rows(0.01, 1000);
-    let at = number(&rows[4], "stopped_at") as usize;
-    assert!(at > 100 && at < 900, "{at}");
-    assert!(sums[at - 2] < 4.0);
+    let at = rows[4].last_change.unwrap();
+    assert_eq!(at, 350);
+    assert!(sums[at - 2] < 4.0); // after 349 additions
     assert!(sums[at - 1..].iter().all(|sum| *sum == 4.0));
     for moving in [0, 1, 2, 3, 5] {
-        assert!(
-            rows[moving].get("stopped_at").unwrap().is_null(),
-            "{moving}"
-        );
+        assert_eq!(rows[moving].last_change, None, "{moving}");
     }
+}
+
+#[test]
+fn answers_follow_the_sums() {
+    let text = |value: f64, count: usize| {
+        let answers = rows::answers(&rows::rows(value, count)).into_iter();
+        let text: Vec<String> = answers.map(|answer| answer.answer).collect();
+        text.join(" ")
+    };
+    let exercise = text(0.01, 1000);
+    for part in [
+        "f16 terms in f16: 9.95312500 (-0.4688%); each addition is rounded to f16, whose numbers near the sum are \
+         0.0078125 apart.",
+        "the term is stored as 0.0100021362.",
+        "Casting the terms to f32 first gives the same sum",
+        "the 350th addition is the last that changes the sum: 0.0100 is less than half of 0.03125",
+        "which is why matmuls in half precision accumulate in f32",
+        "The pairwise sum stays within one rounding",
+    ] {
+        assert!(exercise.contains(part), "{part}: {exercise}");
+    }
+    // A number that every dtype has, summed without an error.
+    let exact = text(0.5, 100);
+    assert!(exact.contains("no error is left"), "{exact}");
+    assert!(exact.contains("is no nearer"), "{exact}");
+    assert!(!exact.contains("which is why"), "{exact}");
 }
 
 #[test]

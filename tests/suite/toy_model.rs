@@ -9,6 +9,7 @@ use crate::check::refusal;
 use crate::settings::{scaler_from, with_lr};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
+use layer_norm::Norm;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::model::ToyModel;
@@ -57,47 +58,41 @@ fn every_dtype_of_the_table() {
     }
 }
 
-/// What `layer_norm::rows` has of these.
-fn found(activations: &str, stored: &str, computed: &str, key: &str) -> serde_json::Value {
-    let rows = layer_norm::rows();
-    let is = |row: &&Fields, key: &str, value: &str| row.get(key) == Some(&value.into());
-    let row = rows.iter().find(|row| {
-        is(row, "activations", activations)
-            && is(row, "stored", stored)
-            && is(row, "computed", computed)
-    });
-    row.and_then(|row| row.get(key)).unwrap().clone()
+/// The row of `layer_norm::rows` with these.
+fn found(activations: &str, stored: &str, computed: &str) -> Norm {
+    let rows = layer_norm::rows().into_iter();
+    let mut rows = rows.filter(|row| row.activations == activations && row.stored == stored);
+    rows.find(|row| row.computed == computed).unwrap()
 }
 
 #[test]
 fn the_numbers_behind_the_answer() {
-    let error = |activations, stored, computed, key| {
-        let value = found(activations, stored, computed, key);
-        value.as_f64().unwrap().abs()
+    let variance = |activations, stored, computed| {
+        let row = found(activations, stored, computed);
+        row.variance_error_percent.abs()
     };
-    const VARIANCE: &str = "variance_error_percent";
-    const OUTPUT: &str = "output_error_percent";
+    let output = |activations, stored, computed| {
+        let row = found(activations, stored, computed);
+        row.output_error_percent.abs()
+    };
     // f16 overflows, whatever the sums are kept in, and the output is nothing.
     for computed in ["f16", "f16, sums in f32"] {
-        assert_eq!(found("large", "f16", computed, "variance"), "inf");
-        assert_eq!(error("large", "f16", computed, OUTPUT), 100.0);
-        assert!(error("small", "f16", computed, VARIANCE) > 50.0);
+        assert_eq!(found("large", "f16", computed).variance, "inf");
+        assert_eq!(output("large", "f16", computed), 100.0);
+        assert!(variance("small", "f16", computed) > 50.0);
     }
     // bf16 does neither, but is coarser than f16 wherever f16 works.
     for activations in ["large", "small"] {
-        assert!(error(activations, "bf16", "bf16, sums in f32", VARIANCE) < 1.0);
+        assert!(variance(activations, "bf16", "bf16, sums in f32") < 1.0);
     }
     for activations in ["ordinary", "offset"] {
-        let f16 = error(activations, "f16", "f16, sums in f32", OUTPUT);
-        let bf16 = error(activations, "bf16", "bf16, sums in f32", OUTPUT);
+        let f16 = output(activations, "f16", "f16, sums in f32");
+        let bf16 = output(activations, "bf16", "bf16, sums in f32");
         assert!(bf16 > 3.0 * f16, "{activations}: {bf16} {f16}");
     }
     // Sums in bf16 stand still, far below what they should be.
-    let variance = |computed| {
-        let value = found("ordinary", "bf16", computed, VARIANCE);
-        value.as_f64().unwrap()
-    };
-    let (still, sums) = (variance("bf16"), variance("bf16, sums in f32"));
+    let [still, sums] = ["bf16", "bf16, sums in f32"]
+        .map(|computed| found("ordinary", "bf16", computed).variance_error_percent);
     assert!(
         still < 0.0 && still.abs() > 10.0 * sums.abs(),
         "{still} {sums}"
@@ -105,17 +100,59 @@ fn the_numbers_behind_the_answer() {
     // f32 is right, from the same numbers.
     for activations in ["ordinary", "large", "offset", "small"] {
         for stored in ["f16", "bf16"] {
-            for key in [VARIANCE, OUTPUT] {
-                let error = error(activations, stored, "f32", key);
-                assert!(error < 1e-2, "{activations} {stored} {key}: {error}");
-            }
+            let row = found(activations, stored, "f32");
+            assert!(row.variance_error_percent.abs() < 1e-2, "{row:?}");
+            assert!(row.output_error_percent.abs() < 1e-2, "{row:?}");
         }
     }
-    let answer = layer_norm::answer(&layer_norm::rows()).join(" ");
-    for part in ["the variance is inf", "off by 100.00%", "65504", "range"] {
-        assert!(answer.contains(part), "{answer}");
+}
+
+#[test]
+fn answers_follow_the_figures() {
+    let dtypes = table::answer(&table::rows(0, &CPU).unwrap()).answer;
+    assert_eq!(
+        dtypes,
+        "On CUDA: the parameters f32, the output of fc1 f16, the output of layer norm f32, the logits f16, the loss \
+         f32, the gradients f32."
+    );
+    let text = |rows: &[Norm]| {
+        let answers = layer_norm::answers(rows).into_iter();
+        answers.map(|answer| answer.answer).collect::<Vec<_>>()
+    };
+    let rows = layer_norm::rows();
+    let [sensitive, brain] = &text(&rows)[..] else {
+        panic!("{:?}", text(&rows));
+    };
+    for part in [
+        "the variance is inf",
+        "off by 100.00%",
+        "65,504",
+        "at most 0.01%",
+    ] {
+        assert!(sensitive.contains(part), "{part}: {sensitive}");
     }
-    assert!(!answer.contains("n/a"), "{answer}");
+    for part in ["For its range, no", "For its accuracy, yes"] {
+        assert!(brain.contains(part), "{part}: {brain}");
+    }
+    // Other figures have other answers.
+    let changed: Vec<Norm> = rows
+        .into_iter()
+        .map(|row| Norm {
+            variance: "9e4".into(),
+            variance_error_percent: 40.0,
+            output_error_percent: 2.0,
+            ..row
+        })
+        .collect();
+    let changed = text(&changed).join(" ");
+    for part in [
+        "still fit: the variance is 9e4",
+        "Yes: with these",
+        "no need",
+    ] {
+        assert!(changed.contains(part), "{part}: {changed}");
+    }
+    assert!(text(&[]).is_empty());
 }
 
 #[test]

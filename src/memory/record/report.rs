@@ -105,6 +105,21 @@ impl MemoryRecording {
     }
 }
 
+/// The colour of a kind in every timeline, by its number in an [`AreaLayer`]; a plan's memory map has the same.
+fn colour(kind: MemoryKind) -> usize {
+    match kind {
+        MemoryKind::Other => 0,
+        MemoryKind::Activations => 1,
+        MemoryKind::Gradients => 2,
+        MemoryKind::Weights => 3,
+        MemoryKind::Logits => 4,
+        MemoryKind::Optimizer => 5,
+        MemoryKind::Scratch => 6,
+        MemoryKind::WeightCasts => 7,
+        MemoryKind::Inputs => 8,
+    }
+}
+
 /// At most so many moments are drawn: of those between, the one with the most alive.
 const MOMENTS: usize = 1200;
 
@@ -149,6 +164,7 @@ pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaCh
             .iter()
             .map(|event| bytes_to_mib(holdings[*event].bytes_of(kind)))
             .collect(),
+        colour: Some(colour(kind)),
     });
     let spans = recording.phases.iter().map(|phase| TimeSpan {
         name: phase.name.into(),
@@ -158,7 +174,7 @@ pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaCh
     AreaChart {
         title: title.into(),
         x_label: "time (ms)".into(),
-        y_label: "alive (MiB)".into(),
+        y_label: "memory in use (MiB)".into(),
         x: moments.iter().map(|event| ms(*event)).collect(),
         layers: layers.collect(),
         spans: spans.collect(),

@@ -2,13 +2,15 @@
 
 use super::axis::Axis;
 use super::draw::{
-    Area, COLOURS, Drawn, FRAME, Frame, LEFT, Legend, MARGIN_RIGHT, MARGIN_TOP, Sample, TEXT,
-    TICK_SIZE, WIDTH, document, printable, text_style,
+    Area, Drawn, FRAME, Frame, LEFT, Legend, MARGIN_RIGHT, MARGIN_TOP, Sample, TEXT, TICK_SIZE,
+    WIDTH, document, printable, text_style,
 };
 use crate::report::picture;
+use crate::report::words::{fixed, group};
 use crate::{Error, Result};
 use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
 /// One layer of an [`AreaChart`].
@@ -18,6 +20,9 @@ pub struct AreaLayer {
     pub name: String,
     /// Its thickness at each x, from there to the next.
     pub values: Vec<f64>,
+    /// Its colour, one of nine (0 to 8), so that several charts draw one thing alike; `None` for the colour of its
+    /// place among the layers.
+    pub colour: Option<usize>,
 }
 
 /// A stretch of the horizontal axis with a name.
@@ -31,7 +36,8 @@ pub struct TimeSpan {
     pub to: f64,
 }
 
-/// Layers stacked on each other, constant from one x to the next: what a sum is made of, over time.
+/// Layers stacked on each other, constant from one x to the next: what a sum is made of, over time. The peak of the sum
+/// is marked.
 ///
 /// ```
 /// use tallow::report::plot::{AreaChart, AreaLayer, TimeSpan};
@@ -42,8 +48,8 @@ pub struct TimeSpan {
 ///     y_label: "alive (MiB)".into(),
 ///     x: vec![0.0, 1.0, 2.0],
 ///     layers: vec![
-///         AreaLayer { name: "weights".into(), values: vec![4.0, 4.0, 4.0] },
-///         AreaLayer { name: "activations".into(), values: vec![0.0, 3.0, 1.0] },
+///         AreaLayer { name: "weights".into(), values: vec![4.0, 4.0, 4.0], colour: Some(3) },
+///         AreaLayer { name: "activations".into(), values: vec![0.0, 3.0, 1.0], colour: Some(1) },
 ///     ],
 ///     spans: vec![TimeSpan { name: "forward".into(), from: 0.0, to: 2.0 }],
 /// };
@@ -79,7 +85,7 @@ impl AreaChart {
         let x = Axis::fit(self.x.iter().copied(), false, false);
         let (names, name_lines) = self.span_names(&x);
         let layers = self.layers.iter().enumerate();
-        let entries = layers.map(|(i, layer)| (layer.name.clone(), Sample::Area(colour(i))));
+        let entries = layers.map(|(i, layer)| (layer.name.clone(), Sample::Area(layer.colour(i))));
         let frame = Frame {
             title: &self.title,
             x_label: &self.x_label,
@@ -128,11 +134,11 @@ impl AreaChart {
         let y = Axis::fit([0.0, most].into_iter(), false, true);
         let mut plot = frame.draw(root, x, y)?;
         let mut below = &vec![0.0; self.x.len()];
-        for (index, top) in tops.iter().enumerate() {
+        for ((index, layer), top) in self.layers.iter().enumerate().zip(&tops) {
             // Along its top in steps, and back along its bottom.
             let bottom = steps(&self.x, below).into_iter().rev();
             let outline: Vec<_> = steps(&self.x, top).into_iter().chain(bottom).collect();
-            plot.draw_series([Polygon::new(outline, colour(index).filled())])?;
+            plot.draw_series([Polygon::new(outline, layer.colour(index).filled())])?;
             below = top;
         }
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
@@ -143,6 +149,20 @@ impl AreaChart {
                     plot.draw_series([PathElement::new(line, TEXT.stroke_width(1))])?;
                 }
             }
+        }
+        let peak = tops
+            .last()
+            .and_then(|top| top.iter().position(|y| *y == most));
+        if let Some(index) = peak {
+            let at = self.x[index];
+            let side = match 2.0 * at > first + last {
+                true => HPos::Right,
+                false => HPos::Left,
+            };
+            let label = format!(" peak {} ", group(&fixed(most, 1)));
+            let style = text_style(TICK_SIZE).pos(Pos::new(side, VPos::Bottom));
+            plot.draw_series([Circle::new((at, most), 4, TEXT.filled())])?;
+            plot.draw_series([Text::new(label, (at, most), style)])?;
         }
         let top_height = frame.top_height() as i32;
         for name in names {
@@ -222,10 +242,23 @@ fn steps(x: &[f64], y: &[f64]) -> Vec<(f64, f64)> {
     points
 }
 
-/// Of layer `index`: nine that are told apart.
-fn colour(index: usize) -> RGBColor {
-    const MORE: [RGBColor; 2] = [RGBColor(0xF0, 0xE4, 0x42), RGBColor(0x99, 0x99, 0x99)];
-    // The first, at the bottom, is the one of least interest.
-    let all = [MORE[1]].into_iter().chain(COLOURS).chain([MORE[0]]);
-    all.cycle().nth(index % 9).unwrap_or(COLOURS[0])
+/// Nine that are told apart: those of Okabe and Ito with grey and purple in place of black. The first, for the lowest
+/// layer, is the one of least interest.
+const PALETTE: [RGBColor; 9] = [
+    RGBColor(0x99, 0x99, 0x99),
+    RGBColor(0x00, 0x72, 0xB2),
+    RGBColor(0xD5, 0x5E, 0x00),
+    RGBColor(0x00, 0x9E, 0x73),
+    RGBColor(0xCC, 0x79, 0xA7),
+    RGBColor(0xE6, 0x9F, 0x00),
+    RGBColor(0x56, 0xB4, 0xE9),
+    RGBColor(0xAA, 0x44, 0x99),
+    RGBColor(0xF0, 0xE4, 0x42),
+];
+
+impl AreaLayer {
+    /// The colour of the layer in the place `index`.
+    fn colour(&self, index: usize) -> RGBColor {
+        PALETTE[self.colour.unwrap_or(index) % PALETTE.len()]
+    }
 }

@@ -1,18 +1,21 @@
 //! Half precision in the harness: its regimes, loss scaling, turns, and the comparison with f32.
 
-#[path = "../../../examples/mixed_precision_benchmark/analysis/mod.rs"]
+#[path = "../../../examples/mixed_precision_benchmark/compared.rs"]
 #[allow(dead_code)] // the example's own
-mod analysis;
+mod compared;
+#[path = "../../../examples/precision_curves/compared.rs"]
+#[allow(dead_code)] // the example's own
+mod curves;
 
 use super::{number, run, text};
-use analysis::PrecisionAnalysis;
 use candle_core::Device;
+use compared::configurations;
 use rstest::rstest;
 use serde_json::Value;
 use tallow::bench::{EndToEnd, OptimizerChoice, alternate, environment};
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
-use tallow::report::Fields;
+use tallow::report::{Fields, Speedup};
 
 const REGIMES: [Regime; 3] = [Regime::CudaAutocast, Regime::CpuAutocast, Regime::Full];
 
@@ -137,18 +140,20 @@ fn turns_are_taken_and_their_samples_joined() {
 }
 
 /// A row as the harness makes it; without a time it did not fit.
-fn row(precision: &str, mode: &str, length: usize, ms: Option<f64>, bytes: u64) -> Fields {
+fn row(precision: &str, mode: &str, ms: Option<f64>, bytes: u64) -> Fields {
     let phase = match mode {
         "forward" => "forward",
         _ => "forward+backward",
     };
     let mut row = Fields::from_iter([("size", "tiny"), ("precision", precision), ("mode", mode)]);
     row.insert("phase", phase).insert("batch_size", 4);
-    row.insert("context_length", length);
-    row.insert("attention", "naive");
+    row.insert("context_length", 64)
+        .insert("attention", "naive");
     row.insert("estimate_bytes", bytes);
     let status = if ms.is_some() { "ok" } else { "OOM" };
-    row.insert("status", status).insert("median_ms", ms);
+    row.insert("status", status).insert("n", 8);
+    row.insert("mean_ms", ms);
+    row.insert("std_ms", ms.map(|ms| 0.01 * ms));
     row.insert("peak_bytes", ms.map(|_| bytes));
     if precision == "bf16" {
         row.insert("weight_cast_bytes", 100u64 << 20);
@@ -159,82 +164,95 @@ fn row(precision: &str, mode: &str, length: usize, ms: Option<f64>, bytes: u64) 
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn precisions_are_held_against_f32() {
-    let mut phase = row("f32", "forward-backward", 64, Some(1.0), 1);
+fn precisions_are_compared_with_f32() {
+    let mut phase = row("f32", "forward-backward", Some(1.0), 1);
     phase.insert("phase", "backward"); // no whole step: passed over
     let rows = [
-        row("f32", "forward", 64, Some(30.0), 400 * MIB),
+        row("f32", "forward", Some(30.0), 400 * MIB),
         phase,
-        row("f32", "forward-backward", 64, Some(90.0), 1000 * MIB),
-        row("bf16", "forward", 64, Some(40.0), 450 * MIB),
-        row("bf16", "forward-backward", 64, Some(60.0), 700 * MIB),
-        row("bf16-dropping-casts", "forward", 64, Some(44.0), 360 * MIB),
+        row("f32", "forward-backward", Some(90.0), 1000 * MIB),
+        row("bf16", "forward", Some(40.0), 450 * MIB),
+        row("bf16", "forward-backward", Some(60.0), 700 * MIB),
+        row("bf16-dropping-casts", "forward", Some(44.0), 360 * MIB),
     ];
-    let analysis = PrecisionAnalysis::of(&rows);
+    let all = configurations(&rows);
     assert_eq!(
-        analysis.precisions(),
+        compared::precisions(&all),
         ["f32", "bf16", "bf16-dropping-casts"]
     );
-    let [forward, both] = &analysis.configurations[..] else {
-        panic!("{analysis:?}");
+    let [forward, both] = &all[..] else {
+        panic!("{all:?}");
     };
-    assert_eq!(forward.sides.len(), 3);
+    assert_eq!(forward.sides().count(), 3);
     assert_eq!(forward.outcome(), "ok");
-    let bf16 = forward.side("bf16").unwrap();
-    assert_eq!(bf16.speedup, Some(0.75));
-    assert_eq!(bf16.memory_saved_percent, Some(-12.5));
-    assert_eq!(bf16.predicted_saved_percent, Some(-12.5));
-    assert_eq!(forward.side("f32").unwrap().speedup, None);
-    let bf16 = both.side("bf16").unwrap();
-    assert_eq!(bf16.speedup, Some(1.5));
-    assert!((bf16.memory_saved_percent.unwrap() - 30.0).abs() < 1e-9);
-
-    let notes = analysis.notes();
+    let ratio = |c: &compared::Configuration| c.speedup("f32", "bf16").unwrap().ratio;
+    assert_eq!([ratio(forward), ratio(both)], [0.75, 1.5]);
+    let line = forward.line();
+    assert_eq!(line.get("change bf16"), Some(&"12.5% more".into()));
+    assert_eq!(
+        line.get("change bf16-dropping-casts"),
+        Some(&"10.0% less".into())
+    );
+    let answers = compared::answers(&all);
     for expected in [
-        "bf16 runs at 1.06x the speed of f32 (medians; geometric mean of 2), from 0.75x (tiny B4 T64 forward) to 1.50x \
-         (tiny B4 T64 forward-backward).",
-        "bf16 takes less memory than f32 in 1 of 2: from 12.5% more (tiny B4 T64 forward) to 30.0% less (tiny B4 T64 \
-         forward-backward).",
-        "Dropping casts of the weights, peak and time: tiny B4 T64 forward bf16 450.0 MiB to 360.0 MiB 1.10x.",
-        "bf16-dropping-casts takes 10.0% less memory than f32 (tiny B4 T64 forward).",
+        "Of 2 configurations, bf16 is faster than f32 in 1, slower than f32 in 1. The ratio of means goes from 0.75x \
+         (tiny B4 T64 forward) to 1.50x (tiny B4 T64 forward-backward).",
+        "Of 2 configurations, bf16 uses less memory than f32 in 1, more memory than f32 in 1. The range is from 30.0% \
+         less (tiny B4 T64 forward-backward: 700.0 MiB, f32 1,000.0 MiB) to 12.5% more (tiny B4 T64 forward: 450.0 \
+         MiB, f32 400.0 MiB).",
+        "adds a copy of each linear weight, at most 100.0 MiB here",
+        "A trend needs three sizes of model",
+        "tiny B4 T64 forward 360.0 MiB instead of 450.0 MiB (0.91x)",
     ] {
-        assert!(
-            notes.iter().any(|note| note == expected),
-            "{expected}\n{notes:#?}"
-        );
+        let is_there = answers
+            .iter()
+            .any(|answer| answer.answer.contains(expected));
+        assert!(is_there, "{expected}\n{answers:#?}");
     }
-    let copies = analysis.copies().unwrap();
-    let saved = |row: usize| -> Vec<f64> {
-        let keys = ["saved_bytes", "rest_saved_bytes", "weight_cast_bytes"];
-        keys.map(|key| number(&copies.rows[row], key) / MIB as f64)
-            .to_vec()
-    };
-    assert_eq!(saved(0), [-50.0, 50.0, 100.0]);
-    assert_eq!(saved(1), [300.0, 400.0, 100.0]);
 }
 
-/// Speed-ups that grow with the square root of the parameters, at three sizes; two sizes have no trend.
 #[test]
-fn the_trend_of_the_speedup_is_fitted() {
-    let rows = |sizes: &[u64]| -> Vec<Fields> {
-        let pairs = sizes.iter().flat_map(|size| {
-            let of = |precision, ms| {
-                let mut row = row(precision, "forward", 64, Some(ms), MIB);
-                row.insert("parameters", *size);
-                row
-            };
-            [of("f32", 100.0), of("bf16", 100.0 / (*size as f64).sqrt())]
-        });
-        pairs.collect()
+fn a_trend_is_stated_where_a_power_law_fits_clear_ratios() {
+    let clear = |ratio| Speedup { ratio, error: 0.02 };
+    let trend = |ratios: &[Speedup]| {
+        let sizes = [1e6, 4e6, 16e6, 64e6].into_iter();
+        compared::trend(&sizes.zip(ratios.iter().copied()).collect::<Vec<_>>())
     };
-    let notes = PrecisionAnalysis::of(&rows(&[1, 4, 16])).notes();
-    let expected = "bf16, forward: the speed-up grows with the model's size, as parameters^0.50 (least squares in \
-        logs, 3 configurations).";
-    assert!(notes.iter().any(|note| note == expected), "{notes:#?}");
-    let notes = PrecisionAnalysis::of(&rows(&[1, 4])).notes();
+    assert_eq!(
+        trend(&[clear(1.0), clear(2.0), clear(4.0)]).unwrap(),
+        "1.00x, 2.00x, 4.00x from the smallest model to the largest: it grows as parameters^0.50 (R^2 1.00)"
+    );
+    // Once printed as "grows as parameters^0.34".
+    let jumping = trend(&[clear(2.95), clear(2.07), clear(9.04)]).unwrap();
     assert!(
-        !notes.iter().any(|note| note.contains("least squares")),
-        "{notes:#?}"
+        jumping.contains("no trend: a power law has R^2 0."),
+        "{jumping}"
+    );
+    let flat = trend(&[clear(1.5), clear(1.52), clear(1.49)]).unwrap();
+    assert!(flat.contains("does not depend on the size"), "{flat}");
+    let noisy = Speedup {
+        ratio: 2.0,
+        error: 1.5,
+    };
+    let noisy = trend(&[clear(1.0), noisy, clear(4.0)]).unwrap();
+    assert!(noisy.contains("too large for a trend"), "{noisy}");
+    assert_eq!(trend(&[clear(1.0), clear(2.0)]), None);
+}
+
+#[test]
+fn speed_without_a_clear_ratio_is_undecided() {
+    let noisy = Speedup {
+        ratio: 1.5,
+        error: 1.0,
+    };
+    let text = compared::speed("bf16", &[("tiny".into(), noisy)]);
+    assert!(
+        text.starts_with("Of 1 configuration, bf16 is undecided in 1."),
+        "{text}"
+    );
+    assert!(
+        text.contains("more steps") && !text.contains("1.50x"),
+        "{text}"
     );
 }
 
@@ -249,29 +267,46 @@ fn what_fits_in_one_precision_only_is_said(
     #[case] expected: &str,
 ) {
     let rows = [
-        row("f32", "forward", 64, f32_ms, 800 * MIB),
-        row("bf16", "forward", 64, bf16_ms, 500 * MIB),
+        row("f32", "forward", f32_ms, 800 * MIB),
+        row("bf16", "forward", bf16_ms, 500 * MIB),
     ];
-    let analysis = PrecisionAnalysis::of(&rows);
-    let only = &analysis.configurations[0];
-    assert_eq!(only.outcome(), expected);
-    let compared = f32_ms.is_some() && bf16_ms.is_some();
-    let bf16 = only.side("bf16").unwrap();
-    assert_eq!(bf16.speedup.is_some(), compared);
-    assert_eq!(bf16.memory_saved_percent.is_some(), compared);
-    assert_eq!(bf16.predicted_saved_percent, Some(37.5));
-    let notes = analysis.notes();
-    let told = notes.iter().any(|note| note.contains(expected));
-    assert_eq!(told, expected != "ok", "{notes:?}");
+    let all = configurations(&rows);
+    assert_eq!(all[0].outcome(), expected);
+    let is_compared = f32_ms.is_some() && bf16_ms.is_some();
+    assert_eq!(all[0].speedup("f32", "bf16").is_some(), is_compared);
+    let answers = compared::answers(&all);
+    let is_told = answers
+        .iter()
+        .any(|answer| answer.answer.contains(expected));
+    assert_eq!(is_told, expected != "ok", "{answers:?}");
 }
 
 #[test]
 fn rows_without_f32_are_shown_and_not_compared() {
-    let rows = [row("bf16", "forward", 64, Some(1.0), MIB)];
-    let analysis = PrecisionAnalysis::of(&rows);
-    assert_eq!(analysis.configurations[0].sides[0].speedup, None);
-    assert_eq!(analysis.notes(), Vec::<String>::new());
-    assert_eq!(PrecisionAnalysis::of(&[Fields::new()]), Default::default());
+    let all = configurations(&[row("bf16", "forward", Some(1.0), MIB)]);
+    assert_eq!(all[0].line().get("change bf16"), Some(&Value::Null));
+    assert!(compared::answers(&all).is_empty());
+    assert!(configurations(&[Fields::new()]).is_empty());
+}
+
+/// The batches are the same, so losses are compared step by step.
+#[test]
+fn losses_are_compared_by_their_spread() {
+    let run = |precision: &str, factor: fn(usize) -> f64| curves::Run {
+        precision: precision.into(),
+        losses: (0..20)
+            .map(|i| (5.0 + (i % 3) as f64) * factor(i))
+            .collect(),
+        validation_loss: 4.0,
+        ..Default::default()
+    };
+    let exact = run("f32", |_| 1.0);
+    let text = |other: curves::Run| curves::answer(&[exact.clone(), other]).unwrap().answer;
+    let higher = text(run("bf16", |i| 1.01 + (i % 2) as f64 * 1e-4));
+    assert!(higher.contains("higher than in f32"), "{higher}");
+    let noisy = text(run("bf16", |i| 1.0 + if i % 2 == 0 { 0.01 } else { -0.01 }));
+    assert!(noisy.contains("no difference beyond the spread"), "{noisy}");
+    assert!(curves::answer(std::slice::from_ref(&exact)).is_none());
 }
 
 #[test]

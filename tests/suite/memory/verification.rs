@@ -1,7 +1,12 @@
 //! The estimate against measured configurations: those of `memory_estimate --verify` that are cheap.
 
+#[path = "../../../examples/memory_estimate/answers.rs"]
+#[allow(dead_code)] // the example's own
+mod answers;
 #[path = "../../../examples/memory_estimate/cases.rs"]
 mod cases;
+#[path = "../../../examples/memory_profile/answers.rs"]
+mod profiled;
 
 use crate::check::refusal;
 use cases::{COUNT, case, is_outside};
@@ -58,6 +63,114 @@ fn near_is_two_percent_or_a_mib_and_hardly_below() {
             "{predicted} {measured}"
         );
     }
+}
+
+#[test]
+fn checkpointing_is_answered_by_its_figures() {
+    let strategy = |name: &str, recomputed_blocks, mib: u64| answers::Strategy {
+        name: name.into(),
+        recomputed_blocks,
+        peak_bytes: mib << 20,
+        ..Default::default()
+    };
+    let strategies = [
+        strategy("none", 0, 1000),
+        strategy("block", 11, 600),
+        strategy("every-6", 6, 800),
+    ];
+    let text = |mib: u64| {
+        let answer = answers::checkpointing(&strategies, 12, mib << 20).unwrap();
+        answer.answer
+    };
+    let least = "block uses the least: 600.0 MiB instead of 1,000.0 MiB (40.0% less). It runs 11 of 12 blocks a second \
+                 time";
+    for (mib, part) in [
+        (2000, "hold the step without checkpointing"),
+        (
+            900,
+            "every-6 recomputes the fewest blocks: 6 of 12, with a peak of 800.0 MiB.",
+        ),
+        (500, "No strategy fits 500.0 MiB."),
+    ] {
+        let text = text(mib);
+        assert!(text.starts_with(least) && text.contains(part), "{text}");
+    }
+    let answer = answers::checkpointing(&strategies[..1], 12, 1 << 40).unwrap();
+    assert!(
+        answer.answer.starts_with("No strategy saves memory"),
+        "{answer:?}"
+    );
+    let nested = answers::nested(16, 1 << 20, 100 << 20).answer;
+    for part in [
+        "L a = 1,600.0 MiB",
+        "this is 404.0 MiB: O(sqrt L)",
+        "= 104.0 MiB: O(log L)",
+        "at most 64",
+    ] {
+        assert!(nested.contains(part), "{part}: {nested}");
+    }
+}
+
+#[test]
+fn sizes_that_fit_are_named() {
+    let fits =
+        [(Some(2204), Some(64)), (None, None)].map(|(context_length, batch_size)| answers::Fits {
+            attention: "naive".into(),
+            context_length,
+            batch_size,
+        });
+    let text = answers::what_fits(100 << 20, [4, 256], &fits).answer;
+    assert_eq!(
+        text,
+        "100.0 MiB are available. With naive attention the longest context at batch 4 is 2,204; the largest batch at T \
+         256 is 64. With naive attention no context fits at batch 4; not one sequence fits at T 256."
+    );
+}
+
+#[test]
+fn a_profile_answers_by_its_rows() {
+    let row = |precision: &str, checkpointing: &str, mib: u64| profiled::Row {
+        precision: precision.into(),
+        checkpointing: checkpointing.into(),
+        mode: "train-step".into(),
+        peak_bytes: Some(mib << 20),
+        forward_peak_bytes: Some((mib - 2) << 20),
+        backward_peak_bytes: Some(mib << 20),
+        optimizer_peak_bytes: Some((mib - 4) << 20),
+        ..Default::default()
+    };
+    let mut rows = [
+        row("f32", "none", 100),
+        row("bf16", "none", 120),
+        row("f32", "block", 60),
+    ];
+    profiled::compare_with_f32(&mut rows);
+    let changes: Vec<Option<&str>> = rows.iter().map(|row| row.than_f32.as_deref()).collect();
+    assert_eq!(changes, [None, Some("20.0% more"), None]);
+    let names = ["first", "second", "third"].map(String::from);
+    let answers = profiled::answers(&rows, &names);
+    let text: Vec<&str> = answers
+        .iter()
+        .map(|answer| answer.answer.as_str())
+        .collect();
+    for part in [
+        "first: backward is highest (forward 98.0 MiB, backward 100.0 MiB, optimizer 96.0 MiB)",
+        "first 100.0 MiB; second 120.0 MiB; third 60.0 MiB.",
+        "Of 1 configuration, bf16 uses more memory than f32 in 1. The peak is 20.0% more (second: 120.0 MiB, f32 100.0 \
+         MiB).",
+        "block uses the least (block 60.0 MiB (40.0% less); none 100.0 MiB)",
+    ] {
+        assert!(
+            text.iter().any(|text| text.contains(part)),
+            "{part}: {text:#?}"
+        );
+    }
+    let oom = profiled::Row {
+        estimate_bytes: Some(1 << 30),
+        ..Default::default()
+    };
+    let text = &profiled::answers(&[oom], &names[..1])[0].answer;
+    assert_eq!(text, "first OOM (needs 1,024.0 MiB).");
 }
 
 #[test]

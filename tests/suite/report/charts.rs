@@ -262,6 +262,7 @@ fn every_span_is_named() {
             layers: vec![AreaLayer {
                 name: "weights".into(),
                 values: vec![1.0, 1.0],
+                colour: None,
             }],
             spans,
             ..Default::default()
@@ -289,6 +290,32 @@ fn every_span_is_named() {
     assert_eq!(narrow(96.0, 98.0), wide + 48);
 }
 
+/// One thing has one colour in charts of different layers, and the peak is marked.
+#[test]
+fn layers_keep_their_colours_and_the_peak_is_marked() {
+    let chart = |layers: &[(&str, usize)]| {
+        let layers = layers.iter().map(|(name, colour)| AreaLayer {
+            name: (*name).into(),
+            values: vec![1.0, 41.5, 2.0],
+            colour: Some(*colour),
+        });
+        let chart = AreaChart {
+            x: vec![0.0, 1.0, 2.0],
+            layers: layers.collect(),
+            ..Default::default()
+        };
+        chart.to_svg().unwrap()
+    };
+    let both = chart(&[("weights", 3), ("activations", 1)]);
+    let alone = chart(&[("activations", 1)]);
+    for svg in [&both, &alone] {
+        assert!(svg.contains("#0072B2"), "{svg}");
+    }
+    assert!(both.contains("#009E73") && !alone.contains("#009E73"));
+    let is_marked = |svg: &str, peak: &str| svg_texts(svg).iter().any(|text| text.contains(peak));
+    assert!(is_marked(&both, "peak 83.0") && is_marked(&alone, "peak 41.5"));
+}
+
 #[test]
 fn areas_that_cannot_be_stacked_are_refused() {
     let chart = |x: &[f64], values: &[f64]| AreaChart {
@@ -297,6 +324,7 @@ fn areas_that_cannot_be_stacked_are_refused() {
         layers: vec![AreaLayer {
             name: "weights".into(),
             values: values.to_vec(),
+            colour: None,
         }],
         spans: vec![TimeSpan {
             name: "forward".into(),
