@@ -6,7 +6,7 @@ use crate::gradients::{Owners, gradient_of, gradients_of};
 use crate::inplace::{for_stored, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};
-use crate::{Result, ops};
+use crate::{Result, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use half::f16;
 
@@ -109,7 +109,7 @@ fn widened(gradient: &Tensor, factor: f64) -> Result<(Tensor, bool)> {
     let mut finite = false;
     let elements = read(gradient, |x: &[f16]| {
         filled(x.len(), |y| finite = kernel::widening(x, factor, y))
-            .map_err(|_| ops::not_granted("an unscaled gradient", 4 * x.len() as u64).into())
+            .map_err(|_| hardware::not_granted("an unscaled gradient", 4 * x.len() as u64).into())
     })?;
     let scaled = Tensor::from_vec(elements, gradient.shape(), &Device::Cpu)?;
     Ok((scaled, finite))
