@@ -85,34 +85,24 @@ pub(crate) const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
 pub(super) const INFOS: &[OpInfo] = &[SPLIT_INFO, MERGE_INFO];
 
 const SPLIT_HEADS: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = planned(Way::Split, signature.output.dims);
-        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
-    },
-    backward: |signature| {
-        let kernel = planned(Way::Merge, signature.output.dims);
-        Calls::default().call(
-            kernel,
-            [("x", Slot::OutputGradient)],
-            [("y", Slot::Gradient(0))],
-        )
-    },
+    forward: |signature| forward(Way::Split, signature.output.dims),
+    backward: |signature| backward(Way::Merge, signature.output.dims),
 };
 
 const MERGE_HEADS: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = planned(Way::Merge, signature.inputs[0].dims);
-        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
-    },
-    backward: |signature| {
-        let kernel = planned(Way::Split, signature.inputs[0].dims);
-        Calls::default().call(
-            kernel,
-            [("x", Slot::OutputGradient)],
-            [("y", Slot::Gradient(0))],
-        )
-    },
+    forward: |signature| forward(Way::Merge, signature.inputs[0].dims),
+    backward: |signature| backward(Way::Split, signature.inputs[0].dims),
 };
+
+fn forward(way: Way, heads: &[usize]) -> Calls {
+    let (x, y) = (("x", Slot::Input(0)), ("y", Slot::Output));
+    Calls::default().call(planned(way, heads), [x], [y])
+}
+
+fn backward(way: Way, heads: &[usize]) -> Calls {
+    let (x, y) = (("x", Slot::OutputGradient), ("y", Slot::Gradient(0)));
+    Calls::default().call(planned(way, heads), [x], [y])
+}
 
 /// One way, for heads (B, H, T, Dh).
 fn planned(way: Way, heads: &[usize]) -> Kernel {
