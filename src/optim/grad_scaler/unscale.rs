@@ -1,6 +1,6 @@
 //! Gradients divided by the scale, and whether they are finite: on the CPU in one pass over each.
 
-use super::super::clip::are_finite;
+use super::super::clip::{are_finite, leave};
 use super::{GradScaler, Progress, UNSCALE};
 use crate::gradients::{Owners, gradient_of, gradients_of};
 use crate::inplace::{for_stored, read, wide, with_mut_slice};
@@ -32,10 +32,7 @@ impl GradScaler {
             let stepped = false;
             self.unscaled.insert(var.id(), Progress { finite, stepped });
         }
-        if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
-            let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
-            range.leave_flat(elements, first.dtype());
-        }
+        leave(range, parameters);
         Ok(())
     }
 }
