@@ -35,10 +35,6 @@ pub(crate) enum Collective {
     AllGather,
     /// Copies what `root` has to every rank.
     Broadcast { root: usize },
-    /// To the one rank `to`, which receives.
-    Send { to: usize },
-    /// From the one rank `from`, which sends.
-    Receive { from: usize },
 }
 
 impl Collective {
@@ -90,8 +86,6 @@ impl Collective {
             Self::ReduceScatter(_) => "reduce_scatter",
             Self::AllGather => "all_gather",
             Self::Broadcast { .. } => "broadcast",
-            Self::Send { .. } => "send",
-            Self::Receive { .. } => "receive",
         }
     }
 }

@@ -177,22 +177,6 @@ impl Communicator {
         Ok(all.narrow(0, self.rank() * rows, rows)?)
     }
 
-    /// Sends a contiguous tensor to a rank, which [receives](Self::receive) it.
-    ///
-    /// # Errors
-    /// As [`broadcast`](Self::broadcast).
-    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.run(Collective::Send { to }, tensor)
-    }
-
-    /// Receives what a rank [sends](Self::send), into a contiguous tensor of that shape and dtype.
-    ///
-    /// # Errors
-    /// As [`broadcast`](Self::broadcast).
-    pub fn receive(&self, tensor: &Tensor, from: usize) -> Result<()> {
-        self.run(Collective::Receive { from }, tensor)
-    }
-
     /// Waits until all ranks have come here, and what they gave their devices before is done.
     ///
     /// # Errors
@@ -286,7 +270,7 @@ impl Communicator {
             }
             #[cfg(feature = "cuda")]
             Backend::Gpu(queue) => {
-                let _watch = self.0.membership.enter_for(collective);
+                let _watch = self.0.membership.enter(collective.name());
                 let done = queue.start_on(collective, tensor)?;
                 Ok(Pending::on_gpu(tensor, done))
             }
@@ -302,7 +286,7 @@ impl Communicator {
         collective: Collective,
         memory: &mut [T],
     ) -> Result<()> {
-        validate(collective, memory.len(), T::DTYPE, self.shard())?;
+        validate(collective, memory.len(), T::DTYPE, self.world_size())?;
         match &self.0.backend {
             Backend::Alone => Ok(()),
             Backend::Host(queue) => {
@@ -327,7 +311,7 @@ impl Communicator {
 
     fn check_tensor(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
         let (elements, dtype) = (tensor.elem_count(), tensor.dtype());
-        validate(collective, elements, dtype, self.shard())?;
+        validate(collective, elements, dtype, self.world_size())?;
         if !tensor.is_contiguous() {
             return Err(Error::Shape {
                 op: OP,

@@ -91,9 +91,9 @@ pub(super) fn validate(
     collective: Collective,
     elements: usize,
     dtype: DType,
-    Shard { rank, world_size }: Shard,
+    world_size: usize,
 ) -> Result<()> {
-    use Collective::{AllGather, Broadcast, Receive, Reduce, ReduceScatter, Send};
+    use Collective::{AllGather, Broadcast, Reduce, ReduceScatter};
     // Sums need floats, copies take integers too.
     match dtype {
         DType::F64 | DType::F32 | DType::F16 | DType::BF16 => {}
@@ -101,19 +101,13 @@ pub(super) fn validate(
         DType::U8 | DType::U32 | DType::I64 => return Err(not_reduced(dtype)),
         _ => return Err(not_exchanged(dtype)),
     }
-    let refused = |field, other: usize, expected: String| {
-        Err(Error::config(OP, field, other).must_be(expected, "ranks count from 0"))
-    };
-    let is_other = |other| other < world_size && other != rank;
-    let another = || format!("another of the {world_size} ranks than {rank}, this one");
     match collective {
-        Broadcast { root } | Reduce { root, .. } if root >= world_size => refused(
-            "root",
-            root,
-            format!("under the number of ranks, {world_size}"),
-        ),
-        Send { to } if !is_other(to) => refused("to", to, another()),
-        Receive { from } if !is_other(from) => refused("from", from, another()),
+        Broadcast { root } | Reduce { root, .. } if root >= world_size => {
+            Err(Error::config(OP, "root", root).must_be(
+                format!("under the number of ranks, {world_size}"),
+                "ranks count from 0",
+            ))
+        }
         AllGather | ReduceScatter(_) if !elements.is_multiple_of(world_size) => Err(Error::Shape {
             op: OP,
             expected: format!("elements that {world_size} ranks divide"),
@@ -229,19 +223,13 @@ mod tests {
     )]
     #[case(Collective::AllGather, DType::I16, 2, "u32 or i64, got i16")]
     #[case(Collective::Broadcast { root: 2 }, DType::F32, 2, "root must be under")]
-    #[case(Collective::Send { to: 1 }, DType::F32, 2, "to must be another of the 2 ranks than 1")]
-    #[case(Collective::Receive { from: 2 }, DType::F32, 2, "from must be another")]
     fn what_cannot_be_is_refused(
         #[case] collective: Collective,
         #[case] dtype: DType,
         #[case] elements: usize,
         #[case] words: &str,
     ) {
-        let place = Shard {
-            rank: 1,
-            world_size: 2,
-        };
-        let error = validate(collective, elements, dtype, place).unwrap_err();
+        let error = validate(collective, elements, dtype, 2).unwrap_err();
         assert!(error.to_string().contains(words), "{error}");
     }
 }

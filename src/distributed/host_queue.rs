@@ -104,7 +104,7 @@ impl Job {
     }
 
     fn run_on(&self, backend: &mut dyn HostBackend) -> Result<()> {
-        let _watch = self.membership.enter_for(self.collective);
+        let _watch = self.membership.enter(self.collective.name());
         let _range = probe::range(self.collective.name()); // of this thread: beside what the others compute
         let check = || self.membership.check();
         match &self.exchanged {

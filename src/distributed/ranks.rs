@@ -412,6 +412,10 @@ mod tests {
         })
     }
 
+    fn job(variables: &str) -> Ranks {
+        from(variables).unwrap().unwrap()
+    }
+
     const TWO_OF_FOUR: &str =
         "RANK=2 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=node-0 MASTER_PORT=29500";
     const MPI: &str = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=2";
@@ -421,29 +425,24 @@ mod tests {
         assert_eq!(from("").unwrap(), None);
         assert_eq!(from("SLURM_JOB_ID=7").unwrap(), None);
 
-        let torchrun = from(TWO_OF_FOUR).unwrap().unwrap();
+        let torchrun = job(TWO_OF_FOUR);
         let place = |ranks: &Ranks| (ranks.rank, ranks.local_rank, ranks.world_size);
         assert_eq!(place(&torchrun), (2, 0, 4));
         assert_eq!(torchrun.master, Some(("node-0".into(), 29500)));
         assert_eq!(torchrun.token, Token::Name(String::new()));
 
-        let agent = from(&format!("{TWO_OF_FOUR} TORCHELASTIC_USE_AGENT_STORE=True"));
-        assert_eq!(agent.unwrap().unwrap().master.unwrap().1, 29501);
+        let agent = job(&format!("{TWO_OF_FOUR} TORCHELASTIC_USE_AGENT_STORE=True"));
+        assert_eq!(agent.master.unwrap().1, 29501);
 
-        let mpi = from(MPI).unwrap().unwrap();
+        let mpi = job(MPI);
         assert_eq!((place(&mpi), mpi.master), ((1, 1, 2), None));
-        let mpi = from(&format!("{MPI} MASTER_ADDR=::1 MASTER_PORT=1"));
-        assert_eq!(mpi.unwrap().unwrap().master, Some(("::1".into(), 1)));
+        let mpi = job(&format!("{MPI} MASTER_ADDR=::1 MASTER_PORT=1"));
+        assert_eq!(mpi.master, Some(("::1".into(), 1)));
         // torchrun under mpirun: the inner one started this process.
-        let both = from(&format!("{MPI} {TWO_OF_FOUR} TORCHELASTIC_RUN_ID=none"));
-        assert_eq!(both.unwrap().unwrap().rank, 2);
+        let both = job(&format!("{MPI} {TWO_OF_FOUR} TORCHELASTIC_RUN_ID=none"));
+        assert_eq!(both.rank, 2);
 
-        let token = |more: &str| {
-            from(&format!("{TWO_OF_FOUR} {more}"))
-                .unwrap()
-                .unwrap()
-                .token
-        };
+        let token = |more: &str| job(&format!("{TWO_OF_FOUR} {more}")).token;
         let name = |name: &str| Token::Name(name.into());
         let secret = |secret: &str| Token::Secret(secret.into());
         assert_eq!(token("SLURM_JOB_ID=7 TORCHELASTIC_RUN_ID=run"), name("run"));
@@ -464,17 +463,17 @@ mod tests {
             ranks.map(|ranks| (ranks.rank, ranks.local_rank, ranks.world_size))
         };
         assert_eq!(place(SLURM), Some((3, 1, 4)));
-        let ranks = from(SLURM).unwrap().unwrap();
+        let ranks = job(SLURM);
         assert_eq!((ranks.master, ranks.is_one_host), (None, false));
         let with_master = format!("{SLURM} MASTER_ADDR=node-0 MASTER_PORT=29500");
-        let master = from(&with_master).unwrap().unwrap().master;
+        let master = job(&with_master).master;
         assert_eq!(master, Some(("node-0".into(), 29500)));
         // An srun of fewer tasks than the allocation, on one of its hosts.
         let step =
             "SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=2";
         assert_eq!(place(step), Some((1, 1, 2)));
         let step = format!("{step} SLURM_STEP_NUM_NODES=1");
-        assert!(from(&step).unwrap().unwrap().is_one_host);
+        assert!(job(&step).is_one_host);
         // srun in a batch script, and the script itself.
         let script = "ENVIRONMENT=BATCH SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4";
         assert_eq!(place(script), None);
@@ -512,8 +511,7 @@ mod tests {
 
     #[test]
     fn a_job_of_one_has_a_place() {
-        let alone = from("RANK=0 WORLD_SIZE=1 MASTER_ADDR=node-0");
-        let alone = alone.unwrap().unwrap();
+        let alone = job("RANK=0 WORLD_SIZE=1 MASTER_ADDR=node-0");
         assert_eq!((alone.rank, alone.local_rank, alone.world_size), (0, 0, 1));
     }
 
@@ -563,14 +561,11 @@ mod tests {
     #[test]
     fn ranks_of_one_host_meet_on_loopback() {
         let here = format!("{TWO_OF_FOUR} LOCAL_WORLD_SIZE=4");
-        let ranks = from(&here).unwrap().unwrap();
-        assert_eq!(ranks.master, Some(("127.0.0.1".into(), 29500)));
+        assert_eq!(job(&here).master, Some(("127.0.0.1".into(), 29500)));
         let slurm = format!("{SLURM} SLURM_NNODES=1 MASTER_ADDR=node-0 MASTER_PORT=1");
-        let ranks = from(&slurm).unwrap().unwrap();
-        assert_eq!(ranks.master, Some(("127.0.0.1".into(), 1)));
+        assert_eq!(job(&slurm).master, Some(("127.0.0.1".into(), 1)));
         let hosts = format!("{TWO_OF_FOUR} LOCAL_WORLD_SIZE=2 SLURM_NNODES=1");
-        let ranks = from(&hosts).unwrap().unwrap();
-        assert_eq!(ranks.master, Some(("node-0".into(), 29500)));
+        assert_eq!(job(&hosts).master, Some(("node-0".into(), 29500)));
     }
 
     #[rstest]
@@ -585,7 +580,7 @@ mod tests {
         #[case] got: &str,
     ) {
         let check = |more: &str, host: &str| {
-            let ranks = from(&format!("{TWO_OF_FOUR} {more}")).unwrap().unwrap();
+            let ranks = job(&format!("{TWO_OF_FOUR} {more}"));
             assert!(!format!("{ranks:?}").contains("0123456") || !more.contains("TOKEN"));
             ranks.check_secret(&(host.into(), 29500))
         };

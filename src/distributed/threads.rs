@@ -72,14 +72,13 @@ impl HostBackend for ThreadBackend {
         buffer: HostBuffer,
         check: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
-        let Shard { rank, world_size } = self.place;
+        let rank = self.place.rank;
         let failure = |rank, problem, hint: &str| Error::Rank {
             rank,
             during: collective.name().into(),
             problem,
             hint: hint.into(),
         };
-        let partners = collective.partners(rank, world_size);
         let _posted = Posted::new(self, Call { collective, buffer });
         let mut slots = locked(&self.shared.slots);
         loop {
@@ -88,10 +87,9 @@ impl HostBackend for ThreadBackend {
                 let outcome = outcome.clone();
                 return outcome.map_err(|(rank, problem)| failure(rank, problem, hint));
             }
-            let is_gone = |rank: &&usize| matches!(slots[**rank], Slot::Gone);
-            if let Some(gone) = partners.iter().find(is_gone) {
+            if let Some(gone) = slots.iter().position(|slot| matches!(slot, Slot::Gone)) {
                 let problem = format!("has ended, and rank {rank} waits for it");
-                return Err(failure(*gone, problem, "its own error says why"));
+                return Err(failure(gone, problem, "its own error says why"));
             }
             (slots, _) = (self.shared.changed)
                 .wait_timeout(slots, POLL)
@@ -114,13 +112,11 @@ impl Drop for ThreadBackend {
 struct Posted<'a>(&'a ThreadBackend);
 
 impl<'a> Posted<'a> {
-    /// The last of those who wait for each other does the work, under the lock.
+    /// The last rank that calls does the work, under the lock.
     fn new(backend: &'a ThreadBackend, call: Call) -> Self {
         let mut slots = locked(&backend.shared.slots);
         slots[backend.place.rank] = Slot::Waiting(call);
-        for rank in 0..slots.len() {
-            settle(&mut slots, rank);
-        }
+        settle(&mut slots);
         backend.shared.changed.notify_all();
         Self(backend)
     }
@@ -132,65 +128,30 @@ impl Drop for Posted<'_> {
     }
 }
 
-impl Collective {
-    /// The ranks that take part, `rank` among them, in order.
-    fn partners(self, rank: usize, world_size: usize) -> Vec<usize> {
-        match self {
-            Self::Send { to: other } | Self::Receive { from: other } => {
-                vec![rank.min(other), rank.max(other)]
-            }
-            _ => (0..world_size).collect(),
-        }
-    }
-
-    /// The collective that a partner of `rank` has to call.
-    fn counterpart(self, rank: usize) -> Self {
-        match self {
-            Self::Send { .. } => Self::Receive { from: rank },
-            Self::Receive { .. } => Self::Send { to: rank },
-            same => same,
-        }
-    }
-}
-
-/// Ends a rank's call if all that it waits for wait for it.
-fn settle(slots: &mut [Slot], rank: usize) {
-    let Slot::Waiting(call) = slots[rank] else {
-        return;
-    };
-    let world_size = slots.len();
-    let partners = call.collective.partners(rank, world_size);
-    let waiting = partners.iter().map(|partner| match slots[*partner] {
-        Slot::Waiting(call) => {
-            let waits_for = call.collective.partners(*partner, world_size);
-            waits_for.contains(&rank).then_some((*partner, call))
-        }
+/// Ends all ranks' calls once every rank waits.
+fn settle(slots: &mut [Slot]) {
+    let waiting = slots.iter().map(|slot| match slot {
+        Slot::Waiting(call) => Some(*call),
         _ => None,
     });
     let Some(calls) = waiting.collect::<Option<Vec<_>>>() else {
         return;
     };
-    let (first, call) = calls[0];
-    let size = |call: Call| (call.buffer.elements, call.buffer.dtype);
-    let counterpart = call.collective.counterpart(first);
-    let mut others = calls[1..].iter();
-    let other =
-        others.find(|(_, other)| other.collective != counterpart || size(*other) != size(call));
-    let outcome = match other {
-        Some((rank, other)) => Err((
-            *rank,
-            format!("calls {other}, while rank {first} calls {call}"),
+    let first = calls[0];
+    let key = |call: &Call| (call.collective, call.buffer.elements, call.buffer.dtype);
+    let outcome = match calls.iter().position(|call| key(call) != key(&first)) {
+        Some(rank) => Err((
+            rank,
+            format!("calls {}, while rank 0 calls {first}", calls[rank]),
         )),
         None => {
-            let buffers: Vec<_> = calls.iter().map(|(_, call)| call.buffer).collect();
+            let buffers: Vec<_> = calls.iter().map(|call| call.buffer).collect();
             // SAFETY: the buffers' owners wait, and the lock is held; they have one size and dtype.
-            unsafe { exchange(call.collective, &buffers) }
+            unsafe { exchange(first.collective, &buffers) }
             Ok(())
         }
     };
-    for partner in partners {
-        slots[partner] = Slot::Done(outcome.clone());
-    }
+    slots.fill(Slot::Done(outcome));
 }
 
 impl fmt::Display for Call {
@@ -202,7 +163,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// Does what the first rank calls, with the buffers of all that take part, in order.
+/// Does what all ranks call, with their buffers, in order.
 ///
 /// # Safety
 /// Nobody else uses the buffers, which have one size, that the ranks divide where they have parts, and one dtype, which
@@ -238,7 +199,5 @@ unsafe fn exchange(collective: Collective, buffers: &[HostBuffer]) {
         Collective::Broadcast { root } => {
             buffers.iter().for_each(|into| copy(buffers[root], *into))
         }
-        Collective::Send { .. } => copy(buffers[0], buffers[1]),
-        Collective::Receive { .. } => copy(buffers[1], buffers[0]),
     }
 }

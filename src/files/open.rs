@@ -108,12 +108,11 @@ pub(crate) fn check_room(path: &Path, what: &str, wanted_bytes: u64) -> Result<(
     if wanted_bytes < CHECKED_BYTES {
         return Ok(());
     }
-    match hardware::available_bytes() {
-        Some(available_bytes) if wanted_bytes > available_bytes => {
-            Err(refused(path, what, wanted_bytes, available_bytes))
-        }
-        _ => Ok(()),
-    }
+    hardware::check_available(
+        &within(path, what),
+        wanted_bytes,
+        hardware::available_bytes(),
+    )
 }
 
 /// `len` zeros, each of `T`, to read a part of a file into.
@@ -125,19 +124,15 @@ pub(crate) fn zeros<T: Clone + Default>(path: &Path, what: &str, len: usize) -> 
     check_room(path, what, wanted_bytes)?;
     let mut zeros = Vec::new();
     if zeros.try_reserve_exact(len).is_err() {
-        let available_bytes = hardware::available_bytes().unwrap_or_default();
-        return Err(refused(path, what, wanted_bytes, available_bytes));
+        return Err(hardware::not_granted(&within(path, what), wanted_bytes));
     }
     zeros.resize(len, T::default());
     Ok(zeros)
 }
 
-fn refused(path: &Path, what: &str, wanted_bytes: u64, available_bytes: u64) -> Error {
-    Error::OutOfMemory {
-        what: format!("{}: {what}", path.display()),
-        wanted_bytes,
-        available_bytes,
-    }
+/// What an error names: the file, and what of it.
+fn within(path: &Path, what: &str) -> String {
+    format!("{}: {what}", path.display())
 }
 
 #[cfg(all(test, unix))]

@@ -156,6 +156,35 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
     }
 }
 
+/// Refuses more memory than is available. Where that is not known, only a count that has saturated is refused.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn check_available(
+    what: &str,
+    wanted_bytes: u64,
+    available_bytes: Option<u64>,
+) -> Result<()> {
+    let available_bytes = available_bytes.unwrap_or(u64::MAX - 1);
+    match wanted_bytes <= available_bytes {
+        true => Ok(()),
+        false => Err(Error::OutOfMemory {
+            what: what.into(),
+            wanted_bytes,
+            available_bytes,
+        }),
+    }
+}
+
+/// The error of an allocation that was refused.
+pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
+    Error::OutOfMemory {
+        what: what.into(),
+        wanted_bytes,
+        available_bytes: available_bytes().unwrap_or_default(),
+    }
+}
+
 /// What matrix products of bf16 run on, on the CPU: AMX-BF16 where the processor and the system grant it, else
 /// AVX512-BF16 on processors of AMD, on which it multiplies at twice f32's rate (on Intel's it gains nothing); `None`
 /// where bf16 is widened and multiplied in f32, as f16 is everywhere.

@@ -254,6 +254,17 @@ pub(super) fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
     Ok((scaling, theta))
 }
 
+/// The activation under `key`, by any of the library's names for the two forms of GELU.
+pub(super) fn gelu(s: &Settings<'_>, key: &'static str) -> Result<Gelu> {
+    match s.text(key)?.as_deref() {
+        None | Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_python_tanh") => Ok(Gelu::Tanh),
+        Some("gelu" | "gelu_python") => Ok(Gelu::Erf),
+        Some(other) => s.refuse(format!(
+            "{key} is {other:?}, and only gelu_new, gelu_pytorch_tanh and gelu are known"
+        )),
+    }
+}
+
 /// The `config.json` of a model, as `transformers` reads it.
 ///
 /// # Errors

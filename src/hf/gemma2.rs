@@ -1,6 +1,6 @@
 //! The `config.json` of a Gemma 2.
 
-use super::config::{padding, rotary, window};
+use super::config::{gelu, padding, rotary, window};
 use super::settings::Settings;
 use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
@@ -56,7 +56,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
             true => padding(s, vocab_size)?,
             false => Some(0),
         },
-        gelu: gelu(s)?,
+        gelu: gelu(s, "hidden_activation")?,
         architecture: Architecture::Gemma2,
         ..TransformerConfig::tiny()
     };
@@ -82,18 +82,6 @@ fn has_windows(s: &Settings<'_>, num_layers: usize) -> Result<bool> {
         () if is(|_| KINDS[1]) => Ok(false),
         () => s.refuse(format!(
             "layer_types is {kinds}, and only {KINDS:?} in turn or the second alone are known"
-        )),
-    }
-}
-
-/// The activation of the gate.
-fn gelu(s: &Settings<'_>) -> Result<Gelu> {
-    let name = s.text("hidden_activation")?;
-    match name.as_deref() {
-        None | Some("gelu_pytorch_tanh" | "gelu_new" | "gelu_python_tanh") => Ok(Gelu::Tanh),
-        Some("gelu" | "gelu_python") => Ok(Gelu::Erf),
-        Some(other) => s.refuse(format!(
-            "hidden_activation is {other:?}, and only gelu_pytorch_tanh and gelu are known"
         )),
     }
 }

@@ -1,5 +1,6 @@
 //! The `config.json` of a GPT-2.
 
+use super::config::gelu;
 use super::settings::Settings;
 use crate::Result;
 use crate::attention::Algorithm;
@@ -28,7 +29,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
             attention: rate("attn_pdrop")?,
             residual: rate("resid_pdrop")?,
         },
-        gelu: gelu(s)?,
+        gelu: gelu(s, "activation_function")?,
         architecture: Architecture::Gpt2,
         ..TransformerConfig::tiny()
     };
@@ -40,18 +41,6 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         ("scale_attn_weights", json!(true)),
     ])?;
     Ok(config)
-}
-
-/// The activation, by any of the library's names for the two forms of GELU.
-fn gelu(s: &Settings<'_>) -> Result<Gelu> {
-    let name = s.text("activation_function")?;
-    match name.as_deref() {
-        None | Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_python_tanh") => Ok(Gelu::Tanh),
-        Some("gelu" | "gelu_python") => Ok(Gelu::Erf),
-        Some(other) => s.refuse(format!(
-            "activation_function is {other:?}, and only gelu_new, gelu_pytorch_tanh and gelu are known"
-        )),
-    }
 }
 
 /// The settings of a configuration.

@@ -152,15 +152,7 @@ fn current_bytes() -> Result<u64> {
 /// Refuses what would end in the system's killing of the process.
 fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let wanted_bytes = estimate(config, workload)?.peak_bytes;
-    let available_bytes = hardware::available_bytes().unwrap_or(u64::MAX - 1);
-    match wanted_bytes <= available_bytes {
-        true => Ok(()),
-        false => Err(Error::OutOfMemory {
-            what: "memory::measure".into(),
-            wanted_bytes,
-            available_bytes,
-        }),
-    }
+    hardware::check_available("memory::measure", wanted_bytes, hardware::available_bytes())
 }
 
 /// A run on what is there before it; returns the bytes that are alive when forward is done.

@@ -4,7 +4,6 @@ use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, Part, SelfAttentionWorkload};
 use crate::attention::Algorithm;
 use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
-use crate::ops::lowering::Workspace;
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
@@ -72,13 +71,8 @@ pub fn planned_attention_breakdown(
     ];
     if kernels == Kernels::Cpu {
         parts.extend(plan.kernel_workspace().map(|workspace| {
-            let Workspace {
-                what,
-                formula,
-                elements,
-                element_bytes,
-            } = workspace;
-            Part::new(Scratch, what, formula, elements, element_bytes)
+            let (elements, width) = (workspace.elements, workspace.element_bytes);
+            Part::new(Scratch, workspace.what, workspace.formula, elements, width)
         }));
     } else if plan.workspace_bytes() > 0 {
         // There before backward too.

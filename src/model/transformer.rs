@@ -426,14 +426,8 @@ pub(super) fn check_room(config: &TransformerConfig, device: &Device) -> Result<
     let largest = (rows as u64).saturating_mul(config.d_model as u64);
     let elements = config.num_parameters() as u64;
     let wanted_bytes = elements.saturating_add(largest).saturating_mul(4);
-    match hardware::available_bytes_on(device) {
-        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-            what: format!("a model of {elements} parameters"),
-            wanted_bytes,
-            available_bytes,
-        }),
-        _ => Ok(()),
-    }
+    let what = format!("a model of {elements} parameters");
+    hardware::check_available(&what, wanted_bytes, hardware::available_bytes_on(device))
 }
 
 /// Parameters are trained: integers are not.

@@ -4,9 +4,9 @@ use crate::kernels::cpu::{self, Stored, parallel::filled};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 use crate::kernels::normal::stream;
-use crate::ops;
 #[cfg(feature = "cuda")]
 use crate::ops::cuda as on_gpu;
+use crate::{hardware, ops};
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use half::{bf16, f16};
@@ -102,7 +102,7 @@ impl Seeded {
         crate::hardware::check_threads()?;
         let values = truncated_normal::<T>(self.seed, name, normal, shape.elem_count());
         let bytes = (shape.elem_count() as u64).saturating_mul(size_of::<T>() as u64);
-        let values = values.map_err(|_| ops::not_granted(name, bytes))?;
+        let values = values.map_err(|_| hardware::not_granted(name, bytes))?;
         Tensor::from_vec(values, shape, device)
     }
 }

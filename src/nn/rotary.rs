@@ -2,7 +2,7 @@
 
 use super::RopeScaling;
 use crate::ops::RotaryPairs;
-use crate::{Error, Result, graph, hardware, ops};
+use crate::{Error, Result, graph, ops};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -109,14 +109,8 @@ impl RotaryEmbedding {
         }
         // Cosine and sine, in f64 while they are computed.
         let wanted_bytes = (max_length as u64).saturating_mul(16 * half as u64);
-        let available_bytes = hardware::total_bytes().unwrap_or(u64::MAX);
-        if wanted_bytes > available_bytes {
-            return Err(Error::OutOfMemory {
-                what: format!("rotary tables for {max_length} positions"),
-                wanted_bytes,
-                available_bytes,
-            });
-        }
+        let what = format!("rotary tables for {max_length} positions");
+        ops::check_room(&what, wanted_bytes)?;
         ops::check_granted("rotary tables", wanted_bytes.saturating_mul(2))?; // and in their dtype
         let (frequencies, amplitude) = (scaling.frequencies(theta, head_dim), scaling.amplitude());
         let angles = (0..max_length)

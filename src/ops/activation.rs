@@ -4,14 +4,13 @@ use super::cast::cast_for;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
-use super::record::{Spec, like_first, run, wide_input};
+use super::record::{CallSpec, run, wide_input};
 use crate::Result;
 use crate::kernels::Activation;
 use crate::kernels::cpu::activation as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::activation as cuda_kernel;
-use crate::probe::Operand;
-use candle_core::{DType, Shape, Tensor};
+use candle_core::Tensor;
 
 /// One activation in a plan.
 macro_rules! lowering {
@@ -45,7 +44,7 @@ macro_rules! lowering {
 pub(super) fn activate(f: Activation, x: &Tensor) -> Result<Tensor> {
     let op = info(f);
     let [x] = &cast_for(op.op, [x])?;
-    run(op, Activate, [x], || reference(f, x))
+    run(op, CallSpec::like_first(), [x], || reference(f, x))
 }
 
 /// `f(x)` in plain candle ops, half precision computed in f32 and rounded once.
@@ -141,13 +140,5 @@ fn info(f: Activation) -> &'static OpInfo {
         Activation::Silu => &SILU,
         Activation::Gelu => &GELU,
         Activation::GeluTanh => &GELU_TANH,
-    }
-}
-
-struct Activate;
-
-impl Spec for Activate {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
     }
 }

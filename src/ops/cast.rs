@@ -4,13 +4,12 @@ use super::dispatch::{self, Path, choose_where};
 use super::info::OpInfo;
 use super::lowering::CONVERTED;
 use super::operand::{inside_storage, is_supported_float, sums_in_half, without_repeats};
-use super::record::{Spec, by_kernels, composed, input};
+use super::record::{CallSpec, by_kernels, composed, input};
 use crate::grad::is_grad_enabled;
 use crate::graph;
 use crate::precision;
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor, TensorId};
+use candle_core::{DType, Tensor, TensorId};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -42,7 +41,7 @@ fn cast_as(op: &'static OpInfo, x: &Tensor, dtype: DType) -> Result<Tensor> {
     if is_supported_float(dtype) && (x.dtype().is_int() || is_supported_float(x.dtype())) {
         let x = &operand(op.op, x)?;
         if has_kernel(x, dtype) && choose_where("cast", x, true)? == Path::Kernel {
-            return by_kernels(op, Cast(dtype), [x]);
+            return by_kernels(op, CallSpec::new(x.shape(), dtype), [x]);
         }
         let x = &input(x);
         return match x.dtype() == dtype {
@@ -94,15 +93,6 @@ const WEIGHT_CAST_INFO: OpInfo = OpInfo::new(WEIGHT_CAST)
     .planned_composed(CONVERTED);
 
 pub(super) const INFOS: &[OpInfo] = &[CAST, WEIGHT_CAST_INFO];
-
-/// To this dtype.
-struct Cast(DType);
-
-impl Spec for Cast {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        (inputs[0].dims.into(), self.0)
-    }
-}
 
 /// `inputs` in the dtypes that `op` should have them in here: what this crate's ops do first, for code that calls plain
 /// candle ops in an [autocast](crate::autocast()) region.

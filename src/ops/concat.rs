@@ -9,7 +9,7 @@ use super::info::OpInfo;
 use super::lowering::Named;
 use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::{check_size, is_supported_float};
-use super::record::{Plain, by_kernels, composed_as, input};
+use super::record::{CallSpec, by_kernels, composed_as, input};
 #[cfg(feature = "cuda")]
 use crate::kernels::{
     cuda::{View, strided as cuda_kernel},
@@ -53,7 +53,7 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     let shape = shape_of(&inputs, dim)?;
     check_size("concat", &shape, inputs[0].dtype(), inputs[0].device())?;
     let dtype = inputs[0].dtype();
-    let call = || Plain::new(shape.as_slice(), dtype);
+    let call = || CallSpec::new(shape.as_slice(), dtype);
     // An op of candle's graph has three inputs at most.
     let has_kernel = inputs.len() <= 3 && is_supported_float(dtype);
     if has_kernel && choose(&INFO, inputs[0])? == Path::Kernel {

@@ -1,7 +1,7 @@
 //! Between candle's CPU storage and the kernels' slices.
 
 use super::lowering::Slice;
-use super::operand::{check_granted, check_room, inside_storage, not_granted};
+use super::operand::{check_granted, check_room, inside_storage};
 use crate::kernels::cpu::{gemm, parallel};
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
@@ -81,21 +81,14 @@ fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T
     hardware::check_threads()?;
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
     check_room(WHAT, wanted_bytes)?;
-    parallel::filled(len, fill).map_err(|_| {
-        let refused = crate::Error::OutOfMemory {
-            what: WHAT.into(),
-            wanted_bytes,
-            available_bytes: hardware::total_bytes().unwrap_or(u64::MAX),
-        };
-        refused.into()
-    })
+    parallel::filled(len, fill).map_err(|_| hardware::not_granted(WHAT, wanted_bytes).into())
 }
 
 /// Has all threads of the current pool allocate what they keep for matmuls, `in_half` precision or not.
 pub(crate) fn reserve_scratch(in_half: bool) -> crate::Result<()> {
     let wanted_bytes = gemm::scratch_bytes(in_half) as u64;
     let reserved = gemm::reserve_scratch(in_half);
-    reserved.map_err(|_| not_granted("the scratch of threads for matmuls", wanted_bytes))
+    reserved.map_err(|_| hardware::not_granted("the scratch of threads for matmuls", wanted_bytes))
 }
 
 /// How many elements a result has.

@@ -18,14 +18,13 @@ use super::cast::cast_for;
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::check_size;
-use super::record::{Spec, like_first, run, wide_input};
+use super::record::{CallSpec, run, wide_input};
 use crate::graph::{self, Attribute};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::dropout as cuda_kernel;
 use crate::kernels::{self, DropoutMask, cpu::dropout as kernel};
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 const OP: &str = "dropout";
@@ -151,7 +150,10 @@ impl DropoutKey {
 pub fn dropout(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
     check_probability("ops::Dropout", "probability", dropout.probability)?;
     let [x] = &cast_for(OP, [x])?;
-    run(&INFO, dropout.clone(), [x], || reference(x, dropout))
+    let call = CallSpec::like_first()
+        .with_all(attributes(dropout.kernel()))
+        .reading(&dropout.key.words);
+    run(&INFO, call, [x], || reference(x, dropout))
 }
 
 /// [`dropout()`] in plain candle ops, its mask drawn on the CPU.
@@ -278,19 +280,5 @@ impl Dropout {
     pub(crate) fn mask(&self, width: usize) -> candle_core::Result<DropoutMask> {
         let key = self.key.words.flatten_all()?.to_vec1()?;
         Ok(self.kernel().mask(&key, width))
-    }
-}
-
-impl Spec for Dropout {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(self.kernel()).into()
-    }
-
-    fn reads(&self) -> Vec<Tensor> {
-        vec![self.key.words.clone()]
     }
 }

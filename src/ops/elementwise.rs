@@ -8,7 +8,7 @@ use super::lowering::{
     Calls, Lowering, Slot, kernel, map_backward as backward, map_forward as forward,
 };
 use super::operand::check_supported;
-use super::record::{Plain, by_kernels, composed_as, input};
+use super::record::{CallSpec, by_kernels, composed_as, input};
 use crate::Result;
 use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
@@ -146,10 +146,7 @@ fn with_attributes(
 ) -> Result<Tensor> {
     check_supported(op.op, x)?;
     let [x] = cast_for(op.op, [x])?;
-    let call = Plain::new(shape, x.dtype());
-    let call = attributes
-        .into_iter()
-        .fold(call, |call, (name, value)| call.with(name, value));
+    let call = CallSpec::new(shape, x.dtype()).with_all(attributes);
     if choose(op, &x)? == Path::Kernel {
         return by_kernels(op, call, [&x]);
     }

@@ -18,15 +18,14 @@ use super::lowering::{
     Accumulate, Calls, Check, Kernel, Lowering, Slot, Workspace, kernel, on_gpu,
 };
 use super::operand::{check_float, check_size};
-use super::record::{Spec, run, wide_input};
+use super::record::{CallSpec, run, wide_input};
 use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::{Stored, rows::embedding as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::embedding as cuda_kernel;
 use crate::kernels::workspace;
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Tensor};
 
 /// `y[...] = table[tokens[...]]`: tokens (...) u32 or i64, table (V, D), y (..., D).
 ///
@@ -65,8 +64,12 @@ pub fn embedding_with_padding(tokens: &Tensor, table: &Tensor, padding_id: u32) 
 
 fn with_padding(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Tensor> {
     let [table] = &cast_for("embedding", [table])?;
-    let op = check(tokens, table, padding_id)?;
-    run(&INFO, op, [table], || plain(tokens, table, padding_id))
+    let (ids, shape) = check(tokens, table, padding_id)?;
+    let padding = padding_id.map(|id| (PADDING_ID, Attribute::Count(id as usize)));
+    let call = CallSpec::new(shape, table.dtype())
+        .with_all(padding)
+        .reading(&ids);
+    run(&INFO, call, [table], || plain(tokens, table, padding_id))
 }
 
 /// [`embedding()`] in plain candle ops.
@@ -78,7 +81,7 @@ pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 }
 
 fn plain(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Tensor> {
-    let Embedding { ids, shape, .. } = check(tokens, table, padding_id)?;
+    let (ids, shape) = check(tokens, table, padding_id)?;
     let ids = ids.to_device(table.device())?;
     // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
     let rows = wide_input("embedding", table)?
@@ -94,8 +97,8 @@ fn plain(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Ten
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
-/// The op with checked ids.
-fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Embedding> {
+/// The ids, checked (in a trace as they came, which is what it knows them by), and the result's shape, (..., D).
+fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<(Tensor, Vec<usize>)> {
     let &[vocab_size, width] = table.dims() else {
         return Err(Error::shape("embedding", format!("{:?}", table.dims()))
             .must_be("table (V, D)", "one row for each token"));
@@ -112,11 +115,7 @@ fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Emb
             "it is the id of the row that gets no gradient",
         ));
     }
-    Ok(Embedding {
-        ids,
-        shape: shape.into(),
-        padding_id,
-    })
+    Ok((ids, shape))
 }
 
 pub(super) const INFO: OpInfo = OpInfo::new("embedding")
@@ -209,28 +208,3 @@ fn padding_id(kernel: &Kernel) -> Option<u32> {
 
 /// The attribute's name.
 const PADDING_ID: &str = "padding_id";
-
-struct Embedding {
-    /// Checked; in a trace as they came, which is what it knows them by.
-    ids: Tensor,
-    /// (..., D).
-    shape: Shape,
-    /// The id whose row gets no gradient.
-    padding_id: Option<u32>,
-}
-
-impl Spec for Embedding {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        (self.shape.clone(), inputs[0].dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        let id = self.padding_id.into_iter();
-        let id = id.map(|id| (PADDING_ID, Attribute::Count(id as usize)));
-        id.collect()
-    }
-
-    fn reads(&self) -> Vec<Tensor> {
-        vec![self.ids.clone()]
-    }
-}

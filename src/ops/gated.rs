@@ -17,15 +17,14 @@ use super::cast::cast_for;
 use super::dispatch::check_same;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
-use super::record::{Spec, like_first, run, wide_input};
+use super::record::{CallSpec, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::cpu::gated as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::gated as cuda_kernel;
 use crate::kernels::{Activation, Gate};
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::Tensor;
 
 /// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
 ///
@@ -72,9 +71,8 @@ pub(super) fn gated(f: Gate, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     };
     let [gate, up] = &cast_for(info.op, [gate, up])?;
     check(info.op, gate, up)?;
-    run(info, Gated(f), [gate, up], || {
-        composed(f, info.op, gate, up)
-    })
+    let call = CallSpec::like_first().with_all(attributes(f));
+    run(info, call, [gate, up], || composed(f, info.op, gate, up))
 }
 
 /// [`swiglu()`] in plain candle ops.
@@ -240,16 +238,4 @@ pub(super) fn packed_in_place(signature: &Signature<'_>, width: usize) -> Kernel
     });
     let kernel = kernel.sized([("width", width)]).in_place();
     kernel.with_all(signature.attributes)
-}
-
-struct Gated(Gate);
-
-impl Spec for Gated {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        attributes(self.0)
-    }
 }

@@ -15,12 +15,11 @@ use super::cast::cast_for;
 use super::cpu::for_stored;
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
-use super::record::{Spec, input, run};
+use super::record::{CallSpec, input, run};
 use crate::graph::Attribute;
 use crate::kernels::cpu::heads::{HeadSizes, merge, split};
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 use {
     crate::kernels::cuda::{View, heads as cuda_kernel},
@@ -32,13 +31,8 @@ use {
 /// # Errors
 /// A tensor that is not (B, T, D), or a D that `heads` does not divide.
 pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
-    let sizes = match *x.dims() {
-        [batch, length, width] if heads > 0 && width % heads == 0 => HeadSizes {
-            batch,
-            length,
-            heads,
-            head_dim: width / heads,
-        },
+    let (batch, length, head_dim) = match *x.dims() {
+        [batch, length, width] if heads > 0 && width % heads == 0 => (batch, length, width / heads),
         _ => {
             return Err(Error::Shape {
                 op: "split_heads",
@@ -49,10 +43,11 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
         }
     };
     let [x] = &cast_for("split_heads", [x])?;
-    let way = Way::Split;
-    run(&SPLIT_INFO, CutHeads { way, sizes }, [x], || {
+    let call = CallSpec::new((batch, heads, length, head_dim), x.dtype())
+        .with("heads", Attribute::Count(heads));
+    run(&SPLIT_INFO, call, [x], || {
         Ok(input(x)
-            .reshape((sizes.batch, sizes.length, heads, sizes.head_dim))?
+            .reshape((batch, length, heads, head_dim))?
             .transpose(1, 2)?
             .contiguous()?)
     })
@@ -67,15 +62,10 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
         return Err(Error::shape("merge_heads", format!("{:?}", x.dims()))
             .must_be("x (B, H, T, Dh)", "as split_heads returns it"));
     };
-    let sizes = HeadSizes {
-        batch,
-        length,
-        heads,
-        head_dim,
-    };
     let [x] = &cast_for("merge_heads", [x])?;
-    let way = Way::Merge;
-    run(&MERGE_INFO, CutHeads { way, sizes }, [x], || {
+    let call = CallSpec::new((batch, length, heads * head_dim), x.dtype())
+        .with("heads", Attribute::Count(heads));
+    run(&MERGE_INFO, call, [x], || {
         Ok(input(x)
             .transpose(1, 2)?
             .reshape((batch, length, heads * head_dim))?)
@@ -95,34 +85,24 @@ pub(crate) const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
 pub(super) const INFOS: &[OpInfo] = &[SPLIT_INFO, MERGE_INFO];
 
 const SPLIT_HEADS: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = planned(Way::Split, signature.output.dims);
-        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
-    },
-    backward: |signature| {
-        let kernel = planned(Way::Merge, signature.output.dims);
-        Calls::default().call(
-            kernel,
-            [("x", Slot::OutputGradient)],
-            [("y", Slot::Gradient(0))],
-        )
-    },
+    forward: |signature| forward(Way::Split, signature.output.dims),
+    backward: |signature| backward(Way::Merge, signature.output.dims),
 };
 
 const MERGE_HEADS: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = planned(Way::Merge, signature.inputs[0].dims);
-        Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])
-    },
-    backward: |signature| {
-        let kernel = planned(Way::Split, signature.inputs[0].dims);
-        Calls::default().call(
-            kernel,
-            [("x", Slot::OutputGradient)],
-            [("y", Slot::Gradient(0))],
-        )
-    },
+    forward: |signature| forward(Way::Merge, signature.inputs[0].dims),
+    backward: |signature| backward(Way::Split, signature.inputs[0].dims),
 };
+
+fn forward(way: Way, heads: &[usize]) -> Calls {
+    let (x, y) = (("x", Slot::Input(0)), ("y", Slot::Output));
+    Calls::default().call(planned(way, heads), [x], [y])
+}
+
+fn backward(way: Way, heads: &[usize]) -> Calls {
+    let (x, y) = (("x", Slot::OutputGradient), ("y", Slot::Gradient(0)));
+    Calls::default().call(planned(way, heads), [x], [y])
+}
 
 /// One way, for heads (B, H, T, Dh).
 fn planned(way: Way, heads: &[usize]) -> Kernel {
@@ -168,20 +148,6 @@ enum Way {
 }
 
 impl Way {
-    /// Of what comes out.
-    fn shape(self, sizes: HeadSizes) -> Shape {
-        let HeadSizes {
-            batch,
-            length,
-            heads,
-            head_dim,
-        } = sizes;
-        match self {
-            Self::Split => (batch, heads, length, head_dim).into(),
-            Self::Merge => (batch, length, heads * head_dim).into(),
-        }
-    }
-
     fn run<T: Copy + Send + Sync>(self, sizes: HeadSizes, x: &[T], y: &mut [T]) {
         match self {
             Self::Split => split(sizes, x, y),
@@ -203,20 +169,5 @@ impl Way {
         };
         let sizes = [sizes.batch, middle[0], middle[1], sizes.head_dim];
         cuda_kernel::swap(gpu, x, sizes, y)
-    }
-}
-
-struct CutHeads {
-    way: Way,
-    sizes: HeadSizes,
-}
-
-impl Spec for CutHeads {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        (self.way.shape(self.sizes), inputs[0].dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![("heads", Attribute::Count(self.sizes.heads))]
     }
 }

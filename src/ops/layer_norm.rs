@@ -19,13 +19,13 @@ use super::linear::last_dim;
 use super::lowering::Lowering;
 use super::norm;
 use super::operand::zeros_of;
-use super::record::{Spec, like_first, run, wide_input};
-use crate::graph::{Attribute, Target};
+use super::record::{CallSpec, run, wide_input};
+use crate::graph::Attribute;
 use crate::kernels::{Norm, limits};
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{D, DType, Shape, Tensor};
+use candle_core::{D, Tensor};
 
 /// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
 /// is the biased one.
@@ -49,7 +49,11 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
-    let y = run(&INFO, LayerNorm { eps }, [x, weight, bias], || {
+    let operand = Operand::from(x);
+    let call = CallSpec::like_first()
+        .with("eps", Attribute::Number(eps))
+        .keeping("mean and rstd", (operand.rows(), 2), operand.wide_dtype());
+    let y = run(&INFO, call, [x, weight, bias], || {
         reference(x, weight, bias, eps)
     })?;
     cast(&y, dtype)
@@ -108,22 +112,3 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| norm::forward(Norm::Layer, signature),
     backward: |signature| norm::backward(Norm::Layer, signature),
 };
-
-struct LayerNorm {
-    eps: f64,
-}
-
-impl Spec for LayerNorm {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![("eps", Attribute::Number(self.eps))]
-    }
-
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
-        let x = &inputs[0];
-        vec![("mean and rstd", (x.rows(), 2).into(), x.wide_dtype())]
-    }
-}

@@ -17,10 +17,9 @@ use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
 use super::product::{Factor, batched};
-use super::record::{Spec, by_kernels, composed, input};
+use super::record::{CallSpec, Spec, by_kernels, composed, input};
 use crate::graph::Attribute;
 use crate::precision::without_autocast;
-use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
@@ -51,11 +50,9 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
-    check("matmul", a, b, transposed)?;
+    let shape = check("matmul", a, b, transposed)?;
     let (a, b) = (&input(a), &input(b));
     if a.dims().ends_with(&[0]) {
-        let (a_sizes, b_sizes) = MatMul { transposed }.sizes(a.dims(), b.dims())?;
-        let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
         return Ok(zeros_of("matmul", shape, a.dtype(), &[a, b])?);
     }
     if a.rank() > 4 {
@@ -78,15 +75,13 @@ fn product(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> R
         return of_broadcast(info, a, b, transposed);
     }
     let [a, b] = &cast_for(op, [a, b])?;
-    check(op, a, b, transposed)?;
+    let shape = check(op, a, b, transposed)?;
+    let call = CallSpec::new(shape, a.dtype()).with("transposed", Attribute::Flag(transposed));
     match choose(info, a)? {
-        Path::Kernel => by_kernels(&INFO, MatMul { transposed }, [a, b]),
-        Path::Reference => {
-            let (shape, dtype) = MatMul { transposed }.output(&[a.into(), b.into()]);
-            composed(&INFO, &[a, b], (shape, dtype), || {
-                reference(a, b, transposed)
-            })
-        }
+        Path::Kernel => by_kernels(&INFO, call, [a, b]),
+        Path::Reference => composed(&INFO, &[a, b], call.output(&[a.into(), b.into()]), || {
+            reference(a, b, transposed)
+        }),
     }
 }
 
@@ -103,17 +98,18 @@ fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool)
     cast(&c, x.dtype())
 }
 
-fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<()> {
+/// The shape of the product, (..., M, N).
+fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Vec<usize>> {
     check_same(op, &[("a", a), ("b", b)])?;
     if let (Some(a_sizes), Some(b_sizes)) = (MatrixDims::of(a.dims()), MatrixDims::of(b.dims())) {
-        let depth = if transposed {
-            b_sizes.cols
-        } else {
-            b_sizes.rows
+        let (depth, cols) = match transposed {
+            true => (b_sizes.cols, b_sizes.rows),
+            false => (b_sizes.rows, b_sizes.cols),
         };
         if a_sizes.leading == b_sizes.leading && a_sizes.cols == depth {
-            let shape = MatMul { transposed }.shape(a_sizes, b_sizes);
-            return check_size(op, &shape, a.dtype(), a.device());
+            let shape = [a_sizes.leading, &[a_sizes.rows, cols]].concat();
+            check_size(op, &shape, a.dtype(), a.device())?;
+            return Ok(shape);
         }
     }
     Err(Error::Shape {
@@ -205,43 +201,4 @@ fn planned(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> 
     };
     let batch: usize = a[..a.len().saturating_sub(2)].iter().product();
     batched(batch, factor(a, a_transposed), factor(b, b_transposed))
-}
-
-struct MatMul {
-    /// b is (N, K).
-    transposed: bool,
-}
-
-impl MatMul {
-    fn sizes<'a>(
-        &self,
-        a: &'a [usize],
-        b: &'a [usize],
-    ) -> candle_core::Result<(MatrixDims<'a>, MatrixDims<'a>)> {
-        match (MatrixDims::of(a), MatrixDims::of(b)) {
-            (Some(a), Some(b)) => Ok((a, b)),
-            _ => candle_core::bail!("matmul of {a:?} and {b:?}"),
-        }
-    }
-
-    /// c (..., M, N) of a (..., M, K) and b.
-    fn shape(&self, a: MatrixDims<'_>, b: MatrixDims<'_>) -> Vec<usize> {
-        let cols = if self.transposed { b.rows } else { b.cols };
-        [a.leading, &[a.rows, cols]].concat()
-    }
-}
-
-impl Spec for MatMul {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        let [a, b] = [inputs[0].dims, inputs[1].dims];
-        let shape = match (MatrixDims::of(a), MatrixDims::of(b)) {
-            (Some(a), Some(b)) => self.shape(a, b),
-            _ => Vec::new(), // refused by `check`
-        };
-        (shape.into(), inputs[0].dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![("transposed", Attribute::Flag(self.transposed))]
-    }
 }

@@ -106,7 +106,7 @@ pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignori
 pub use matmul::{matmul, matmul_transposed};
 pub(crate) use operand::{
     check_float, check_granted, check_granted_on, check_room, check_size, inside_storage, laid_out,
-    not_granted, variable_of, zeros,
+    variable_of, zeros,
 };
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;

@@ -100,15 +100,7 @@ pub(crate) fn check_size(
 /// Refuses what the machine has not the memory for. A system that overcommits would grant it, and kill the process when
 /// it is written.
 pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
-    let available_bytes = hardware::total_bytes().unwrap_or(u64::MAX);
-    if wanted_bytes <= available_bytes {
-        return Ok(());
-    }
-    Err(Error::OutOfMemory {
-        what: what.into(),
-        wanted_bytes,
-        available_bytes,
-    })
+    hardware::check_available(what, wanted_bytes, hardware::total_bytes())
 }
 
 /// What is allocated without asking: a page-sized block is hardly ever refused, and an error could not be reported
@@ -129,16 +121,7 @@ pub(crate) fn check_granted(what: &str, wanted_bytes: u64) -> Result<()> {
     let bytes = usize::try_from(wanted_bytes).unwrap_or(usize::MAX);
     let granted = block.try_reserve_exact(bytes);
     std::hint::black_box(&mut block); // or the compiler leaves the allocation out
-    granted.map_err(|_| not_granted(what, wanted_bytes))
-}
-
-/// The error of an allocation that was refused.
-pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
-    Error::OutOfMemory {
-        what: what.into(),
-        wanted_bytes,
-        available_bytes: hardware::available_bytes().unwrap_or_default(),
-    }
+    granted.map_err(|_| hardware::not_granted(what, wanted_bytes))
 }
 
 /// As [`check_granted`], for a tensor that is made on `device`: a GPU's allocations fail with an error.

@@ -16,11 +16,10 @@ use super::cast::cast_for;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Lowering, Slot, kernel, map_backward, map_forward};
 use super::operand::check_size;
-use super::record::{Spec, float_input, like_first, run};
+use super::record::{CallSpec, float_input, run};
 use crate::Result;
 use crate::kernels::cpu::relu as kernel;
-use crate::probe::Operand;
-use candle_core::{DType, Shape, Tensor};
+use candle_core::Tensor;
 
 /// `y = max(x, 0)`, elementwise. Backward: `dx = 0` where y is 0, else dy. Kept for backward: y, which its reader keeps
 /// anyway. Autocast: follows x.
@@ -29,7 +28,7 @@ use candle_core::{DType, Shape, Tensor};
 /// A dtype that is not a float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = &cast_for("relu", [x])?;
-    run(&INFO, Relu, [x], || reference(x))
+    run(&INFO, CallSpec::like_first(), [x], || reference(x))
 }
 
 /// [`relu()`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.
@@ -63,11 +62,3 @@ const LOWERING: Lowering = Lowering {
         map_backward(kernel, ("y", Slot::Output))
     },
 };
-
-struct Relu;
-
-impl Spec for Relu {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-}

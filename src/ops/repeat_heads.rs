@@ -13,14 +13,13 @@ use super::cast::cast_for;
 use super::info::OpInfo;
 use super::lowering::{Calls, Lowering, Slot, kernel, on_gpu};
 use super::operand::check_size;
-use super::record::{Spec, run, wide_input};
+use super::record::{CallSpec, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::cpu::repeat as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::repeat as cuda_kernel;
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::Tensor;
 
 /// Each head `times` in a row: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's `repeat_interleave` along the
 /// heads.
@@ -39,9 +38,10 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// A tensor of fewer than three dimensions, 0 times.
 pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
-    let op = check(x, times)?;
+    let shape = check(x, times)?;
     let [x] = &cast_for("repeat_heads", [x])?;
-    run(&INFO, op, [x], || reference(x, times))
+    let call = CallSpec::new(shape, x.dtype()).with("times", Attribute::Count(times));
+    run(&INFO, call, [x], || reference(x, times))
 }
 
 /// [`repeat_heads()`] in plain candle ops.
@@ -49,17 +49,18 @@ pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
 /// # Errors
 /// As [`repeat_heads()`].
 pub fn reference(x: &Tensor, times: usize) -> Result<Tensor> {
-    let op = check(x, times)?;
+    let shape = check(x, times)?;
     let wide = wide_input("repeat_heads", x)?; // for the gradient, which candle sums
     let (outer, inner) = x.dims().split_at(x.rank() - 2);
     let y = wide
         .reshape([outer, &[1], inner].concat())?
         .broadcast_as([outer, &[times], inner].concat())?
-        .reshape(op.shape(x.dims()))?;
+        .reshape(shape)?;
     Ok(y.to_dtype(x.dtype())?)
 }
 
-fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
+/// The shape of the result.
+fn check(x: &Tensor, times: usize) -> Result<Vec<usize>> {
     let refuse = |expected: &str, got: String| {
         Err(Error::shape("repeat_heads", got).must_be(
             expected,
@@ -70,15 +71,19 @@ fn check(x: &Tensor, times: usize) -> Result<RepeatHeads> {
     if x.rank() < 3 {
         return refuse("x (..., H, T, Dh)", format!("{:?}", x.dims()));
     }
-    let op = RepeatHeads { times };
-    if times == 0 || x.dim(x.rank() - 3)?.checked_mul(times).is_none() {
-        return refuse(
-            "times from 1 on, to be counted with the heads",
-            times.to_string(),
-        );
+    let mut shape = x.dims().to_vec();
+    let heads = &mut shape[x.rank() - 3];
+    match heads.checked_mul(times) {
+        Some(repeated) if times > 0 => *heads = repeated,
+        _ => {
+            return refuse(
+                "times from 1 on, to be counted with the heads",
+                times.to_string(),
+            );
+        }
     }
-    check_size("repeat_heads", &op.shape(x.dims()), x.dtype(), x.device())?;
-    Ok(op)
+    check_size("repeat_heads", &shape, x.dtype(), x.device())?;
+    Ok(shape)
 }
 
 pub(super) const INFO: OpInfo = OpInfo::new("repeat_heads")
@@ -133,31 +138,7 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-#[derive(Clone, Copy)]
-struct RepeatHeads {
-    times: usize,
-}
-
-impl RepeatHeads {
-    /// Of what comes out.
-    fn shape(self, dims: &[usize]) -> Vec<usize> {
-        let mut shape = dims.to_vec();
-        shape[dims.len() - 3] *= self.times;
-        shape
-    }
-}
-
 /// Elements of a head, T Dh.
 fn width_of(dims: &[usize]) -> usize {
     dims[dims.len() - 2..].iter().product()
-}
-
-impl Spec for RepeatHeads {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        (self.shape(inputs[0].dims).into(), inputs[0].dtype)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![("times", Attribute::Count(self.times))]
-    }
 }

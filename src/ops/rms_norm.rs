@@ -18,13 +18,13 @@ use super::linear::last_dim;
 use super::lowering::Lowering;
 use super::norm;
 use super::operand::zeros_of;
-use super::record::{Spec, like_first, run, wide_input};
-use crate::graph::{Attribute, Target};
+use super::record::{CallSpec, run, wide_input};
+use crate::graph::Attribute;
 use crate::kernels::{Norm, limits};
 use crate::precision::decide;
 use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{D, DType, Shape, Tensor};
+use candle_core::{D, Tensor};
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
@@ -80,9 +80,11 @@ fn normed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = decide(info.op, &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for(info.op, [x, weight])?;
     check(info.op, x, weight)?;
-    let y = run(info, RmsNorm { eps }, [x, weight], || {
-        composed(norm, x, weight, eps)
-    })?;
+    let operand = Operand::from(x);
+    let call = CallSpec::like_first()
+        .with("eps", Attribute::Number(eps))
+        .keeping("rstd", operand.rows(), operand.wide_dtype()); // 1 / sqrt(mean(x^2) + eps) of each row
+    let y = run(info, call, [x, weight], || composed(norm, x, weight, eps))?;
     cast(&y, dtype)
 }
 
@@ -164,23 +166,3 @@ const OFFSET_LOWERING: Lowering = Lowering {
     forward: |signature| norm::forward(Norm::OffsetRms, signature),
     backward: |signature| norm::backward(Norm::OffsetRms, signature),
 };
-
-struct RmsNorm {
-    eps: f64,
-}
-
-impl Spec for RmsNorm {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![("eps", Attribute::Number(self.eps))]
-    }
-
-    /// 1 / sqrt(mean(x^2) + eps) of each row.
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
-        let x = &inputs[0];
-        vec![("rstd", x.rows().into(), x.wide_dtype())]
-    }
-}

@@ -4,15 +4,14 @@ use super::activation;
 use super::cast::cast_for;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
-use super::record::{Spec, like_first, run, wide_input};
+use super::record::{CallSpec, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Activation;
 use crate::kernels::cpu::soft_cap as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::activation as cuda_kernel;
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::Tensor;
 
 /// `y = cap tanh(x / cap)`, elementwise: close to x where |x| is much smaller than `cap`, and never larger than `cap`.
 ///
@@ -41,8 +40,10 @@ pub fn soft_cap(x: &Tensor, cap: f64) -> Result<Tensor> {
 /// `cap tanh(scale x / cap)`.
 pub(crate) fn soft_cap_of_scaled(x: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
     let [x] = &cast_for("soft_cap", [x])?;
-    let op = SoftCap { scale, cap };
-    run(&INFO, op, [x], || composed(x, scale, cap))
+    let call = CallSpec::like_first()
+        .with("scale", Attribute::Number(scale))
+        .with("cap", Attribute::Number(cap));
+    run(&INFO, call, [x], || composed(x, scale, cap))
 }
 
 fn composed(x: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
@@ -107,22 +108,4 @@ const LOWERING: Lowering = Lowering {
 
 fn scale_and_cap(k: &Kernel) -> candle_core::Result<[f64; 2]> {
     Ok([k.number("scale")?, k.number("cap")?])
-}
-
-struct SoftCap {
-    scale: f64,
-    cap: f64,
-}
-
-impl Spec for SoftCap {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![
-            ("scale", Attribute::Number(self.scale)),
-            ("cap", Attribute::Number(self.cap)),
-        ]
-    }
 }

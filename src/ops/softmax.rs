@@ -19,16 +19,15 @@ use super::info::OpInfo;
 use super::lowering::Operands;
 use super::lowering::{Calls, Check, Kernel, Lowering, Named, Signature, Slices, Slot, on_gpu};
 use super::operand::{check_float, check_size};
-use super::record::{Spec, composed, like_first, run, wide_input};
+use super::record::{CallSpec, composed, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
 use crate::kernels::attention::Seen;
 use crate::kernels::cpu::rows::softmax as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::softmax as cuda_kernel;
-use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::{D, DType, Device, Shape, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 
 /// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
 ///
@@ -51,12 +50,13 @@ use candle_core::{D, DType, Device, Shape, Tensor};
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
     check(x, mask)?;
-    let op = Softmax {
-        scale,
-        mask,
-        first_keys: None,
-    };
-    run(&INFO, op, [x], || reference(x, scale, mask))
+    run(&INFO, call(scale, mask), [x], || reference(x, scale, mask))
+}
+
+fn call(scale: f64, mask: Mask) -> CallSpec {
+    CallSpec::like_first()
+        .with("scale", Attribute::Number(scale))
+        .with("mask", Attribute::Mask(mask))
 }
 
 /// As [`softmax()`], of the heads of sequences that have first keys too, (B, Tq) u32: x and p (B H, Tq, Tk). `seen`
@@ -73,12 +73,8 @@ pub(crate) fn softmax_of_heads(
 ) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
     check(x, mask)?;
-    let op = Softmax {
-        scale,
-        mask,
-        first_keys: Some(first_keys.clone()),
-    };
-    run(&INFO, op, [x], || softmax_over(x, scale, seen))
+    let call = call(scale, mask).reading(first_keys); // (B, Tq)
+    run(&INFO, call, [x], || softmax_over(x, scale, seen))
 }
 
 /// [`softmax()`] in plain candle ops.
@@ -334,28 +330,4 @@ fn scores<'a>(k: &Kernel, l: &Operands<'a>) -> candle_core::Result<cuda_kernel::
         heads: k.some_count("heads").unwrap_or(1),
         first_head: 0,
     })
-}
-
-struct Softmax {
-    scale: f64,
-    mask: Mask,
-    /// (B, Tq).
-    first_keys: Option<Tensor>,
-}
-
-impl Spec for Softmax {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
-    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        vec![
-            ("scale", Attribute::Number(self.scale)),
-            ("mask", Attribute::Mask(self.mask)),
-        ]
-    }
-
-    fn reads(&self) -> Vec<Tensor> {
-        self.first_keys.iter().cloned().collect()
-    }
 }

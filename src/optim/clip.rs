@@ -174,7 +174,8 @@ fn change_all(
     Ok(())
 }
 
-fn leave(range: probe::RangeGuard, parameters: &[(String, Var)]) {
+/// Ends a range over the gradients of these parameters.
+pub(super) fn leave(range: probe::RangeGuard, parameters: &[(String, Var)]) {
     if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
         let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
         range.leave_flat(elements, first.dtype());

@@ -158,19 +158,17 @@ impl Shards {
         owner: usize,
         own: Option<&Var>,
     ) -> Result<Option<Tensor>> {
-        let communicator = &self.communicator;
-        match (communicator.rank(), own) {
-            (0, Some(own)) => Ok(Some(own.to_device(&Device::Cpu)?)),
-            (0, None) => {
-                let received = Tensor::zeros(var.shape(), dtype, var.device())?;
-                communicator.receive(&received, owner)?;
-                Ok(Some(received.to_device(&Device::Cpu)?))
-            }
-            (_, Some(own)) => {
-                communicator.send(own, 0)?;
-                Ok(None)
-            }
-            (_, None) => Ok(None),
+        let state = match own {
+            Some(own) => own.as_tensor().clone(),
+            None if owner == 0 => return Ok(None), // it is there
+            None => Tensor::zeros(var.shape(), dtype, var.device())?,
+        };
+        if owner != 0 {
+            self.communicator.broadcast(&state, owner)?;
         }
+        let is_first = self.communicator.rank() == 0;
+        Ok(is_first
+            .then(|| state.to_device(&Device::Cpu))
+            .transpose()?)
     }
 }

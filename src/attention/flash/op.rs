@@ -6,7 +6,7 @@ use crate::attention::AttentionConfig;
 use crate::graph::{Attribute, Target};
 use crate::kernels::attention::Sizes;
 use crate::kernels::workspace::flash_lse_parts;
-use crate::ops::record::{Spec, like_first};
+use crate::ops::record::Spec;
 use crate::probe::Operand;
 use candle_core::{DType, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
@@ -24,10 +24,6 @@ pub(super) struct Flash {
 }
 
 impl Spec for Flash {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let mut attributes = self.config.attributes(&self.sizes);
         if self.tf32 {

@@ -361,15 +361,7 @@ impl Executor {
 /// An error unless a GPU has so many bytes left.
 fn check_room(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
     let on = Device::Cuda(gpu.clone());
-    let available_bytes = hardware::available_bytes_on(&on).unwrap_or(u64::MAX);
-    match bytes > available_bytes {
-        false => Ok(()),
-        true => Err(Error::OutOfMemory {
-            what: what.into(),
-            wanted_bytes: bytes,
-            available_bytes,
-        }),
-    }
+    hardware::check_available(what, bytes, hardware::available_bytes_on(&on))
 }
 
 impl fmt::Debug for Executor {

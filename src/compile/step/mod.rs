@@ -6,7 +6,7 @@ mod run;
 
 use super::arguments::Arguments;
 use super::batch::Batch;
-use super::config::{PlanKind, StepConfig, check_clip_norm};
+use super::config::{PlanKind, StepConfig};
 use super::loss::{Job, Loss};
 use super::phase_times::PhaseTimes;
 use super::plan::Plan;
@@ -296,25 +296,6 @@ impl<'l> Step<'l> {
     /// The weights that are updated, with their names.
     pub fn parameters(&self) -> &[(String, Var)] {
         &self.parameters
-    }
-
-    /// Clips to another norm from the next run on.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the step was planned without clipping, or the norm is not over 0.
-    pub fn set_clip_norm(&mut self, norm: f64) -> Result<()> {
-        check_clip_norm(norm)?;
-        if self.config.clip_norm.is_none() {
-            return Err(Error::config("StepConfig", "clip_norm", "None").must_be(
-                "Some, for a step whose gradients are to be clipped",
-                "plan with clip_norm: Some(f64::INFINITY) to begin without clipping",
-            ));
-        }
-        self.config.clip_norm = Some(norm);
-        for prepared in &mut self.plans {
-            prepared.step.config.clip_norm = Some(norm);
-        }
-        Ok(())
     }
 
     /// The norm of the last run's gradients before clipping; `None` before the first [`run`](Self::run), after

@@ -16,7 +16,7 @@ pub use heartbeat::Watch;
 pub(crate) use wire::is_loopback;
 
 use super::ranks::Ranks;
-use super::{Collective, locked, spawn};
+use super::{locked, spawn};
 use crate::Result;
 use heartbeat::{LAST_WORDS, Shared};
 use hub::Hub;
@@ -104,13 +104,6 @@ impl Membership {
     /// the timeout runs. Costs no I/O.
     pub(crate) fn enter(&self, what: &str) -> Watch<'_> {
         self.shared.enter(what, true)
-    }
-
-    /// Begins a collective.
-    pub(crate) fn enter_for(&self, collective: Collective) -> Watch<'_> {
-        use Collective::{Receive, Send};
-        let is_of_all = !matches!(collective, Send { .. } | Receive { .. });
-        self.shared.enter(collective.name(), is_of_all)
     }
 
     /// Begins something that only some ranks take part in, or that has operations of all ranks in it: the timeout runs,

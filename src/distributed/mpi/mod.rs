@@ -134,7 +134,6 @@ unsafe fn begin(
     operation: Option<ffi::MPI_Op>,
     request: *mut ffi::MPI_Request,
 ) -> c_int {
-    const TAG: c_int = 0;
     let from = step.from.start.cast::<c_void>();
     let (sent, received) = (step.from.elements as c_int, step.into.elements as c_int);
     let of = datatype;
@@ -154,12 +153,6 @@ unsafe fn begin(
             }
             Collective::Broadcast { root } => {
                 ffi::MPI_Ibcast(into, received, of, root as c_int, world, request)
-            }
-            Collective::Send { to } => {
-                ffi::MPI_Isend(from, sent, of, to as c_int, TAG, world, request)
-            }
-            Collective::Receive { from } => {
-                ffi::MPI_Irecv(into, received, of, from as c_int, TAG, world, request)
             }
         }
     }

@@ -47,12 +47,6 @@ pub(super) fn plan(
             .flat_map(|root| broadcast(root, buffer.part(root, world_size)))
             .collect(),
         Collective::Broadcast { root } => broadcast(root, buffer).collect(),
-        Collective::Send { .. } => pieces(buffer)
-            .map(|own| step(collective, own, nothing))
-            .collect(),
-        Collective::Receive { .. } => pieces(buffer)
-            .map(|own| step(collective, nothing, own))
-            .collect(),
     }
 }
 
@@ -127,18 +121,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn pieces_of_a_pair_follow_each_other() {
-        let (calls, received) = planned(Collective::Receive { from: 1 }, 8, (0, 2), 3);
-        assert_eq!(
-            calls,
-            [3, 3, 2].map(|n| (Collective::Receive { from: 1 }, n))
-        );
-        assert_eq!(received, [0..3, 3..6, 6..8]);
-        let (calls, received) = planned(Collective::Send { to: 0 }, 8, (1, 2), 3);
-        assert_eq!(calls, [3, 3, 2].map(|n| (Collective::Send { to: 0 }, n)));
-        assert!(received.is_empty());
     }
 }

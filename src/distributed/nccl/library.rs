@@ -122,8 +122,6 @@ functions! {
     all_gather = c"ncclAllGather": fn(Pointer, Pointer, usize, c_int, Comm, *mut c_void) -> Code;
     broadcast = c"ncclBroadcast":
         fn(Pointer, Pointer, usize, c_int, c_int, Comm, *mut c_void) -> Code;
-    send = c"ncclSend": fn(Pointer, usize, c_int, c_int, Comm, *mut c_void) -> Code;
-    receive = c"ncclRecv": fn(Pointer, usize, c_int, c_int, Comm, *mut c_void) -> Code;
 }
 
 impl Nccl {

@@ -152,7 +152,7 @@ impl NcclBackend {
         dtype: DType,
         stream: *mut c_void,
     ) -> Result<()> {
-        validate(collective, elements, dtype, self.place)?;
+        validate(collective, elements, dtype, self.place.world_size)?;
         let of = data_type(dtype)?;
         if elements == 0 {
             return Ok(());
@@ -182,12 +182,6 @@ impl NcclBackend {
                     Collective::Broadcast { root } => {
                         let root = peer(root);
                         (nccl.broadcast)(pointer, pointer, elements, of, root, comm, stream)
-                    }
-                    Collective::Send { to } => {
-                        (nccl.send)(pointer, elements, of, peer(to), comm, stream)
-                    }
-                    Collective::Receive { from } => {
-                        (nccl.receive)(pointer, elements, of, peer(from), comm, stream)
                     }
                 }
             }

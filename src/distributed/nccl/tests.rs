@@ -116,8 +116,6 @@ collectives! {
     reduce_scatter(from: Pointer, into: Pointer, count: usize, of: c_int, with: c_int);
     all_gather(from: Pointer, into: Pointer, count: usize, of: c_int);
     broadcast(from: Pointer, into: Pointer, count: usize, of: c_int, root: c_int);
-    send(pointer: Pointer, count: usize, of: c_int, peer: c_int);
-    receive(pointer: Pointer, count: usize, of: c_int, peer: c_int);
 }
 
 static DOUBLE: Nccl = Nccl {
@@ -136,8 +134,6 @@ static DOUBLE: Nccl = Nccl {
     reduce_scatter,
     all_gather,
     broadcast,
-    send,
-    receive,
 };
 
 fn of(rank: usize, world_size: usize) -> Shard {
@@ -193,8 +189,6 @@ fn stream() -> *mut c_void {
 #[case(Collective::AllGather, DType::I64, "all_gather 1016 1000 2 4")]
 #[case(Collective::Broadcast { root: 2 }, DType::U32, "broadcast 1000 1000 6 3 2")]
 #[case(Collective::Reduce { reduce: Reduce::Mean, root: 1 }, DType::BF16, "reduce 1000 1000 6 9 4 1")]
-#[case(Collective::Send { to: 0 }, DType::U8, "send 1000 6 1 0")]
-#[case(Collective::Receive { from: 2 }, DType::U8, "receive 1000 6 1 2")]
 fn collectives_are_in_place(
     #[case] collective: Collective,
     #[case] dtype: DType,

@@ -117,13 +117,14 @@ impl<'a> Pass<'a> {
     }
 
     pub fn make_workspace(&mut self, kind: MemoryKind, workspace: Workspace) -> usize {
-        let Workspace {
-            what,
-            formula,
+        let (elements, width) = (workspace.elements, workspace.element_bytes);
+        self.add(Buffer::new(
+            kind,
+            workspace.what,
+            workspace.formula,
             elements,
-            element_bytes,
-        } = workspace;
-        self.add(Buffer::new(kind, what, formula, elements, element_bytes))
+            width,
+        ))
     }
 
     /// Forward of these events: of all, or of a segment's again, for which what is gone outside is made again and

@@ -160,10 +160,9 @@ pub(super) fn start(place: Place, config: &RecordConfig) -> Result<()> {
         .filter(|layout| layout.size() > 0);
     // SAFETY: not of size zero.
     let events = layout.and_then(|layout| NonNull::new(unsafe { System.alloc(layout) }));
-    let events = events.ok_or_else(|| Error::OutOfMemory {
-        what: format!("{OP}, room for {capacity} events"),
-        wanted_bytes: capacity.saturating_mul(size_of::<Event>()) as u64,
-        available_bytes: hardware::available_bytes().unwrap_or_default(),
+    let events = events.ok_or_else(|| {
+        let wanted_bytes = capacity.saturating_mul(size_of::<Event>()) as u64;
+        hardware::not_granted(&format!("{OP}, room for {capacity} events"), wanted_bytes)
     })?;
     let new = Buffer {
         start: Instant::now(),

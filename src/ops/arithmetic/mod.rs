@@ -11,7 +11,7 @@ use super::cost::{Cost, cost};
 use super::dispatch::{Path, choose};
 use super::info::{OpInfo, per_element};
 use super::operand::{check_size, is_half, sums_in_half, without_repeats};
-use super::record::{Plain, by_kernels, composed_as, widen};
+use super::record::{CallSpec, by_kernels, composed_as, widen};
 use crate::graph::Attribute;
 use crate::precision::{self, is_castable};
 use crate::probe::{Operand, Operands};
@@ -203,10 +203,8 @@ fn of_two(
     };
     let (a, b) = (cast_operand(&a)?, cast_operand(&b)?);
     check_same(op, &[("a", &a), ("b", &b)])?;
-    let mut call = Plain::new(shape, dtype);
-    if let Some(scale) = scale {
-        call = call.with("scale", Attribute::Number(scale));
-    }
+    let scale = scale.map(|scale| ("scale", Attribute::Number(scale)));
+    let call = CallSpec::new(shape, dtype).with_all(scale);
     match choose(info, &a)? {
         Path::Kernel => by_kernels(info, call, [&a, &b]),
         Path::Reference => composed_as(info, &[&a, &b], call, || cast(&apply(&a, &b)?, dtype)),

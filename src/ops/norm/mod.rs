@@ -13,7 +13,7 @@ use crate::kernels::cpu::rows::norm as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::norm as cuda_kernel;
 use crate::kernels::{Norm, limits, workspace};
-use candle_core::Result;
+use candle_core::{Result, WithDType};
 
 /// Returns the forward of a norm as an op. Inputs: x, w and, for LayerNorm, b.
 pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
@@ -67,6 +67,21 @@ fn partials(
     calls.scratch(&[elements], signature.inputs[0].wide_dtype())
 }
 
+/// A kernel of one norm, which `$on_cpu` computes in the dtype of the operand `$of`, with x in that dtype or in the one
+/// computed in, and `$on_gpu` where rows are not too wide for GPUs.
+macro_rules! kernel_of {
+    ($norm:ident, $name:literal of $of:literal, $width:expr, $on_cpu:ident, $on_gpu:ident) => {{
+        let kernel = kernel!($name, of $of, |T, k, s| match s.dtype_of("x")? == T::DTYPE {
+            true => $on_cpu::<T, T>(Norm::$norm, k, s)?,
+            false => $on_cpu::<<T as Stored>::Wide, T>(Norm::$norm, k, s)?,
+        });
+        match $width <= limits::NORM_WIDTH {
+            true => on_gpu!(kernel, |k, l| $on_gpu(Norm::$norm, k, l)),
+            false => kernel,
+        }
+    }};
+}
+
 /// Reads `x` (N, D), optionally a `branch` (N, D) in y's dtype, `weight` (D) and, for LayerNorm, `bias` (D). Writes `y`
 /// (N, D), `statistics` (N, 1 or 2) and, if there is a branch, `sum` = x + branch (N, D), which is optional on GPUs. x
 /// is in y's dtype or in the dtype of the computation.
@@ -96,24 +111,12 @@ fn forward_kernel(norm: Norm, width: usize) -> Kernel {
         kernel::forward(norm, k.number("eps")?, inputs, branch, outputs);
         Ok(())
     }
-    fn of_dtypes<T: Stored>(norm: Norm, k: &Kernel, s: &Slices<'_>) -> Result<()> {
-        match s.dtype_of("x")? == T::DTYPE {
-            true => on_cpu::<T, T>(norm, k, s),
-            false => on_cpu::<<T as Stored>::Wide, T>(norm, k, s),
+    match norm {
+        Norm::Rms => kernel_of!(Rms, "rms_norm" of "y", width, on_cpu, forward_on_gpu),
+        Norm::OffsetRms => {
+            kernel_of!(OffsetRms, "offset_rms_norm" of "y", width, on_cpu, forward_on_gpu)
         }
-    }
-    let kernel = match norm {
-        Norm::Rms => kernel!("rms_norm", of "y", |T, k, s| of_dtypes::<T>(Norm::Rms, k, s)?),
-        Norm::OffsetRms => kernel!("offset_rms_norm", of "y", |T, k, s| {
-            of_dtypes::<T>(Norm::OffsetRms, k, s)?;
-        }),
-        Norm::Layer => kernel!("layer_norm", of "y", |T, k, s| of_dtypes::<T>(Norm::Layer, k, s)?),
-    };
-    match (width <= limits::NORM_WIDTH, norm) {
-        (false, _) => kernel,
-        (true, Norm::Rms) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::Rms, k, l)),
-        (true, Norm::OffsetRms) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::OffsetRms, k, l)),
-        (true, Norm::Layer) => on_gpu!(kernel, |k, l| forward_on_gpu(Norm::Layer, k, l)),
+        Norm::Layer => kernel_of!(Layer, "layer_norm" of "y", width, on_cpu, forward_on_gpu),
     }
 }
 
@@ -176,30 +179,14 @@ fn backward_kernel(norm: Norm, width: usize) -> Kernel {
         kernel::backward(norm, dy, inputs, statistics, gradients, partials);
         Ok(())
     }
-    fn of_dtypes<T: Stored>(norm: Norm, k: &Kernel, s: &Slices<'_>) -> Result<()> {
-        match s.dtype_of("x")? == T::DTYPE {
-            true => on_cpu::<T, T>(norm, k, s),
-            false => on_cpu::<<T as Stored>::Wide, T>(norm, k, s),
-        }
-    }
     let kernel = match norm {
-        Norm::Rms => {
-            kernel!("rms_norm_backward", of "dy", |T, k, s| of_dtypes::<T>(Norm::Rms, k, s)?)
-        }
+        Norm::Rms => kernel_of!(Rms, "rms_norm_backward" of "dy", width, on_cpu, backward_on_gpu),
         Norm::OffsetRms => {
-            kernel!("offset_rms_norm_backward", of "dy", |T, k, s| {
-                of_dtypes::<T>(Norm::OffsetRms, k, s)?;
-            })
+            kernel_of!(OffsetRms, "offset_rms_norm_backward" of "dy", width, on_cpu, backward_on_gpu)
         }
         Norm::Layer => {
-            kernel!("layer_norm_backward", of "dy", |T, k, s| of_dtypes::<T>(Norm::Layer, k, s)?)
+            kernel_of!(Layer, "layer_norm_backward" of "dy", width, on_cpu, backward_on_gpu)
         }
-    };
-    let kernel = match (width <= limits::NORM_WIDTH, norm) {
-        (false, _) => kernel,
-        (true, Norm::Rms) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::Rms, k, l)),
-        (true, Norm::OffsetRms) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::OffsetRms, k, l)),
-        (true, Norm::Layer) => on_gpu!(kernel, |k, l| backward_on_gpu(Norm::Layer, k, l)),
     };
     let sums: &[&'static str] = match norm {
         Norm::Rms | Norm::OffsetRms => &["dx", "dweight"],

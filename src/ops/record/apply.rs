@@ -1,7 +1,7 @@
 //! Ops as custom ops of candle's, in its graph and on the tape or outside of both under `no_grad`, with a range around
 //! their passes.
 
-use super::spec::{Plain, Spec};
+use super::spec::{CallSpec, Spec};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Call};
 use crate::ops::info::OpInfo;
@@ -252,19 +252,20 @@ pub(crate) fn composed<E: From<candle_core::Error>>(
     output: (impl Into<Shape>, DType),
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
-    composed_as(op, inputs, Plain::new(output.0, output.1), f)
+    composed_as(op, inputs, CallSpec::new(output.0, output.1), f)
 }
 
 pub(in crate::ops) fn composed_as<E: From<candle_core::Error>>(
     op: &OpInfo,
     inputs: &[&Tensor],
-    call: Plain,
+    call: CallSpec,
     f: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<Tensor, E> {
     if graph::is_tracing() {
         return Ok(traced(op.op, call, inputs, true).map_err(candle_core::Error::from)?);
     }
-    let (shape, dtype) = call.output(&[]);
+    let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
+    let (shape, dtype) = call.output(&operands);
     let range = probe::op(Kind::Op, op.op, probe::op_path(op.op));
     let y = match shape.dims().contains(&0) {
         true => zeros_of(op.op, shape, dtype, inputs)?,

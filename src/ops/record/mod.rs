@@ -18,8 +18,8 @@ pub(crate) use apply::{
 };
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{as_they_lie, by_kernels, run};
-pub(super) use spec::Plain;
-pub(crate) use spec::{Spec, like_first};
+pub(super) use spec::CallSpec;
+pub(crate) use spec::Spec;
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
 
 use super::info::OpInfo;

@@ -6,8 +6,10 @@ use candle_core::{DType, Result, Shape, Tensor};
 
 /// All that a trace needs of an op.
 pub(crate) trait Spec {
-    /// Shape and dtype of its output, from its inputs'.
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType);
+    /// Shape and dtype of its output, from its inputs': those of the first unless an op says otherwise.
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (inputs[0].dims.into(), inputs[0].dtype)
+    }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         Vec::new()
@@ -40,11 +42,6 @@ pub(crate) trait Spec {
     fn forwarded(&self) {}
 }
 
-/// An output like the first input: what most ops have.
-pub(crate) fn like_first(inputs: &[Operand<'_>]) -> (Shape, DType) {
-    (inputs[0].dims.into(), inputs[0].dtype)
-}
-
 pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
     Operand {
         dims: shape.dims(),
@@ -52,36 +49,76 @@ pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
     }
 }
 
-/// A call that keeps and reads nothing beside its inputs and its output.
-pub(in crate::ops) struct Plain {
-    shape: Shape,
-    dtype: DType,
+/// A call as data, for ops that know all of their [`Spec`] when they are called. A graph keeps it: its lists have no
+/// spare room.
+#[derive(Default)]
+pub(in crate::ops) struct CallSpec {
+    /// `None` for an output like the first input.
+    output: Option<(Shape, DType)>,
     attributes: Vec<(&'static str, Attribute)>,
+    reads: Vec<Tensor>,
+    kept: Vec<(&'static str, Shape, DType)>,
 }
 
-impl Plain {
-    /// Which makes an output of this shape and dtype.
+impl CallSpec {
+    /// A call whose output has this shape and dtype.
     pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
         Self {
-            shape: shape.into(),
-            dtype,
-            attributes: Vec::new(),
+            output: Some((shape.into(), dtype)),
+            ..Self::default()
         }
+    }
+
+    /// A call whose output is like its first input.
+    pub fn like_first() -> Self {
+        Self::default()
     }
 
     /// With a parameter.
     pub fn with(mut self, name: &'static str, value: Attribute) -> Self {
+        self.attributes.reserve_exact(1);
         self.attributes.push((name, value));
+        self
+    }
+
+    /// With these parameters.
+    pub fn with_all(self, attributes: impl IntoIterator<Item = (&'static str, Attribute)>) -> Self {
+        let all = attributes.into_iter();
+        all.fold(self, |call, (name, value)| call.with(name, value))
+    }
+
+    /// With one more tensor that it reads besides its inputs.
+    pub fn reading(mut self, x: &Tensor) -> Self {
+        self.reads.reserve_exact(1);
+        self.reads.push(x.clone());
+        self
+    }
+
+    /// With one more tensor that it keeps for backward.
+    pub fn keeping(mut self, name: &'static str, shape: impl Into<Shape>, dtype: DType) -> Self {
+        self.kept.reserve_exact(1);
+        self.kept.push((name, shape.into(), dtype));
         self
     }
 }
 
-impl Spec for Plain {
-    fn output(&self, _: &[Operand<'_>]) -> (Shape, DType) {
-        (self.shape.clone(), self.dtype)
+impl Spec for CallSpec {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        match &self.output {
+            Some(output) => output.clone(),
+            None => (inputs[0].dims.into(), inputs[0].dtype),
+        }
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         self.attributes.clone()
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        self.reads.clone()
+    }
+
+    fn kept(&self, _: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+        self.kept.clone()
     }
 }

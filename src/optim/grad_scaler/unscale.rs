@@ -1,12 +1,12 @@
 //! Gradients divided by the scale, and whether they are finite: on the CPU in one pass over each.
 
-use super::super::clip::are_finite;
+use super::super::clip::{are_finite, leave};
 use super::{GradScaler, Progress, UNSCALE};
 use crate::gradients::{Owners, gradient_of, gradients_of};
 use crate::inplace::{for_stored, read, wide, with_mut_slice};
 use crate::kernels::cpu::{parallel::filled, unscale as kernel};
 use crate::probe::{self, Kind};
-use crate::{Result, ops};
+use crate::{Result, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use half::f16;
 
@@ -32,10 +32,7 @@ impl GradScaler {
             let stepped = false;
             self.unscaled.insert(var.id(), Progress { finite, stepped });
         }
-        if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
-            let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
-            range.leave_flat(elements, first.dtype());
-        }
+        leave(range, parameters);
         Ok(())
     }
 }
@@ -109,7 +106,7 @@ fn widened(gradient: &Tensor, factor: f64) -> Result<(Tensor, bool)> {
     let mut finite = false;
     let elements = read(gradient, |x: &[f16]| {
         filled(x.len(), |y| finite = kernel::widening(x, factor, y))
-            .map_err(|_| ops::not_granted("an unscaled gradient", 4 * x.len() as u64).into())
+            .map_err(|_| hardware::not_granted("an unscaled gradient", 4 * x.len() as u64).into())
     })?;
     let scaled = Tensor::from_vec(elements, gradient.shape(), &Device::Cpu)?;
     Ok((scaled, finite))

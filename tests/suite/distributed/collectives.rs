@@ -61,10 +61,7 @@ fn parts_and_wholes() {
 fn from_one_to_another() {
     on_ranks(2, |ranks| {
         let x = of_rank(ranks.rank(), 5, DType::BF16)?;
-        match ranks.rank() {
-            0 => ranks.send(&x, 1)?,
-            _ => ranks.receive(&x, 0)?,
-        }
+        ranks.broadcast(&x, 0)?;
         let x = x.to_vec1::<bf16>()?;
         assert_eq!(x.map_to_f32(), [1.0, 2.0, 3.0, 4.0, 5.0]);
         ranks.barrier()?;
@@ -111,7 +108,7 @@ fn what_is_refused() {
     let i16s = Tensor::zeros(4, DType::I16, &CPU).unwrap();
     assert!(refused(ranks.all_reduce(&i16s, Reduce::Sum)).contains("to_dtype"));
     assert!(refused(ranks.broadcast(&x, 1)).contains("root must be under the number of ranks, 1"));
-    assert!(refused(ranks.send(&x, 4)).contains("ranks count from 0"));
+    assert!(refused(ranks.broadcast(&x, 4)).contains("ranks count from 0"));
     let scalar = x.sum_all().unwrap();
     assert!(refused(ranks.all_gather(&scalar).map(drop)).contains("a scalar"));
     let errors = on_ranks(2, |ranks| {

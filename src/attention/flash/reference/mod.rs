@@ -22,7 +22,7 @@ use crate::graph::{self, Attribute, Target};
 use crate::kernels::DropoutMask;
 use crate::ops::check_float;
 use crate::ops::lowering::{Signature, Workspace};
-use crate::ops::record::{Spec, apply, like_first, traced, widen};
+use crate::ops::record::{Spec, apply, traced, widen};
 use crate::probe::{self, Kind, Operand};
 use candle_core::{D, DType, Shape, Tensor};
 use seen::Seen;
@@ -97,10 +97,6 @@ struct Traced {
 }
 
 impl Spec for Traced {
-    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        like_first(inputs)
-    }
-
     fn reads(&self) -> Vec<Tensor> {
         self.config.reads()
     }
