@@ -1,64 +1,29 @@
-//! What is measured: every combination of the flags' lists, and where memory ends.
+//! The runs: every combination of the flags' lists.
 
 use super::Flags;
+use super::implementation::Implementation;
 use candle_core::{DType, Device};
-use clap::ValueEnum;
 use std::fmt;
 use std::str::FromStr;
 use tallow::Result;
-use tallow::attention::Algorithm;
-use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
 use tallow::report::{Fields, counted};
-
-/// What is compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Implementation {
-    /// Scores, softmax, weighted sum, op by op
-    Naive,
-    /// Tile by tile, without probabilities in memory
-    Flash,
-    /// Naive's mathematics, planned for its shape beforehand; not in f64
-    Planned,
-    /// Flash's, planned likewise: its kernels without candle's graph
-    PlannedFlash,
-}
-
-impl Implementation {
-    fn algorithm(self) -> Algorithm {
-        match self {
-            Self::Naive | Self::Planned => Algorithm::Naive,
-            Self::Flash | Self::PlannedFlash => Algorithm::Flash,
-        }
-    }
-
-    fn execution(self) -> Execution {
-        match self {
-            Self::Naive | Self::Flash => Execution::Eager,
-            Self::Planned | Self::PlannedFlash => Execution::Planned,
-        }
-    }
-
-    pub fn is_planned(self) -> bool {
-        self.execution() == Execution::Planned
-    }
-}
 
 /// How many heads there are.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Heads {
     /// As many as make heads of 64; one where the width is no multiple of that.
     Auto,
-    /// So many.
     Count(usize),
 }
 
-/// The dimension of a head that every implementation takes.
+/// The width of a head that every implementation supports.
 const HEAD_DIM: usize = 64;
 
 impl Heads {
-    /// Those of a layer of this width.
+    /// The heads of a layer of this width.
     fn of_width(self, d_model: usize) -> usize {
         match self {
             Self::Auto if d_model.is_multiple_of(HEAD_DIM) => (d_model / HEAD_DIM).max(1),
@@ -89,30 +54,12 @@ impl FromStr for Heads {
     }
 }
 
-/// What runs are analysed together.
-#[derive(Clone, Copy, PartialEq)]
-pub struct Group {
-    pub arithmetic: Arithmetic,
-    pub heads: Heads,
-}
-
-/// One configuration.
-pub struct Run {
-    pub group: Group,
-    what: What,
-}
-
-enum What {
-    Attention(AttentionRun),
-    Module(SelfAttentionRun),
-}
-
 /// What a run computes in.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Arithmetic {
     /// Everything in one dtype.
     Of(DType),
-    /// As a model of that precision would have it.
+    /// As a model of that precision.
     As(Precision),
 }
 
@@ -123,58 +70,49 @@ impl Arithmetic {
             Self::As(precision) => precision.name(),
         }
     }
+}
 
-    /// What attention itself is given.
-    fn attention_dtype(self) -> DType {
-        match self {
-            Self::Of(dtype) => dtype,
-            Self::As(precision) => precision.dtype(),
-        }
-    }
+/// One measurement.
+pub struct Run {
+    /// What it computes in.
+    arithmetic: Arithmetic,
+    /// What tells it from other runs of its implementation and size; empty if nothing does.
+    pub variant: String,
+    what: What,
+}
+
+#[derive(PartialEq)]
+enum What {
+    Attention(AttentionRun),
+    Layer(SelfAttentionRun),
 }
 
 impl Run {
     pub fn title(&self) -> String {
-        let name = self.group.arithmetic.name();
+        let name = self.arithmetic.name();
         match &self.what {
-            What::Attention(AttentionRun {
-                workload: w,
-                execution,
-                ..
-            }) => {
-                format!(
-                    "{name}, {} {}, T {}, d {}",
-                    execution.name(),
-                    w.algorithm,
-                    w.sequence_length,
-                    w.head_dim
-                )
+            What::Attention(run) => {
+                let (w, execution) = (&run.workload, run.execution.name());
+                let (by, length, head_dim) = (w.algorithm, w.sequence_length, w.head_dim);
+                format!("{name}, {execution} {by}, T {length}, d {head_dim}")
             }
-            What::Module(SelfAttentionRun {
-                workload: w,
-                execution,
-                ..
-            }) => {
-                format!(
-                    "{name}, {} {}, {}, T {}, D {}",
-                    execution.name(),
-                    w.algorithm,
-                    counted(w.heads, "head"),
-                    w.sequence_length,
-                    w.d_model
-                )
+            What::Layer(run) => {
+                let (w, execution) = (&run.workload, run.execution.name());
+                let (by, length, width) = (w.algorithm, w.sequence_length, w.d_model);
+                let heads = counted(w.heads, "head");
+                format!("{name}, {execution} {by}, {heads}, T {length}, D {width}")
             }
         }
     }
 
-    /// The rows, each beginning with what it was computed in.
+    /// The rows of the phases, each with its precision first.
     pub fn run(&self, device: &Device) -> Result<Vec<Fields>> {
         let rows = match &self.what {
             What::Attention(run) => run.run(device, |_, _| ()),
-            What::Module(run) => run.run(device, |_, _| ()),
+            What::Layer(run) => run.run(device, |_, _| ()),
         }?;
         let named = rows.into_iter().map(|row| {
-            let mut named = Fields::from_iter([("precision", self.group.arithmetic.name())]);
+            let mut named = Fields::from_iter([("precision", self.arithmetic.name())]);
             named.merge(row);
             named
         });
@@ -184,50 +122,56 @@ impl Run {
     fn limit(&self, device: &Device) -> Option<Limit> {
         match &self.what {
             What::Attention(run) => run.limit(device),
-            What::Module(run) => run.limit(device),
+            What::Layer(run) => run.limit(device),
         }
     }
 }
 
 impl Flags {
-    /// Every run, the implementations and precisions of a configuration next to each other.
-    pub fn runs(&self, groups: &[Group], sampling: &Sampling) -> Vec<Run> {
-        let given =
-            |list: &[usize], quick: &[usize], full: &[usize]| match (list.is_empty(), self.full) {
-                (false, _) => list.to_vec(),
-                (true, false) => quick.to_vec(),
-                (true, true) => full.to_vec(),
-            };
-        let (lengths, widths) = if self.module {
-            (
-                given(
-                    &self.sequence_length,
-                    &[16, 32, 64, 128],
-                    &[16, 32, 64, 128],
-                ),
-                given(
-                    &self.d_model,
-                    &[256, 1024, 4096],
-                    &[256, 1024, 4096, 8192, 16_384],
-                ),
-            )
-        } else {
-            (
-                given(
-                    &self.sequence_length,
-                    &[256, 1024, 4096],
-                    &[256, 1024, 4096, 8192, 16_384],
-                ),
-                given(&self.head_dim, &[16, 64], &[16, 32, 64, 128]),
-            )
+    /// Every run; those of one size next to each other.
+    pub fn runs(&self, arithmetic: &[Arithmetic], sampling: &Sampling) -> Vec<Run> {
+        const WHOLE: &[usize] = &[256, 1024, 4096, 8192, 16_384];
+        let given = |list: &[usize], quick: &[usize], full: &[usize]| match list {
+            [] if self.full => full.to_vec(),
+            [] => quick.to_vec(),
+            list => list.to_vec(),
         };
-        let mut runs = Vec::new();
+        let (lengths, widths) = match self.module {
+            true => {
+                let lengths = [16, 32, 64, 128];
+                (
+                    given(&self.context_length, &lengths, &lengths),
+                    given(&self.d_model, &WHOLE[..3], WHOLE),
+                )
+            }
+            false => (
+                given(&self.context_length, &WHOLE[..3], WHOLE),
+                given(&self.head_dim, &[16, 64], &[16, 32, 64, 128]),
+            ),
+        };
+        let heads = self.heads();
+        let mut runs: Vec<Run> = Vec::new();
         for &width in &widths {
             for &length in &lengths {
-                for &implementation in &self.compare {
-                    for &group in groups {
-                        let what = self.one((implementation, group), length, width, sampling);
-                        runs.push(Run { group, what });
+                for &heads_of_run in &heads {
+                    for &arithmetic_of_run in arithmetic {
+                        let mut parts = Vec::new();
+                        parts.extend(
+                            (arithmetic.len() > 1).then(|| arithmetic_of_run.name().to_string()),
+                        );
+                        parts.extend((heads.len() > 1).then(|| heads_of_run.to_string()));
+                        for &implementation in &self.compare {
+                            let of = (implementation, arithmetic_of_run, heads_of_run);
+                            let what = self.one(of, length, width, sampling);
+                            // heads of 64 may be the one head that was asked for too
+                            if !runs.iter().any(|run| run.what == what) {
+                                runs.push(Run {
+                                    arithmetic: arithmetic_of_run,
+                                    variant: parts.join(", "),
+                                    what,
+                                });
+                            }
+                        }
                     }
                 }
             }
@@ -237,34 +181,31 @@ impl Flags {
 
     fn one(
         &self,
-        (implementation, Group { arithmetic, heads }): (Implementation, Group),
+        (implementation, arithmetic, heads): (Implementation, Arithmetic, Heads),
         length: usize,
         width: usize,
         sampling: &Sampling,
     ) -> What {
-        let algorithm = implementation.algorithm();
-        let sampling = sampling.clone();
         if self.module {
             let workload = SelfAttentionWorkload {
-                algorithm,
+                algorithm: implementation.algorithm(),
                 batch_size: self.batch_size,
                 sequence_length: length,
                 d_model: width,
                 heads: heads.of_width(width),
                 ..Default::default()
             };
-            let workload = match arithmetic {
-                Arithmetic::Of(dtype) => SelfAttentionWorkload { dtype, ..workload },
-                Arithmetic::As(precision) => workload.with_precision(precision),
-            };
-            return What::Module(SelfAttentionRun {
-                workload,
-                sampling,
+            return What::Layer(SelfAttentionRun {
+                workload: match arithmetic {
+                    Arithmetic::Of(dtype) => SelfAttentionWorkload { dtype, ..workload },
+                    Arithmetic::As(precision) => workload.with_precision(precision),
+                },
+                sampling: sampling.clone(),
                 execution: implementation.execution(),
             });
         }
         let workload = AttentionWorkload {
-            algorithm,
+            algorithm: implementation.algorithm(),
             batch_size: self.batch_size,
             heads: match heads {
                 Heads::Auto => 1,
@@ -275,26 +216,32 @@ impl Flags {
             mask: self.mask(),
             documents: self.documents,
             dropout: self.dropout,
-            dtype: arithmetic.attention_dtype(),
+            dtype: match arithmetic {
+                Arithmetic::Of(dtype) => dtype,
+                Arithmetic::As(precision) => precision.dtype(),
+            },
         };
-        What::Attention(AttentionRun {
-            workload,
-            sampling,
-            execution: implementation.execution(),
-        })
+        What::Attention(implementation.attention(workload, sampling))
     }
 }
 
-/// Where memory ends for each implementation of the runs of a group.
-pub fn limits(runs: &[Run], group: Group, device: &Device) -> Vec<Limit> {
-    let own = runs.iter().filter(|run| run.group == group);
-    let of_runs: Vec<Limit> = own.filter_map(|run| run.limit(device)).collect();
-    let limits = ["naive", "planned", "flash", "planned-flash"]
-        .into_iter()
-        .filter_map(|name| {
-            let own = of_runs.iter().filter(|l| l.implementation == name);
-            own.min_by_key(|l| (l.context_length, l.breakdown.peak_bytes()))
-                .cloned()
-        });
-    limits.collect()
+/// The first size that does not fit, for each implementation of the runs and each variant of it.
+pub fn limits(runs: &[Run], device: &Device) -> Vec<(String, Limit)> {
+    let mut limits: Vec<(String, Limit)> = Vec::new();
+    for run in runs {
+        let Some(limit) = run.limit(device) else {
+            continue;
+        };
+        let name = match run.variant.is_empty() {
+            true => limit.implementation.to_string(),
+            false => format!("{} ({})", limit.implementation, run.variant),
+        };
+        let key = |limit: &Limit| (limit.context_length, limit.breakdown.peak_bytes());
+        match limits.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, least)) if key(&limit) < key(least) => *least = limit,
+            Some(_) => {}
+            None => limits.push((name, limit)),
+        }
+    }
+    limits
 }

@@ -1,0 +1,316 @@
+//! What the figures say about the handout's questions on attention, in words. Each function takes plain figures.
+
+use super::measured::{BOTH, Growth, Measured, NAIVE, baseline, by_name};
+use tallow::bench::Limit;
+use tallow::memory::{MemoryKind, Part};
+use tallow::report::{Answer, Speedup, counted, format_mib};
+
+/// The answers to all questions that the figures have something to say about. `limits` are the first sizes that do not
+/// fit, each with its implementation; `letter` is the width's.
+pub fn answers(
+    all: &[Measured],
+    growth: &[Growth],
+    limits: &[(String, Limit)],
+    letter: &str,
+) -> Vec<Answer> {
+    let answers = [
+        (
+            "At what size does attention run out of memory?",
+            Some(out_of_memory(all, limits, letter)),
+        ),
+        (
+            "What uses the memory at such a size?",
+            to_account_for(limits).map(|(name, limit)| accounting(name, limit)),
+        ),
+        (
+            "How does the memory saved for backward change with the sequence length?",
+            saved_memory(growth, limits, letter),
+        ),
+        (
+            "What would eliminate this memory cost?",
+            eliminated(all, letter),
+        ),
+        (
+            "How do time and memory compare with naive attention?",
+            compared_with_naive(all),
+        ),
+        ("What does half precision change?", precisions(all)),
+    ];
+    let given = answers.into_iter();
+    given
+        .filter_map(|(question, answer)| Some(Answer::new(question, answer?)))
+        .collect()
+}
+
+/// The limit whose terms are shown: naive's, where there is one.
+pub fn to_account_for(limits: &[(String, Limit)]) -> Option<&(String, Limit)> {
+    let naive = limits
+        .iter()
+        .find(|(_, limit)| limit.implementation == NAIVE);
+    naive.or(limits.first())
+}
+
+/// How many sizes did not fit, and the first that would not.
+pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str) -> String {
+    let mut parts = Vec::new();
+    for (name, own) in by_name(all) {
+        let out: Vec<_> = own.iter().filter(|m| m.status == "OOM").collect();
+        let first = out.iter().min_by_key(|m| (m.context_length, m.width));
+        parts.extend(first.map(|m| {
+            let (count, of, length) = (out.len(), own.len(), m.context_length);
+            format!(
+                "{name} in {count} of {of} sizes, from T {length}, {letter} {} on",
+                m.width
+            )
+        }));
+    }
+    let mut text = match parts.is_empty() {
+        true => format!("None of the {} did.", counted(all.len(), "run")),
+        false => format!("Out of memory: {}.", parts.join("; ")),
+    };
+    if let Some((_, first)) = limits.first() {
+        let (available, doubled) = (format_mib(first.available_bytes), doubled(letter));
+        let limits = limits.iter().map(|(name, limit)| {
+            let (length, width) = (limit.context_length, limit.width);
+            let needed = format_mib(limit.breakdown.peak_bytes());
+            format!("{name} at T {length}, {letter} {width} ({needed})")
+        });
+        let limits: Vec<String> = limits.collect();
+        text += &format!(
+            " If {doubled} is doubled until the predicted peak exceeds the {available} that may be used, the first \
+             size that does not fit is: {}.",
+            limits.join(", ")
+        );
+    }
+    text
+}
+
+fn doubled(letter: &str) -> &'static str {
+    match letter {
+        "D" => "the width D",
+        _ => "T",
+    }
+}
+
+/// The terms of a size that does not fit.
+pub fn accounting(name: &str, limit: &Limit) -> String {
+    let breakdown = &limit.breakdown;
+    let sum = breakdown.peak_bytes();
+    let mut text = format!(
+        "{name} attention ({}) needs {}: the sum of the terms in the last table.",
+        breakdown.sizes,
+        format_mib(sum)
+    );
+    if let Some(part) = breakdown.parts.iter().max_by_key(|part| part.bytes) {
+        text += &format!(
+            " The largest is {}: {} elements of {} bytes, {} ({:.0}%).",
+            part.what,
+            part.formula,
+            part.element_bytes,
+            format_mib(part.bytes),
+            100.0 * part.bytes as f64 / sum as f64
+        );
+    }
+    let composed = limit
+        .composed_bytes
+        .filter(|_| limit.implementation == NAIVE);
+    text + &composed.map_or(String::new(), |bytes| {
+        format!(
+            " If scores and probabilities are separate tensors, as in PyTorch, these and the output have 2BHT^2 + \
+             BHTDh elements: {}.",
+            format_mib(bytes)
+        )
+    })
+}
+
+/// The growth of what is allocated before backward, at the largest width.
+pub fn saved_memory(growth: &[Growth], limits: &[(String, Limit)], letter: &str) -> Option<String> {
+    let width = growth.iter().map(|g| g.width).max()?;
+    let own = growth.iter().filter(|g| g.width == width);
+    let laws = own.filter_map(|g| {
+        let law = g.before_backward?;
+        let (name, x, r2) = (&g.name, law.exponent, law.r_squared);
+        let range = format!("T {} to {}", g.shortest, g.longest);
+        Some(match law.fits() {
+            true => format!("{name} T^{x:.2} ({range}, R^2 {r2:.3})"),
+            false => {
+                format!("{name} unclear ({range}, R^2 {r2:.2}: longer sequences would decide)")
+            }
+        })
+    });
+    let laws: Vec<String> = laws.collect();
+    if laws.is_empty() {
+        return None;
+    }
+    let mut text = format!(
+        "Memory before backward, fitted at {letter} {width}, grows as: {}.",
+        laws.join(", ")
+    );
+    if let Some((name, limit)) = to_account_for(limits) {
+        let is_quadratic =
+            |part: &&Part| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
+        if let Some(part) = limit.breakdown.parts.iter().find(is_quadratic) {
+            text += &format!(
+                " {name} saves the {}, {} elements: where this term dominates, memory is quadratic in T.",
+                part.what, part.formula
+            );
+        }
+    }
+    Some(text)
+}
+
+/// What flash attention holds before backward and what naive does, at the largest size of both.
+pub fn eliminated(all: &[Measured], letter: &str) -> Option<String> {
+    let flash = || all.iter().filter(|m| m.implementation == "flash");
+    let at = |m: &Measured| format!("T {}, {letter} {}", m.context_length, m.width);
+    let held = flash().filter_map(|m| {
+        let naive = baseline(all, m)?;
+        Some((m, m.before_backward_bytes?, naive.before_backward_bytes?))
+    });
+    let largest = held.max_by_key(|(m, ..)| (m.context_length, m.width));
+    let mut text = String::from(
+        "Not to save any (T, T) matrix. Flash attention computes scores and probabilities tile by tile, and again in \
+         backward.",
+    );
+    if let Some((m, flash, naive)) = largest {
+        let (flash_mib, naive_mib, at) = (format_mib(flash), format_mib(naive), at(m));
+        text += &match flash < naive {
+            true => format!(
+                " At {at} it holds {flash_mib} before backward, naive {naive_mib}: {:.0}% less.",
+                100.0 * (1.0 - flash as f64 / naive as f64)
+            ),
+            false => format!(
+                " At {at} it holds {flash_mib} before backward, naive {naive_mib}: no less. Longer sequences would \
+                 show the difference."
+            ),
+        };
+    }
+    let beyond = flash().filter(|m| {
+        m.status == "ok" && baseline(all, m).is_some_and(|naive| naive.status == "OOM")
+    });
+    let beyond = beyond.max_by_key(|m| (m.context_length, m.width));
+    if let Some(m) = beyond {
+        let peak = m.peak_bytes.map(format_mib);
+        let peak = peak.map_or(String::new(), |peak| format!(" with a peak of {peak}"));
+        text += &format!(
+            " It ran at {}{peak}, where naive runs out of memory.",
+            at(m)
+        );
+    }
+    (largest.is_some() || beyond.is_some()).then_some(text)
+}
+
+/// Two measurements of one size: before, after.
+type Pair<'m> = (&'m Measured, &'m Measured);
+
+/// Each other implementation against naive: over all sizes, and at the shortest and longest T.
+pub fn compared_with_naive(all: &[Measured]) -> Option<String> {
+    let others = by_name(all).into_iter();
+    let others = others.filter_map(|(name, own)| {
+        let pairs: Vec<Pair> = own
+            .into_iter()
+            .filter(|m| m.implementation != NAIVE)
+            .filter_map(|m| Some((baseline(all, m)?, m)))
+            .filter(|(naive, m)| m.speedup_over(naive, BOTH).is_some())
+            .collect();
+        (!pairs.is_empty()).then_some((name, pairs))
+    });
+    let others: Vec<(String, Vec<Pair>)> = others.collect();
+    let sentences = others.iter().map(|(name, pairs)| {
+        let mut text = format!("{name}: {}", averaged(pairs));
+        let lengths = || pairs.iter().map(|(_, m)| m.context_length);
+        let ends = lengths().min().zip(lengths().max());
+        if let Some((shortest, longest)) = ends.filter(|(s, l)| s < l && others.len() <= 3) {
+            let at = |length| {
+                let own = pairs.iter().filter(|(_, m)| m.context_length == length);
+                averaged(&own.copied().collect::<Vec<_>>())
+            };
+            text += &format!(
+                "; at T {shortest} {}; at T {longest} {}",
+                at(shortest),
+                at(longest)
+            );
+        }
+        text + "."
+    });
+    explained(sentences.collect())
+}
+
+/// Every other precision against the first, for each implementation.
+pub fn precisions(all: &[Measured]) -> Option<String> {
+    let first = &all.first()?.precision;
+    let rest = |m: &Measured| m.variant.strip_prefix(&m.precision).map(String::from);
+    let sentences = by_name(all).into_iter().filter_map(|(name, own)| {
+        let pairs = own.into_iter().filter(|m| m.precision != *first);
+        let pairs = pairs.filter_map(|m| {
+            let is_same = |other: &&Measured| {
+                other.precision == *first
+                    && other.implementation == m.implementation
+                    && rest(other) == rest(m)
+                    && other.is_at(m)
+            };
+            let before = all.iter().find(is_same)?;
+            m.speedup_over(before, BOTH)?;
+            Some((before, m))
+        });
+        let pairs: Vec<Pair> = pairs.collect();
+        (!pairs.is_empty()).then(|| format!("{name} against {first}: {}.", averaged(&pairs)))
+    });
+    explained(sentences.collect())
+}
+
+/// The sentences as a paragraph, with what `unclear` means where one says it.
+fn explained(sentences: Vec<String>) -> Option<String> {
+    let mut text = sentences.join(" ");
+    if text.contains("unclear") {
+        text += " Unclear: the spread of these times does not decide; more steps on a quiet machine would.";
+    }
+    (!text.is_empty()).then_some(text)
+}
+
+/// `forward 1.08x, backward 1.23x, both 1.13x as fast, 6% more peak memory (geometric means of 3 sizes)`.
+fn averaged(pairs: &[Pair]) -> String {
+    let phase = |phase: usize, name: &str| {
+        let speedups = pairs
+            .iter()
+            .filter_map(|(before, after)| after.speedup_over(before, phase));
+        format!("{name} {}", mean_speedup(&speedups.collect::<Vec<_>>()))
+    };
+    let phases = [phase(0, "forward"), phase(1, "backward"), phase(2, "both")].join(", ");
+    let peaks = pairs.iter().filter_map(|(before, after)| {
+        Some(after.peak_bytes? as f64 / before.peak_bytes.filter(|b| *b > 0)? as f64)
+    });
+    let memory = geometric_mean(peaks).map(|ratio| match 100.0 * (ratio - 1.0) {
+        more if more >= 0.5 => format!(", {more:.0}% more peak memory"),
+        less if less <= -0.5 => format!(", {:.0}% less peak memory", -less),
+        _ => ", the same peak memory".into(),
+    });
+    let mean = match pairs.len() {
+        1 => String::new(),
+        count => format!(" (geometric means of {count} sizes)"),
+    };
+    format!("{phases} as fast{}{mean}", memory.unwrap_or_default())
+}
+
+/// The geometric mean of speed-ups: `1.24x`; `unclear` where more than half of them are not clear.
+pub fn mean_speedup(speedups: &[Speedup]) -> String {
+    let clear: Vec<f64> = speedups
+        .iter()
+        .filter(|speedup| speedup.is_clear())
+        .map(|speedup| speedup.ratio)
+        .collect();
+    let unclear = speedups.len() - clear.len();
+    match geometric_mean(clear.iter().copied()) {
+        Some(mean) if unclear == 0 => format!("{mean:.2}x"),
+        Some(mean) if unclear <= clear.len() => {
+            format!("{mean:.2}x ({unclear} of {} unclear)", speedups.len())
+        }
+        _ => "unclear".into(),
+    }
+}
+
+/// `None` of none.
+pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
+    let logs: Vec<f64> = ratios.map(f64::ln).collect();
+    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+}
