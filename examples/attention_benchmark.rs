@@ -252,13 +252,6 @@ impl Flags {
         }
         details.push(measured::extremes(&measured, letter));
         details.push(measured::growth_table(&growth, letter));
-        details.extend(
-            answers::to_account_for(&limits).map(|(name, limit)| Report {
-                title: "Memory at the first size that does not fit".into(),
-                configuration: Fields::from_iter([("attention", name.as_str())]),
-                ..limit.breakdown.report()
-            }),
-        );
         details.retain(|table| !(table.rows.is_empty() && table.lines.is_empty()));
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());

@@ -30,15 +30,15 @@ pub fn answers(
             "What would eliminate this memory cost?",
             eliminated(all, letter),
         ),
-        (
-            "How do time and memory compare with naive attention?",
-            compared_with_naive(all),
-        ),
-        ("What does half precision change?", precisions(all)),
     ];
-    let given = answers.into_iter();
-    given
-        .filter_map(|(question, answer)| Some(Answer::new(question, answer?)))
+    let memory = answers.into_iter();
+    let memory = memory.filter_map(|(question, answer)| Some(Answer::new(question, answer?)));
+    let precisions = precisions(all);
+    let precisions =
+        precisions.map(|answer| Answer::new("What does half precision change?", answer));
+    memory
+        .chain(compared_with_naive(all))
+        .chain(precisions)
         .collect()
 }
 
@@ -95,21 +95,10 @@ fn doubled(letter: &str) -> &'static str {
 /// The terms of a size that does not fit.
 pub fn accounting(name: &str, limit: &Limit) -> String {
     let breakdown = &limit.breakdown;
-    let sum = breakdown.peak_bytes();
-    let mut text = format!(
-        "{name} attention ({}) needs {}: the sum of the terms in the last table.",
-        breakdown.sizes,
-        format_mib(sum)
-    );
+    let mut text = format!("{name} attention with {breakdown}.");
     if let Some(part) = breakdown.parts.iter().max_by_key(|part| part.bytes) {
-        text += &format!(
-            " The largest is {}: {} elements of {} bytes, {} ({:.0}%).",
-            part.what,
-            part.formula,
-            part.element_bytes,
-            format_mib(part.bytes),
-            100.0 * part.bytes as f64 / sum as f64
-        );
+        let percent = 100.0 * part.bytes as f64 / breakdown.peak_bytes() as f64;
+        text += &format!(" The largest term is {} ({percent:.0}%).", part.what);
     }
     let composed = limit
         .composed_bytes
@@ -203,37 +192,44 @@ pub fn eliminated(all: &[Measured], letter: &str) -> Option<String> {
 /// Two measurements of one size: before, after.
 type Pair<'m> = (&'m Measured, &'m Measured);
 
-/// Each other implementation against naive: over all sizes, and at the shortest and longest T.
-pub fn compared_with_naive(all: &[Measured]) -> Option<String> {
-    let others = by_name(all).into_iter();
-    let others = others.filter_map(|(name, own)| {
+/// An answer for each other implementation: its times and memory against naive's, over all sizes and at the shortest and
+/// the longest T.
+pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
+    let mut by_implementation: Vec<(&str, Vec<String>)> = Vec::new();
+    for (name, own) in by_name(all) {
         let pairs: Vec<Pair> = own
-            .into_iter()
+            .iter()
             .filter(|m| m.implementation != NAIVE)
-            .filter_map(|m| Some((baseline(all, m)?, m)))
+            .filter_map(|m| Some((baseline(all, m)?, *m)))
             .filter(|(naive, m)| m.speedup_over(naive, BOTH).is_some())
             .collect();
-        (!pairs.is_empty()).then_some((name, pairs))
-    });
-    let others: Vec<(String, Vec<Pair>)> = others.collect();
-    let sentences = others.iter().map(|(name, pairs)| {
-        let mut text = format!("{name}: {}", averaged(pairs));
         let lengths = || pairs.iter().map(|(_, m)| m.context_length);
-        let ends = lengths().min().zip(lengths().max());
-        if let Some((shortest, longest)) = ends.filter(|(s, l)| s < l && others.len() <= 3) {
-            let at = |length| {
-                let own = pairs.iter().filter(|(_, m)| m.context_length == length);
-                averaged(&own.copied().collect::<Vec<_>>())
-            };
-            text += &format!(
-                "; at T {shortest} {}; at T {longest} {}",
-                at(shortest),
-                at(longest)
-            );
+        let (Some(shortest), Some(longest)) = (lengths().min(), lengths().max()) else {
+            continue;
+        };
+        let mut text = format!("{name}: {}.", averaged(&pairs));
+        for length in [shortest, longest] {
+            let at = pairs.iter().filter(|(_, m)| m.context_length == length);
+            let at: Vec<Pair> = at.copied().collect();
+            if shortest < longest && own[0].variant.is_empty() {
+                text += &format!(" At T {length}: {}.", averaged(&at));
+            }
         }
-        text + "."
+        let implementation = own[0].implementation.as_str();
+        match by_implementation
+            .iter_mut()
+            .find(|(other, _)| *other == implementation)
+        {
+            Some((_, sentences)) => sentences.push(text),
+            None => by_implementation.push((implementation, vec![text])),
+        }
+    }
+    let answers = by_implementation.into_iter();
+    let answers = answers.filter_map(|(implementation, sentences)| {
+        let question = format!("How does {implementation} compare with naive attention?");
+        Some(Answer::new(question, explained(sentences)?))
     });
-    explained(sentences.collect())
+    answers.collect()
 }
 
 /// Every other precision against the first, for each implementation.
@@ -263,12 +259,12 @@ pub fn precisions(all: &[Measured]) -> Option<String> {
 fn explained(sentences: Vec<String>) -> Option<String> {
     let mut text = sentences.join(" ");
     if text.contains("unclear") {
-        text += " Unclear: the spread of these times does not decide; more steps on a quiet machine would.";
+        text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
     }
     (!text.is_empty()).then_some(text)
 }
 
-/// `forward 1.08x, backward 1.23x, both 1.13x as fast, 6% more peak memory (geometric means of 3 sizes)`.
+/// `forward 1.08x, backward 1.23x, together 1.13x, 6% more peak memory (geometric means of 3 sizes)`.
 fn averaged(pairs: &[Pair]) -> String {
     let phase = |phase: usize, name: &str| {
         let speedups = pairs
@@ -276,7 +272,12 @@ fn averaged(pairs: &[Pair]) -> String {
             .filter_map(|(before, after)| after.speedup_over(before, phase));
         format!("{name} {}", mean_speedup(&speedups.collect::<Vec<_>>()))
     };
-    let phases = [phase(0, "forward"), phase(1, "backward"), phase(2, "both")].join(", ");
+    let phases = [
+        phase(0, "forward"),
+        phase(1, "backward"),
+        phase(BOTH, "together"),
+    ]
+    .join(", ");
     let peaks = pairs.iter().filter_map(|(before, after)| {
         Some(after.peak_bytes? as f64 / before.peak_bytes.filter(|b| *b > 0)? as f64)
     });
@@ -289,7 +290,7 @@ fn averaged(pairs: &[Pair]) -> String {
         1 => String::new(),
         count => format!(" (geometric means of {count} sizes)"),
     };
-    format!("{phases} as fast{}{mean}", memory.unwrap_or_default())
+    format!("{phases}{}{mean}", memory.unwrap_or_default())
 }
 
 /// The geometric mean of speed-ups: `1.24x`; `unclear` where more than half of them are not clear.

@@ -213,7 +213,7 @@ pub fn extremes(all: &[Measured], letter: &str) -> Report {
             let timed = || own.iter().filter_map(|m| Some((of(m)?, *m)));
             let cell = |(ms, m): (f64, &Measured)| {
                 let ms = Column::ms("", "").cell(Some(&ms.into()));
-                format!("{ms}: {}", at(m))
+                format!("{ms} ({})", at(m))
             };
             let fastest = timed().min_by(|a, b| a.0.total_cmp(&b.0));
             let slowest = timed().max_by(|a, b| a.0.total_cmp(&b.0));
@@ -222,7 +222,7 @@ pub fn extremes(all: &[Measured], letter: &str) -> Report {
         }
         let largest = own.iter().max_by_key(|m| m.peak_bytes);
         let largest =
-            largest.and_then(|m| Some(format!("{}: {}", format_mib(m.peak_bytes?), at(m))));
+            largest.and_then(|m| Some(format!("{} ({})", format_mib(m.peak_bytes?), at(m))));
         line.insert("largest", largest);
         line
     };
