@@ -10,20 +10,15 @@ mod common;
 mod figure;
 #[path = "attention_benchmark/grid.rs"]
 mod grid;
-#[path = "attention_benchmark/implementation.rs"]
-mod implementation;
 #[path = "attention_benchmark/measured.rs"]
 mod measured;
 
 use candle_core::{DType, Device};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser};
+use clap::Parser;
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
 use common::{Common, Effects, Output, Sweep, values, words};
-use grid::{Arithmetic, Heads};
-use implementation::{Implementation, usable_bytes};
+use grid::Implementation;
 use measured::Measured;
 use serde::Deserialize;
 use std::num::NonZeroUsize;
@@ -31,8 +26,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::attention::Mask;
-use tallow::bench::Sampling;
-use tallow::report::{Fields, Report, format_mib, list_in_note};
+use tallow::bench::{Execution, Sampling};
+use tallow::precision::Precision;
+use tallow::report::{Fields, Report, format_mib};
 
 const EXAMPLES: &str = "Examples:
   attention_benchmark --full --plot attention.svg
@@ -67,9 +63,9 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', conflicts_with = "module", value_name = "N")]
     head_dim: Vec<usize>,
 
-    /// Heads, or auto: heads of 64 [default: 1; module: auto]
+    /// Number of heads; several [default: 1; module: heads of 64]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "heads")]
-    num_heads: Vec<Heads>,
+    num_heads: Vec<usize>,
 
     /// Let queries see keys up to their position only
     #[arg(long)]
@@ -94,16 +90,6 @@ struct Flags {
     /// Width of the layer; several [default: 256 1024 4096]
     #[arg(long, num_args = 1.., value_delimiter = ',', requires = "module", value_name = "N")]
     d_model: Vec<usize>,
-
-    /// One dtype for everything: f32, bf16, f16 or f64
-    #[arg(
-        long,
-        value_parser = PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|name| name.parse::<DType>()),
-        hide_possible_values = true,
-        conflicts_with_all = ["precision", "autocast", "full_half", "drop_casts"],
-        value_name = "NAME"
-    )]
-    dtype: Option<DType>,
 
     #[command(flatten)]
     precision: PrecisionFlags,
@@ -156,7 +142,6 @@ const MEASUREMENT: &str = "Measurement";
 
 fn main() -> ExitCode {
     let flags = Flags::effects().parse();
-    flags.check();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
@@ -165,6 +150,11 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
+            .only(
+                "without planned attention, which has none",
+                &["dropout"],
+                |flags| !flags.is_any_planned() || flags.dropout == 0.0,
+            )
             .only(
                 "with --module",
                 &["d-model", "autocast", "full-half", "drop-casts"],
@@ -187,23 +177,9 @@ impl Flags {
             )
     }
 
-    /// Ends the program where planned attention is asked for what it does not support.
-    fn check(&self) {
-        let conflict = match (self.is_any_planned(), self.dtype, self.dropout) {
-            (false, ..) => return,
-            (_, Some(DType::F64), _) => "--dtype f64",
-            (.., 0.0) => return,
-            _ => "--dropout",
-        };
-        let text =
-            format!("planned attention does not support {conflict}: compare naive and flash");
-        Self::command()
-            .error(ErrorKind::ArgumentConflict, text)
-            .exit();
-    }
-
     fn is_any_planned(&self) -> bool {
-        self.compare.iter().any(|one| one.is_planned())
+        let is_planned = |one: &Implementation| one.execution() == Execution::Planned;
+        self.compare.iter().any(is_planned)
     }
 
     fn run(&self) -> Result<()> {
@@ -211,15 +187,9 @@ impl Flags {
         let tables = [measured::columns(self.module), measured::memory_columns()];
         self.output.check_columns(tables)?;
         let device = self.common.device()?;
-        let arithmetic = match self.dtype {
-            Some(dtype) => vec![Arithmetic::Of(dtype)],
-            None => {
-                let precisions = self.precision.precisions()?.into_iter();
-                precisions.map(Arithmetic::As).collect()
-            }
-        };
+        let precisions = self.precision.precisions()?;
         let sampling = self.sampling(&device);
-        let runs = self.runs(&arithmetic, &sampling);
+        let runs = self.runs(&precisions, &sampling);
         let mut sweep = Sweep::new(runs.len())?;
         let (mut rows, mut measured) = (Vec::new(), Vec::new());
         for run in &runs {
@@ -234,37 +204,25 @@ impl Flags {
         let (_, letter) = measured::width(self.module);
         let growth = measured::growth(&measured);
         let limits = grid::limits(&runs[..rows.len()], &device);
-        let lines = measured::lines(&rows, &measured);
+        let mut tables = measured::tables(&rows, &measured, self.module);
         let rows = rows.concat();
         let mut notes = measured::notes(self.is_any_planned());
         notes.extend(self.unmeasured(&rows));
         notes.extend(words::noisy(&rows));
         notes.extend(sweep.note());
-        let mut details = Vec::new();
-        if self.module {
-            details.push(Report {
-                title: "Memory of the layer".into(),
-                columns: measured::memory_columns(),
-                lines: lines.clone(),
-                notes: vec!["model is the weights and the input. After backward, the gradients are alive and what forward saved is freed.".into()],
-                ..Default::default()
-            });
-        }
+        let first = (!tables.is_empty()).then(|| tables.remove(0));
+        let mut details = tables;
         details.push(measured::extremes(&measured, letter));
-        details.push(measured::growth_table(&growth, letter));
-        details.retain(|table| !(table.rows.is_empty() && table.lines.is_empty()));
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
         let published = self.output.publish(&Report {
             environment,
-            configuration: self.configuration(&sampling, &arithmetic),
-            columns: measured::columns(self.module),
+            configuration: self.configuration(&sampling, &precisions),
             answers: answers::answers(&measured, &growth, &limits, letter),
             rows,
-            lines,
             notes,
             details,
-            ..Default::default()
+            ..first.unwrap_or_default()
         });
         if let Some(path) = &self.plot {
             figure::figure(&measured, letter).save(path)?;
@@ -273,20 +231,7 @@ impl Flags {
         published
     }
 
-    fn heads(&self) -> Vec<Heads> {
-        match (&self.num_heads[..], self.module) {
-            ([], true) => vec![Heads::Auto],
-            ([], false) => vec![Heads::Count(1)],
-            (heads, _) => heads.to_vec(),
-        }
-    }
-
     fn sampling(&self, device: &Device) -> Sampling {
-        // Half precision is computed in f32, and compared with its peak.
-        let counted = match self.dtype {
-            Some(DType::F64) => DType::F64,
-            _ => DType::F32,
-        };
         let default_ms = if self.full { 60_000.0 } else { 5_000.0 };
         let TimeBudget(time_budget_ms) =
             self.time_budget_ms.unwrap_or(TimeBudget(Some(default_ms)));
@@ -296,7 +241,7 @@ impl Flags {
             iterations: self.steps,
             time_budget_ms,
             seed: self.common.seed,
-            peak_flops: tallow::hardware::measure_peak_flops(device, counted),
+            peak_flops: tallow::hardware::measure_peak_flops(device, DType::F32),
             available_bytes: limit_bytes.or_else(|| usable_bytes(device)),
         }
     }
@@ -309,20 +254,18 @@ impl Flags {
         }
     }
 
-    fn configuration(&self, sampling: &Sampling, arithmetic: &[Arithmetic]) -> Fields {
+    fn configuration(&self, sampling: &Sampling, precisions: &[Precision]) -> Fields {
         let what = match self.module {
             true => "causal self-attention with q, k, v and output projections, no positions",
             false => "attention on q, k, v (B, H, T, d), inputs of standard deviation 1",
         };
-        let heads: Vec<String> = self.heads().iter().map(Heads::to_string).collect();
-        let names: Vec<&str> = arithmetic.iter().map(|one| one.name()).collect();
+        let names: Vec<&str> = precisions.iter().map(|one| one.name()).collect();
         let budget = sampling.time_budget_ms.map(|ms| format!("{ms} ms"));
         let peak = sampling.peak_flops;
         let peak = peak.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         let mut fields = Fields::new();
         fields.insert("measured", what);
         fields.insert("batch size", self.batch_size);
-        fields.insert("heads", heads.join(", "));
         fields.insert("mask", self.mask().to_string());
         fields.insert("documents", (self.documents > 1).then_some(self.documents));
         fields.insert("dropout", (self.dropout != 0.0).then_some(self.dropout));
@@ -339,35 +282,34 @@ impl Flags {
     fn unmeasured(&self, rows: &[Fields]) -> Vec<String> {
         #[derive(Deserialize)]
         struct Row {
-            phase: String,
             status: String,
             reason: Option<String>,
             n: Option<usize>,
         }
-        let mut causes: Vec<(String, Vec<String>)> = Vec::new();
-        for (row, name) in rows.iter().zip(words::names(rows)) {
-            let Some(row) = row
-                .read::<Row>()
-                .filter(|row| row.phase == "forward+backward")
-            else {
-                continue;
-            };
-            let cause = match (row.status.as_str(), row.n, row.reason) {
+        let mut notes: Vec<String> = Vec::new();
+        for row in rows.iter().filter_map(Fields::read::<Row>) {
+            let note = match (row.status.as_str(), row.n, row.reason) {
                 ("ok", Some(n), _) if n < self.steps => {
-                    format!("The time budget ended these before {} steps", self.steps)
+                    let budget = "the time budget ended them (column n)";
+                    format!("Some rows have fewer than {} steps: {budget}.", self.steps)
                 }
                 ("ok" | "OOM", ..) => continue,
-                (status, _, Some(reason)) => format!("Not run ({status}), {reason}"),
-                (status, ..) => format!("Not run ({status})"),
+                (status, _, reason) => format!("{status}: {}.", reason.unwrap_or_default()),
             };
-            match causes.iter_mut().find(|(other, _)| *other == cause) {
-                Some((_, names)) => names.push(name),
-                None => causes.push((cause, vec![name])),
+            if !notes.contains(&note) {
+                notes.push(note);
             }
         }
-        let notes = causes.iter();
         notes
-            .map(|(cause, names)| list_in_note(cause, names))
-            .collect()
     }
+}
+
+/// The memory that runs may use: what is available now. On the CPU a sixth of it is left, because the allocator keeps
+/// some of the pages that earlier runs freed.
+fn usable_bytes(device: &Device) -> Option<u64> {
+    let available_bytes = tallow::hardware::available_bytes_on(device)?;
+    Some(match device.is_cpu() {
+        true => available_bytes - available_bytes / 6,
+        false => available_bytes,
+    })
 }

@@ -3,7 +3,7 @@
 use super::measured::{BOTH, Growth, Measured, NAIVE, baseline, by_name};
 use tallow::bench::Limit;
 use tallow::memory::{MemoryKind, Part};
-use tallow::report::{Answer, Speedup, counted, format_mib};
+use tallow::report::{Answer, PowerLaw, Speedup, counted, format_mib};
 
 /// The answers to all questions that the figures have something to say about. `limits` are the first sizes that do not
 /// fit, each with its implementation; `letter` is the width's.
@@ -28,7 +28,7 @@ pub fn answers(
         ),
         (
             "What would eliminate this memory cost?",
-            eliminated(all, letter),
+            (letter == "d").then(|| eliminated(all)).flatten(),
         ),
     ];
     let memory = answers.into_iter();
@@ -112,46 +112,41 @@ pub fn accounting(name: &str, limit: &Limit) -> String {
     })
 }
 
-/// The growth of what is allocated before backward, at the largest width.
+/// The growth of memory before backward and of time, each an exponent of T.
 pub fn saved_memory(growth: &[Growth], limits: &[(String, Limit)], letter: &str) -> Option<String> {
-    let width = growth.iter().map(|g| g.width).max()?;
-    let own = growth.iter().filter(|g| g.width == width);
-    let laws = own.filter_map(|g| {
-        let law = g.before_backward?;
-        let (name, x, r2) = (&g.name, law.exponent, law.r_squared);
-        let range = format!("T {} to {}", g.shortest, g.longest);
-        Some(match law.fits() {
-            true => format!("{name} T^{x:.2} ({range}, R^2 {r2:.3})"),
-            false => {
-                format!("{name} unclear ({range}, R^2 {r2:.2}: longer sequences would decide)")
-            }
-        })
+    let exponent = |law: Option<PowerLaw>| match law {
+        Some(law) if law.fits() => format!("T^{:.2} (R^2 {:.3})", law.exponent, law.r_squared),
+        Some(law) => format!("unclear (R^2 {:.2})", law.r_squared),
+        None => "not measured".into(),
+    };
+    let laws = growth.iter().map(|g| {
+        let (memory, time) = (exponent(g.before_backward), exponent(g.time));
+        let (name, width, from, to) = (&g.name, g.width, g.shortest, g.longest);
+        format!(" {name}: memory {memory}, time {time}, {letter} {width}, T {from} to {to}.")
     });
-    let laws: Vec<String> = laws.collect();
-    if laws.is_empty() {
-        return None;
+    let mut text =
+        String::from("Memory before backward, and time of forward and backward, grow as follows.");
+    text += &laws.collect::<String>();
+    if text.contains("unclear") {
+        text += " Unclear: no power of T fits; longer sequences would decide.";
     }
-    let mut text = format!(
-        "Memory before backward, fitted at {letter} {width}, grows as: {}.",
-        laws.join(", ")
-    );
     if let Some((name, limit)) = to_account_for(limits) {
         let is_quadratic =
             |part: &&Part| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
         if let Some(part) = limit.breakdown.parts.iter().find(is_quadratic) {
+            let (what, formula) = (&part.what, &part.formula);
             text += &format!(
-                " {name} saves the {}, {} elements: where this term dominates, memory is quadratic in T.",
-                part.what, part.formula
+                " {name} saves {what}, {formula} elements: where this term dominates, memory is quadratic in T."
             );
         }
     }
-    Some(text)
+    (!growth.is_empty()).then_some(text)
 }
 
 /// What flash attention holds before backward and what naive does, at the largest size of both.
-pub fn eliminated(all: &[Measured], letter: &str) -> Option<String> {
+pub fn eliminated(all: &[Measured]) -> Option<String> {
     let flash = || all.iter().filter(|m| m.implementation == "flash");
-    let at = |m: &Measured| format!("T {}, {letter} {}", m.context_length, m.width);
+    let at = |m: &Measured| format!("T {}, d {}", m.context_length, m.width);
     let held = flash().filter_map(|m| {
         let naive = baseline(all, m)?;
         Some((m, m.before_backward_bytes?, naive.before_backward_bytes?))
@@ -193,41 +188,43 @@ pub fn eliminated(all: &[Measured], letter: &str) -> Option<String> {
 type Pair<'m> = (&'m Measured, &'m Measured);
 
 /// An answer for each other implementation: its times and memory against naive's, over all sizes and at the shortest and
-/// the longest T.
+/// the longest T; of several variants, the mean of each.
 pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
-    let mut by_implementation: Vec<(&str, Vec<String>)> = Vec::new();
+    let mut by_implementation: Vec<(&str, String)> = Vec::new();
     for (name, own) in by_name(all) {
-        let pairs: Vec<Pair> = own
-            .iter()
-            .filter(|m| m.implementation != NAIVE)
-            .filter_map(|m| Some((baseline(all, m)?, *m)))
-            .filter(|(naive, m)| m.speedup_over(naive, BOTH).is_some())
-            .collect();
+        let others = own.iter().filter(|m| m.implementation != NAIVE);
+        let pairs = others.filter_map(|m| Some((baseline(all, m)?, *m)));
+        let pairs: Vec<Pair> = pairs.filter(|(naive, m)| is_timed(naive, m)).collect();
         let lengths = || pairs.iter().map(|(_, m)| m.context_length);
         let (Some(shortest), Some(longest)) = (lengths().min(), lengths().max()) else {
             continue;
         };
-        let mut text = format!("{name}: {}.", averaged(&pairs));
-        for length in [shortest, longest] {
+        let implementation = own[0].implementation.as_str();
+        if !own[0].variant.is_empty() {
+            let text = format!("{name} {}; ", together(&pairs));
+            match by_implementation
+                .iter_mut()
+                .find(|(other, _)| *other == implementation)
+            {
+                Some((_, others)) => others.push_str(&text),
+                None => by_implementation.push((implementation, text)),
+            }
+            continue;
+        }
+        let mut text = by_phase(&pairs);
+        for length in [shortest, longest]
+            .into_iter()
+            .filter(|_| shortest < longest)
+        {
             let at = pairs.iter().filter(|(_, m)| m.context_length == length);
             let at: Vec<Pair> = at.copied().collect();
-            if shortest < longest && own[0].variant.is_empty() {
-                text += &format!(" At T {length}: {}.", averaged(&at));
-            }
+            text += &format!("; at T {length} {}", by_phase(&at));
         }
-        let implementation = own[0].implementation.as_str();
-        match by_implementation
-            .iter_mut()
-            .find(|(other, _)| *other == implementation)
-        {
-            Some((_, sentences)) => sentences.push(text),
-            None => by_implementation.push((implementation, vec![text])),
-        }
+        by_implementation.push((implementation, text));
     }
-    let answers = by_implementation.into_iter();
-    let answers = answers.filter_map(|(implementation, sentences)| {
+    let answers = by_implementation.into_iter().map(|(implementation, text)| {
         let question = format!("How does {implementation} compare with naive attention?");
-        Some(Answer::new(question, explained(sentences)?))
+        Answer::new(question, explained(&text))
     });
     answers.collect()
 }
@@ -246,51 +243,60 @@ pub fn precisions(all: &[Measured]) -> Option<String> {
                     && other.is_at(m)
             };
             let before = all.iter().find(is_same)?;
-            m.speedup_over(before, BOTH)?;
-            Some((before, m))
+            is_timed(before, m).then_some((before, m))
         });
         let pairs: Vec<Pair> = pairs.collect();
-        (!pairs.is_empty()).then(|| format!("{name} against {first}: {}.", averaged(&pairs)))
+        (!pairs.is_empty()).then(|| format!("{name} {}; ", together(&pairs)))
     });
-    explained(sentences.collect())
+    let text: String = sentences.collect();
+    (!text.is_empty()).then(|| explained(&format!("against {first}, {text}")))
 }
 
-/// The sentences as a paragraph, with what `unclear` means where one says it.
-fn explained(sentences: Vec<String>) -> Option<String> {
-    let mut text = sentences.join(" ");
+fn is_timed(before: &Measured, after: &Measured) -> bool {
+    after.speedup_over(before, BOTH).is_some()
+}
+
+/// The comparisons as a paragraph, with what its words mean.
+pub fn explained(text: &str) -> String {
+    let text = text.trim_end_matches("; ");
+    let mut text = format!("Speed-ups, geometric means over the sizes: {text}.");
     if text.contains("unclear") {
         text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
     }
-    (!text.is_empty()).then_some(text)
+    text
 }
 
-/// `forward 1.08x, backward 1.23x, together 1.13x, 6% more peak memory (geometric means of 3 sizes)`.
-fn averaged(pairs: &[Pair]) -> String {
-    let phase = |phase: usize, name: &str| {
-        let speedups = pairs
-            .iter()
-            .filter_map(|(before, after)| after.speedup_over(before, phase));
-        format!("{name} {}", mean_speedup(&speedups.collect::<Vec<_>>()))
-    };
-    let phases = [
-        phase(0, "forward"),
-        phase(1, "backward"),
-        phase(BOTH, "together"),
-    ]
-    .join(", ");
+/// `1.13x with 6% more peak memory`: forward and backward together.
+fn together(pairs: &[Pair]) -> String {
+    format!("{}{}", phase_speedup(pairs, BOTH), memory(pairs))
+}
+
+/// `forward 1.08x, backward 1.23x, together 1.13x with 6% more peak memory`.
+fn by_phase(pairs: &[Pair]) -> String {
+    let [forward, backward] = [0, 1].map(|phase| phase_speedup(pairs, phase));
+    format!(
+        "forward {forward}, backward {backward}, together {}",
+        together(pairs)
+    )
+}
+
+fn phase_speedup(pairs: &[Pair], phase: usize) -> String {
+    let speedups = pairs
+        .iter()
+        .filter_map(|(before, after)| after.speedup_over(before, phase));
+    mean_speedup(&speedups.collect::<Vec<_>>())
+}
+
+fn memory(pairs: &[Pair]) -> String {
     let peaks = pairs.iter().filter_map(|(before, after)| {
         Some(after.peak_bytes? as f64 / before.peak_bytes.filter(|b| *b > 0)? as f64)
     });
-    let memory = geometric_mean(peaks).map(|ratio| match 100.0 * (ratio - 1.0) {
-        more if more >= 0.5 => format!(", {more:.0}% more peak memory"),
-        less if less <= -0.5 => format!(", {:.0}% less peak memory", -less),
-        _ => ", the same peak memory".into(),
-    });
-    let mean = match pairs.len() {
-        1 => String::new(),
-        count => format!(" (geometric means of {count} sizes)"),
-    };
-    format!("{phases}{}{mean}", memory.unwrap_or_default())
+    match geometric_mean(peaks).map(|ratio| 100.0 * (ratio - 1.0)) {
+        Some(more) if more >= 0.5 => format!(" with {more:.0}% more peak memory"),
+        Some(less) if less <= -0.5 => format!(" with {:.0}% less peak memory", -less),
+        Some(_) => " with the same peak memory".into(),
+        None => String::new(),
+    }
 }
 
 /// The geometric mean of speed-ups: `1.24x`; `unclear` where more than half of them are not clear.

@@ -1,87 +1,55 @@
 //! The runs: every combination of the flags' lists.
 
 use super::Flags;
-use super::implementation::Implementation;
-use candle_core::{DType, Device};
-use std::fmt;
-use std::str::FromStr;
+use candle_core::Device;
+use clap::ValueEnum;
 use tallow::Result;
-use tallow::bench::{AttentionRun, Limit, Sampling, SelfAttentionRun};
+use tallow::attention::Algorithm;
+use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
 use tallow::report::{Fields, counted};
 
-/// How many heads there are.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Heads {
-    /// As many as make heads of 64; one where the width is no multiple of that.
-    Auto,
-    Count(usize),
+/// An algorithm with the way it is executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Implementation {
+    /// Scores, softmax and weighted sum, op by op
+    Naive,
+    /// Tile by tile, without probabilities in memory
+    Flash,
+    /// Naive, compiled for its shape before it runs
+    Planned,
+    /// Flash, compiled likewise
+    PlannedFlash,
 }
 
-/// The width of a head that every implementation supports.
+impl Implementation {
+    fn algorithm(self) -> Algorithm {
+        match self {
+            Self::Naive | Self::Planned => Algorithm::Naive,
+            Self::Flash | Self::PlannedFlash => Algorithm::Flash,
+        }
+    }
+
+    pub fn execution(self) -> Execution {
+        match self {
+            Self::Naive | Self::Flash => Execution::Eager,
+            Self::Planned | Self::PlannedFlash => Execution::Planned,
+        }
+    }
+}
+
+/// The width of a layer's heads where their number is not given: one that every implementation supports.
 const HEAD_DIM: usize = 64;
-
-impl Heads {
-    /// The heads of a layer of this width.
-    fn of_width(self, d_model: usize) -> usize {
-        match self {
-            Self::Auto if d_model.is_multiple_of(HEAD_DIM) => (d_model / HEAD_DIM).max(1),
-            Self::Auto => 1,
-            Self::Count(count) => count,
-        }
-    }
-}
-
-impl fmt::Display for Heads {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Auto => write!(f, "heads of {HEAD_DIM}"),
-            Self::Count(count) => write!(f, "{}", counted(*count, "head")),
-        }
-    }
-}
-
-impl FromStr for Heads {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.parse() {
-            _ if text == "auto" => Ok(Self::Auto),
-            Ok(count) => Ok(Self::Count(count)),
-            Err(_) => Err("expected a number of heads, or auto".into()),
-        }
-    }
-}
-
-/// What a run computes in.
-#[derive(Clone, Copy, PartialEq)]
-pub enum Arithmetic {
-    /// Everything in one dtype.
-    Of(DType),
-    /// As a model of that precision.
-    As(Precision),
-}
-
-impl Arithmetic {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Of(dtype) => dtype.as_str(),
-            Self::As(precision) => precision.name(),
-        }
-    }
-}
 
 /// One measurement.
 pub struct Run {
-    /// What it computes in.
-    arithmetic: Arithmetic,
+    precision: Precision,
     /// What tells it from other runs of its implementation and size; empty if nothing does.
     pub variant: String,
     what: What,
 }
 
-#[derive(PartialEq)]
 enum What {
     Attention(AttentionRun),
     Layer(SelfAttentionRun),
@@ -89,20 +57,19 @@ enum What {
 
 impl Run {
     pub fn title(&self) -> String {
-        let name = self.arithmetic.name();
-        match &self.what {
+        let (execution, by, size) = match &self.what {
             What::Attention(run) => {
-                let (w, execution) = (&run.workload, run.execution.name());
-                let (by, length, head_dim) = (w.algorithm, w.sequence_length, w.head_dim);
-                format!("{name}, {execution} {by}, T {length}, d {head_dim}")
+                let w = &run.workload;
+                let size = format!("T {}, d {}", w.sequence_length, w.head_dim);
+                (run.execution, w.algorithm, size)
             }
             What::Layer(run) => {
-                let (w, execution) = (&run.workload, run.execution.name());
-                let (by, length, width) = (w.algorithm, w.sequence_length, w.d_model);
-                let heads = counted(w.heads, "head");
-                format!("{name}, {execution} {by}, {heads}, T {length}, D {width}")
+                let (w, heads) = (&run.workload, counted(run.workload.heads, "head"));
+                let size = format!("{heads}, T {}, D {}", w.sequence_length, w.d_model);
+                (run.execution, w.algorithm, size)
             }
-        }
+        };
+        format!("{}, {} {by}, {size}", self.precision, execution.name())
     }
 
     /// The rows of the phases, each with its precision first.
@@ -112,7 +79,7 @@ impl Run {
             What::Layer(run) => run.run(device, |_, _| ()),
         }?;
         let named = rows.into_iter().map(|row| {
-            let mut named = Fields::from_iter([("precision", self.arithmetic.name())]);
+            let mut named = Fields::from_iter([("precision", self.precision.name())]);
             named.merge(row);
             named
         });
@@ -129,49 +96,47 @@ impl Run {
 
 impl Flags {
     /// Every run; those of one size next to each other.
-    pub fn runs(&self, arithmetic: &[Arithmetic], sampling: &Sampling) -> Vec<Run> {
-        const WHOLE: &[usize] = &[256, 1024, 4096, 8192, 16_384];
+    pub fn runs(&self, precisions: &[Precision], sampling: &Sampling) -> Vec<Run> {
+        const LARGE: [usize; 5] = [256, 1024, 4096, 8192, 16_384];
         let given = |list: &[usize], quick: &[usize], full: &[usize]| match list {
             [] if self.full => full.to_vec(),
             [] => quick.to_vec(),
             list => list.to_vec(),
         };
+        let short = [16, 32, 64, 128];
         let (lengths, widths) = match self.module {
-            true => {
-                let lengths = [16, 32, 64, 128];
-                (
-                    given(&self.context_length, &lengths, &lengths),
-                    given(&self.d_model, &WHOLE[..3], WHOLE),
-                )
-            }
+            true => (
+                given(&self.context_length, &short, &short),
+                given(&self.d_model, &LARGE[..3], &LARGE),
+            ),
             false => (
-                given(&self.context_length, &WHOLE[..3], WHOLE),
-                given(&self.head_dim, &[16, 64], &[16, 32, 64, 128]),
+                given(&self.context_length, &LARGE[..3], &LARGE),
+                given(&self.head_dim, &[16, 64], &short),
             ),
         };
-        let heads = self.heads();
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs = Vec::new();
         for &width in &widths {
+            let heads = match (&self.num_heads[..], self.module) {
+                ([], true) if width.is_multiple_of(HEAD_DIM) => vec![width / HEAD_DIM],
+                ([], _) => vec![1],
+                (heads, _) => heads.to_vec(),
+            };
             for &length in &lengths {
                 for &heads_of_run in &heads {
-                    for &arithmetic_of_run in arithmetic {
-                        let mut parts = Vec::new();
-                        parts.extend(
-                            (arithmetic.len() > 1).then(|| arithmetic_of_run.name().to_string()),
-                        );
-                        parts.extend((heads.len() > 1).then(|| heads_of_run.to_string()));
-                        for &implementation in &self.compare {
-                            let of = (implementation, arithmetic_of_run, heads_of_run);
-                            let what = self.one(of, length, width, sampling);
-                            // heads of 64 may be the one head that was asked for too
-                            if !runs.iter().any(|run| run.what == what) {
-                                runs.push(Run {
-                                    arithmetic: arithmetic_of_run,
-                                    variant: parts.join(", "),
-                                    what,
-                                });
-                            }
-                        }
+                    for &precision in precisions {
+                        let several = [precisions.len() > 1, heads.len() > 1];
+                        let parts = [precision.to_string(), counted(heads_of_run, "head")];
+                        let parts = parts.into_iter().zip(several);
+                        let parts: Vec<_> = parts.filter_map(|(p, is)| is.then_some(p)).collect();
+                        runs.extend(self.compare.iter().map(|implementation| Run {
+                            precision,
+                            variant: parts.join(", "),
+                            what: self.one(
+                                (*implementation, precision, heads_of_run),
+                                (length, width),
+                                sampling.clone(),
+                            ),
+                        }));
                     }
                 }
             }
@@ -181,54 +146,48 @@ impl Flags {
 
     fn one(
         &self,
-        (implementation, arithmetic, heads): (Implementation, Arithmetic, Heads),
-        length: usize,
-        width: usize,
-        sampling: &Sampling,
+        (implementation, precision, heads): (Implementation, Precision, usize),
+        (sequence_length, width): (usize, usize),
+        sampling: Sampling,
     ) -> What {
+        let (algorithm, execution) = (implementation.algorithm(), implementation.execution());
         if self.module {
             let workload = SelfAttentionWorkload {
-                algorithm: implementation.algorithm(),
+                algorithm,
                 batch_size: self.batch_size,
-                sequence_length: length,
+                sequence_length,
                 d_model: width,
-                heads: heads.of_width(width),
+                heads,
                 ..Default::default()
             };
             return What::Layer(SelfAttentionRun {
-                workload: match arithmetic {
-                    Arithmetic::Of(dtype) => SelfAttentionWorkload { dtype, ..workload },
-                    Arithmetic::As(precision) => workload.with_precision(precision),
-                },
-                sampling: sampling.clone(),
-                execution: implementation.execution(),
+                workload: workload.with_precision(precision),
+                sampling,
+                execution,
             });
         }
-        let workload = AttentionWorkload {
-            algorithm: implementation.algorithm(),
-            batch_size: self.batch_size,
-            heads: match heads {
-                Heads::Auto => 1,
-                Heads::Count(count) => count,
+        What::Attention(AttentionRun {
+            workload: AttentionWorkload {
+                algorithm,
+                batch_size: self.batch_size,
+                heads,
+                sequence_length,
+                head_dim: width,
+                mask: self.mask(),
+                documents: self.documents,
+                dropout: self.dropout,
+                dtype: precision.dtype(),
             },
-            sequence_length: length,
-            head_dim: width,
-            mask: self.mask(),
-            documents: self.documents,
-            dropout: self.dropout,
-            dtype: match arithmetic {
-                Arithmetic::Of(dtype) => dtype,
-                Arithmetic::As(precision) => precision.dtype(),
-            },
-        };
-        What::Attention(implementation.attention(workload, sampling))
+            sampling,
+            execution,
+        })
     }
 }
 
-/// The first size that does not fit, for each implementation of the runs and each variant of it.
+/// The first size that does not fit, for each implementation of the first run's variant.
 pub fn limits(runs: &[Run], device: &Device) -> Vec<(String, Limit)> {
     let mut limits: Vec<(String, Limit)> = Vec::new();
-    for run in runs {
+    for run in runs.iter().filter(|run| run.variant == runs[0].variant) {
         let Some(limit) = run.limit(device) else {
             continue;
         };

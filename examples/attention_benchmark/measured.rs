@@ -16,6 +16,9 @@ pub const PHASES: [&str; 3] = ["forward", "backward", "forward+backward"];
 /// The place of forward+backward in [`Measured::times`].
 pub const BOTH: usize = 2;
 
+/// The columns of speed-ups, a phase each.
+const SPEEDUPS: [&str; 3] = ["speedup_forward", "speedup_backward", "speedup"];
+
 /// The figures of one phase.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Times {
@@ -155,37 +158,50 @@ pub fn memory_columns() -> Vec<Column> {
     columns
 }
 
-/// A line for each run, its phases side by side. What was not measured shows its status as the time of forward.
-pub fn lines(rows: &[Vec<Fields>], measured: &[Measured]) -> Vec<Fields> {
-    let line = |(rows, own): (&Vec<Fields>, &Measured)| {
-        let mut line = rows.last().cloned().unwrap_or_default();
-        line.insert("forward", mean_and_std(&line));
-        for (phase, row) in PHASES.iter().zip(rows).filter(|_| rows.len() > 1) {
-            line.insert(*phase, mean_and_std(row));
-        }
-        let naive = baseline(measured, own);
-        for (phase, key) in ["speedup_forward", "speedup_backward", "speedup"]
-            .into_iter()
-            .enumerate()
-        {
-            let is_naive = own.implementation == NAIVE && own.times[phase].is_some();
-            let speedup = naive.and_then(|naive| own.speedup_over(naive, phase));
-            line.insert(
-                key,
-                if is_naive {
-                    1.0.into()
-                } else {
-                    speedup_cell(speedup)
-                },
-            );
-        }
-        let saved = naive
-            .and_then(|naive| Some(own.peak_bytes? as f64 / naive.peak_bytes? as f64))
-            .map(|part| 100.0 * (1.0 - part));
-        line.insert("saved_percent", saved);
-        line
+/// A table for each variant, then that of a layer's memory.
+pub fn tables(rows: &[Vec<Fields>], measured: &[Measured], is_layer: bool) -> Vec<Report> {
+    let table = |title: &str, columns| Report {
+        title: title.into(),
+        columns,
+        ..Default::default()
     };
-    rows.iter().zip(measured).map(line).collect()
+    let mut tables: Vec<Report> = Vec::new();
+    let mut memory = table("Memory of the layer", memory_columns());
+    memory.notes.push(
+        "model is the weights and the input. After backward the gradients are alive and what forward saved is freed."
+            .into(),
+    );
+    for (rows, own) in rows.iter().zip(measured) {
+        let line = line(rows, own, baseline(measured, own));
+        memory.lines.push(line.clone());
+        match tables.iter_mut().find(|table| table.title == own.variant) {
+            Some(table) => table.lines.push(line),
+            None => tables.push(Report {
+                lines: vec![line],
+                ..table(&own.variant, columns(is_layer))
+            }),
+        }
+    }
+    tables.extend(is_layer.then_some(memory));
+    tables
+}
+
+/// The phases of a run side by side. A run that was not measured shows its status as the time of forward.
+fn line(rows: &[Fields], own: &Measured, naive: Option<&Measured>) -> Fields {
+    let mut line = rows.last().cloned().unwrap_or_default();
+    line.insert("forward", mean_and_std(&line));
+    for (phase, row) in PHASES.iter().zip(rows).filter(|_| rows.len() > 1) {
+        line.insert(*phase, mean_and_std(row));
+    }
+    for (phase, key) in SPEEDUPS.into_iter().enumerate() {
+        let is_naive = own.implementation == NAIVE && own.times[phase].is_some();
+        let speedup = naive.and_then(|naive| own.speedup_over(naive, phase));
+        let cell = speedup_cell(speedup);
+        line.insert(key, if is_naive { 1.0.into() } else { cell });
+    }
+    let part = naive.and_then(|naive| Some(own.peak_bytes? as f64 / naive.peak_bytes? as f64));
+    line.insert("saved_percent", part.map(|part| 100.0 * (1.0 - part)));
+    line
 }
 
 /// Every implementation with its variants, each once, with what was measured of it.
@@ -204,25 +220,22 @@ pub fn by_name(all: &[Measured]) -> Vec<(String, Vec<&Measured>)> {
 /// A line for each implementation: how often it ran out of memory, its fastest, slowest and largest size.
 pub fn extremes(all: &[Measured], letter: &str) -> Report {
     let line = |(name, own): (String, Vec<&Measured>)| {
-        let out = own.iter().filter(|m| m.status == "OOM").count();
-        let mut line = Fields::from_iter([("name", name)]);
-        line.insert("out_of_memory", format!("{out} of {}", own.len()));
-        let at = |m: &Measured| format!("T {}, {letter} {}", m.context_length, m.width);
-        for (phase, key) in PHASES[..BOTH].iter().enumerate() {
-            let of = |m: &Measured| m.mean_ms(phase);
-            let timed = || own.iter().filter_map(|m| Some((of(m)?, *m)));
-            let cell = |(ms, m): (f64, &Measured)| {
-                let ms = Column::ms("", "").cell(Some(&ms.into()));
-                format!("{ms} ({})", at(m))
-            };
-            let fastest = timed().min_by(|a, b| a.0.total_cmp(&b.0));
-            let slowest = timed().max_by(|a, b| a.0.total_cmp(&b.0));
-            line.insert(format!("fastest_{key}"), fastest.map(cell));
-            line.insert(format!("slowest_{key}"), slowest.map(cell));
-        }
+        let at = |m: &Measured| format!("(T {}, {letter} {})", m.context_length, m.width);
+        let timed = || own.iter().filter_map(|m| Some((m.mean_ms(0)?, *m)));
+        let time = |(ms, m): (f64, &Measured)| {
+            let ms = Column::ms("", "").cell(Some(&ms.into()));
+            format!("{ms} {}", at(m))
+        };
         let largest = own.iter().max_by_key(|m| m.peak_bytes);
         let largest =
-            largest.and_then(|m| Some(format!("{} ({})", format_mib(m.peak_bytes?), at(m))));
+            largest.and_then(|m| Some(format!("{} {}", format_mib(m.peak_bytes?), at(m))));
+        let out = own.iter().filter(|m| m.status == "OOM").count();
+        let fastest = timed().min_by(|a, b| a.0.total_cmp(&b.0));
+        let slowest = timed().max_by(|a, b| a.0.total_cmp(&b.0));
+        let mut line = Fields::from_iter([("name", name)]);
+        line.insert("out_of_memory", format!("{out} of {}", own.len()));
+        line.insert("fastest", fastest.map(time));
+        line.insert("slowest", slowest.map(time));
         line.insert("largest", largest);
         line
     };
@@ -231,14 +244,8 @@ pub fn extremes(all: &[Measured], letter: &str) -> Report {
         columns: vec![
             Column::text("name", "Attention"),
             Column::text("out_of_memory", "OOM"),
-            Column::text("fastest_forward", "fastest").under("Forward (ms)"),
-            Column::text("slowest_forward", "slowest").under("Forward (ms)"),
-            Column::text("fastest_backward", "fastest")
-                .under("Backward (ms)")
-                .minor(2),
-            Column::text("slowest_backward", "slowest")
-                .under("Backward (ms)")
-                .minor(2),
+            Column::text("fastest", "fastest").under("Forward (ms)"),
+            Column::text("slowest", "slowest").under("Forward (ms)"),
             Column::text("largest", "Largest peak").minor(1),
         ],
         lines: by_name(all).into_iter().map(line).collect(),
@@ -247,93 +254,38 @@ pub fn extremes(all: &[Measured], letter: &str) -> Report {
 }
 
 /// How time and memory of one implementation grow with T at one width.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Growth {
     pub name: String,
     pub width: u64,
     pub time: Option<PowerLaw>,
     pub before_backward: Option<PowerLaw>,
-    pub peak: Option<PowerLaw>,
     pub shortest: u64,
     pub longest: u64,
 }
 
-/// For each implementation and width that was measured at three lengths or more.
+/// The growth at the largest width that an implementation was measured at, at three lengths or more.
 pub fn growth(all: &[Measured]) -> Vec<Growth> {
-    let mut found = Vec::new();
-    for (name, own) in by_name(all) {
+    let laws = by_name(all).into_iter().filter_map(|(name, own)| {
         let own: Vec<&Measured> = own.into_iter().filter(|m| m.status == "ok").collect();
-        let mut widths: Vec<u64> = own.iter().map(|m| m.width).collect();
-        widths.sort_unstable();
-        widths.dedup();
-        for width in widths {
-            let at: Vec<_> = own.iter().filter(|m| m.width == width).collect();
-            let law = |of: &dyn Fn(&Measured) -> Option<f64>| {
-                let points = at
-                    .iter()
-                    .filter_map(|m| Some((m.context_length as f64, of(m)?)));
-                PowerLaw::fit(&points.collect::<Vec<_>>())
-            };
-            let lengths = || at.iter().map(|m| m.context_length);
-            let growth = Growth {
-                name: name.clone(),
-                width,
-                time: law(&|m| m.mean_ms(BOTH)),
-                before_backward: law(&|m| Some(m.before_backward_bytes? as f64)),
-                peak: law(&|m| Some(m.peak_bytes? as f64)),
-                shortest: lengths().min().unwrap_or_default(),
-                longest: lengths().max().unwrap_or_default(),
-            };
-            let laws = [growth.time, growth.before_backward, growth.peak];
-            found.extend(laws.iter().any(Option::is_some).then_some(growth));
-        }
-    }
-    found
-}
-
-/// The exponents with their R^2; `unclear` where a power law does not fit.
-pub fn growth_table(growth: &[Growth], letter: &str) -> Report {
-    let row = |growth: &Growth| {
-        let mut row = Fields::from_iter([("name", growth.name.as_str())]);
-        row.insert("width", growth.width);
-        for (key, law) in [
-            ("time", growth.time),
-            ("before_backward", growth.before_backward),
-            ("peak", growth.peak),
-        ] {
-            let cell = law.map_or(Value::Null, |law| match law.fits() {
-                true => law.exponent.into(),
-                false => "unclear".into(),
-            });
-            row.insert(format!("{key}_exponent"), cell);
-            row.insert(format!("{key}_r_squared"), law.map(|law| law.r_squared));
-        }
-        row.insert("shortest", growth.shortest);
-        row.insert("longest", growth.longest);
-        row
-    };
-    let mut columns = vec![
-        Column::text("name", "Attention"),
-        Column::text("width", letter),
-    ];
-    for (key, title) in [
-        ("time", "F+B time"),
-        ("before_backward", "Memory before B"),
-        ("peak", "Peak memory"),
-    ] {
-        columns.push(Column::number(format!("{key}_exponent"), "x", "", 2).under(title));
-        columns.push(Column::number(format!("{key}_r_squared"), "R^2", "", 3).under(title));
-    }
-    columns.extend([
-        Column::text("shortest", "From T"),
-        Column::text("longest", "To T"),
-    ]);
-    Report {
-        title: "Growth with T: x in T^x".into(),
-        columns,
-        rows: growth.iter().map(row).collect(),
-        ..Default::default()
-    }
+        let width = own.iter().map(|m| m.width).max()?;
+        let at: Vec<&Measured> = own.into_iter().filter(|m| m.width == width).collect();
+        let law = |of: fn(&Measured) -> Option<f64>| {
+            let points = at.iter();
+            let points = points.filter_map(|m| Some((m.context_length as f64, of(m)?)));
+            PowerLaw::fit(&points.collect::<Vec<_>>())
+        };
+        let growth = Growth {
+            name,
+            width,
+            time: law(|m| m.mean_ms(BOTH)),
+            before_backward: law(|m| Some(m.before_backward_bytes? as f64)),
+            shortest: at.iter().map(|m| m.context_length).min()?,
+            longest: at.iter().map(|m| m.context_length).max()?,
+        };
+        (growth.time.is_some() || growth.before_backward.is_some()).then_some(growth)
+    });
+    laws.collect()
 }
 
 /// How to read the main table.
@@ -347,9 +299,7 @@ pub fn notes(is_any_planned: bool) -> Vec<String> {
             .into(),
     ];
     notes.extend(is_any_planned.then(|| {
-        "planned is naive attention compiled for its shape before it runs, planned-flash flash attention. Their peak \
-         is the plan's whole buffer."
-            .into()
+        "Planned attention is compiled for its shape before it runs. Its peak is the plan's whole buffer.".into()
     }));
     notes
 }

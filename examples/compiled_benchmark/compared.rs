@@ -1,9 +1,8 @@
 //! What the figures say about compiled models, in words. Each function takes plain figures.
 
-use super::answers::mean_speedup;
 use super::why::Counted;
 use super::words::compared;
-use tallow::report::{Speedup, Verdict, format_mib, group_digits};
+use tallow::report::{Column, Speedup, Verdict, counted, format_mib, group_digits};
 
 /// Planned against eager in one part of a step.
 #[derive(Clone, Debug)]
@@ -27,32 +26,35 @@ pub fn speedups(all: &[Compared]) -> Option<String> {
         let own = all.iter().filter(|c| c.part == part);
         let own: Vec<(&Compared, Speedup)> = own.filter_map(|c| Some((c, c.speedup?))).collect();
         if let [(c, speedup)] = own[..] {
-            let (eager, planned) = (c.eager_ms, c.planned_ms);
-            let compared = compared("planned", "eager", speedup);
-            return Some(format!(
-                "{part}: {compared}; {planned:.3} and {eager:.3} ms."
-            ));
+            let unclear = if speedup.is_clear() { "" } else { "unclear, " };
+            let [planned, eager] = [c.planned_ms, c.eager_ms].map(ms);
+            return Some(format!(" {part}: {unclear}{speedup} ({planned} against {eager} ms)."));
         }
-        let ratios: Vec<Speedup> = own.iter().map(|(_, speedup)| *speedup).collect();
-        let clear = || own.iter().filter(|(_, speedup)| speedup.is_clear());
-        let by_ratio =
-            |a: &&(&Compared, Speedup), b: &&(&Compared, Speedup)| a.1.ratio.total_cmp(&b.1.ratio);
-        let extremes = clear().min_by(by_ratio).zip(clear().max_by(by_ratio));
-        let extremes = extremes.map_or(String::new(), |((least, least_is), (most, most_is))| {
-            format!(
-                ", from {least_is} ({}) to {most_is} ({})",
-                least.model, most.model
-            )
-        });
-        let (mean, count) = (mean_speedup(&ratios), ratios.len());
-        (count > 0).then(|| format!("{part}: {mean} (geometric mean of {count} models){extremes}."))
+        let mut clear: Vec<_> = own.iter().filter(|(_, s)| s.is_clear()).collect();
+        clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
+        let logs: f64 = clear.iter().map(|(_, speedup)| speedup.ratio.ln()).sum();
+        let mean = (logs / clear.len() as f64).exp();
+        let count = own.len();
+        match (&clear[..], 2 * clear.len() >= count) {
+            ([(least, low), .., (most, high)], true) => Some(format!(
+                " {part}: {mean:.2}x, the geometric mean of {} of {count} models, from {low} ({}) to {high} ({}).",
+                clear.len(),
+                least.model,
+                most.model
+            )),
+            _ if count == 0 => None,
+            _ => {
+                let unclear = count - clear.len();
+                Some(format!(" {part}: unclear for {unclear} of {count} models."))
+            }
+        }
     });
-    let sentences: Vec<String> = sentences.collect();
-    let start = match all.iter().any(|c| c.model != all[0].model) {
-        true => "Eager mean time over planned. ",
-        false => "",
-    };
-    (!sentences.is_empty()).then(|| format!("{start}{}", sentences.join(" ")))
+    let mut text: String = sentences.collect();
+    if text.contains("unclear") {
+        text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+    }
+    let start = "Speed-ups of planned over eager, as ratios of mean times.";
+    (!text.is_empty()).then(|| format!("{start}{text}"))
 }
 
 /// What a planned training step does less of than an eager one, and whether it is faster.
@@ -74,13 +76,15 @@ pub fn reasons(eager: &Counted, planned: &Counted, step: &Compared) -> String {
         }
     };
     let both = |of: fn(&Counted) -> Option<f64>| of(eager).zip(of(planned));
+    // What candle's graph does between eager ops is not counted: more in a planned step shows nothing.
+    let traffic = both(|c| Some(c.operand_bytes)).filter(|(eager, planned)| planned < eager);
+    compare("memory traffic", traffic, true);
+    compare("allocations", both(|c| Some(c.allocations? as f64)), false);
     compare(
-        "kernels read and write",
-        both(|c| Some(c.operand_bytes)),
+        "bytes allocated",
+        both(|c| Some(c.allocated_bytes? as f64)),
         true,
     );
-    compare("allocations", both(|c| Some(c.allocations? as f64)), false);
-    compare("allocated", both(|c| Some(c.allocated_bytes? as f64)), true);
     compare(
         "peak memory",
         both(|c| Some(c.memory.peak_bytes? as f64)),
@@ -99,20 +103,24 @@ pub fn reasons(eager: &Counted, planned: &Counted, step: &Compared) -> String {
         text += &format!(" Not less: {}.", not_less.join(", "));
     }
     let is_faster = step.speedup.map(|speedup| speedup.verdict()) == Some(Verdict::Faster);
-    match (is_faster, less.is_empty()) {
+    text += match (is_faster, less.is_empty()) {
         (true, false) => {
-            text +=
-                " This agrees with a faster step; the counts do not say how much each contributes.";
+            " This agrees with a faster step; the counts do not tell how much each contributes."
         }
-        (true, true) => text += " These counts do not explain it.",
-        (false, _) => text += " These times show no faster step, whatever the counts.",
-    }
+        (true, true) => " These counts do not explain the faster step.",
+        (false, _) => "",
+    };
     let gain_ms = step.eager_ms - step.planned_ms;
     if let Some(plan_ms) = planned.plan_ms.filter(|_| is_faster) {
         text += &format!(
-            " Planning took {plan_ms:.0} ms: the gain of {:.0} steps.",
-            (plan_ms / gain_ms).ceil()
+            " Planning took {} ms: the gain of {}.",
+            ms(plan_ms),
+            counted((plan_ms / gain_ms).ceil() as usize, "step")
         );
     }
     text
+}
+
+fn ms(ms: f64) -> String {
+    Column::ms("", "").cell(Some(&ms.into()))
 }

@@ -1,11 +1,12 @@
 //! Whole models, eager and planned.
 
+use crate::Flags;
 use crate::common::models::with_attention;
-use crate::common::{Sweep, phases, words};
+use crate::common::{Sweep, gib_bytes, phases, words};
 use crate::compared::{Compared, reasons, speedups};
 use crate::configurations::Configuration;
 use crate::why::{self, Counted};
-use crate::{Flags, Setting};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tallow::Result;
@@ -64,16 +65,18 @@ pub fn columns() -> Vec<Column> {
     ]
 }
 
+/// A device with its peak in FLOP/s, where that is known.
+type Machine<'d> = (&'d Device, Option<f64>);
+
 /// Measures the models, and compares the executions of each.
 pub fn report(
     flags: &Flags,
-    setting: &Setting,
+    machine: Machine<'_>,
     models: &[Configuration],
     sweep: &mut Sweep,
 ) -> Result<Report> {
     let mut report = Report {
-        title: "Models".into(),
-        configuration: configuration(flags, setting, models),
+        configuration: configuration(flags, models),
         columns: columns(),
         ..Default::default()
     };
@@ -82,7 +85,7 @@ pub fn report(
         if !sweep.begins(&model.name) {
             break;
         }
-        let rows = measure(flags, setting, model)?;
+        let rows = measure(flags, machine, model)?;
         for (i, (mode, phase, part)) in PARTS.into_iter().enumerate() {
             let row = |execution| find(&rows, mode, phase, execution);
             let [eager, planned] = EXECUTIONS.map(row);
@@ -105,7 +108,8 @@ pub fn report(
                 peak_planned: peak(planned),
             })?);
             let mean = |row: Option<&Fields>| row?.get("mean_ms")?.as_f64();
-            if let (Some(eager_ms), Some(planned_ms)) = (mean(eager), mean(planned)) {
+            let means = mean(eager).zip(mean(planned));
+            if let Some((eager_ms, planned_ms)) = means {
                 let model = model.name.clone();
                 compared.push(Compared {
                     model,
@@ -119,11 +123,11 @@ pub fn report(
         for execution in EXECUTIONS {
             let step = find(&rows, Mode::TrainStep, "train step", execution);
             if let Some(step) = step.filter(|step| step.get("mean_ms").is_some()) {
-                let run = run(flags, setting, model, Mode::TrainStep, execution);
+                let run = run(flags, machine, model, Mode::TrainStep, execution);
                 counted.push(Counted {
                     configuration: model.name.clone(),
                     memory: step.read().unwrap_or_default(),
-                    ..why::count(&run, &setting.device)?
+                    ..why::count(&run, machine.0)?
                 });
             }
         }
@@ -137,7 +141,7 @@ pub fn report(
     report.notes.extend(words::noisy(&report.rows));
     report.answers = answers(&compared, &counted);
     if !counted.is_empty() {
-        report.details.push(why::table(&setting.device, &counted)?);
+        report.details.push(why::table(machine.0, &counted)?);
     }
     Ok(report)
 }
@@ -166,12 +170,12 @@ fn answers(compared: &[Compared], counted: &[Counted]) -> Vec<Answer> {
 }
 
 /// The rows of all modes and executions of a model, with one for backward and optimizer together.
-fn measure(flags: &Flags, setting: &Setting, model: &Configuration) -> Result<Vec<Fields>> {
+fn measure(flags: &Flags, machine: Machine<'_>, model: &Configuration) -> Result<Vec<Fields>> {
     let runs = EXECUTIONS
         .iter()
-        .flat_map(|execution| MODES.map(|mode| run(flags, setting, model, mode, *execution)));
+        .flat_map(|execution| MODES.map(|mode| run(flags, machine, model, mode, *execution)));
     let runs: Vec<EndToEnd> = runs.collect();
-    let measured = alternate(&runs, flags.rounds, &setting.device, |_, _, _| ())?;
+    let measured = alternate(&runs, flags.measurement.rounds, machine.0, |_, _, _| ())?;
     let mut rows = Vec::new();
     for (run, mut own) in runs.iter().zip(measured) {
         let update = phases::update(&own).filter(|_| run.mode == Mode::TrainStep);
@@ -215,40 +219,37 @@ fn find<'r>(
 
 fn run(
     flags: &Flags,
-    setting: &Setting,
+    machine: Machine<'_>,
     model: &Configuration,
     mode: Mode,
     execution: Execution,
 ) -> EndToEnd {
-    let available = || tallow::hardware::available_bytes_on(&setting.device);
+    let limit_bytes = flags.measurement.memory_limit_gib.map(gib_bytes);
+    let available = || tallow::hardware::available_bytes_on(machine.0);
     EndToEnd {
         config: with_attention(&model.model, flags.attention),
         batch_size: model.batch_size,
         sequence_length: model.sequence_length,
         mode,
         precision: flags.precision,
-        warmup_steps: flags.warmup_steps.unwrap_or(1),
-        steps: flags.steps.unwrap_or(5),
+        warmup_steps: flags.measurement.warmup_steps,
+        steps: flags.measurement.steps,
         optimizer: OptimizerChoice::AdamW(Default::default()),
         execution,
         optimizer_in_backward: false,
         memory_budget_bytes: None,
         seed: flags.common.seed,
-        peak_flops: setting.peak_flops,
-        available_bytes: setting.limit_bytes.or_else(available),
+        peak_flops: machine.1,
+        available_bytes: limit_bytes.or_else(available),
     }
 }
 
-fn configuration(flags: &Flags, setting: &Setting, models: &[Configuration]) -> Fields {
+fn configuration(flags: &Flags, models: &[Configuration]) -> Fields {
     let distinct = |of: fn(&Configuration) -> usize| {
         let mut sizes: Vec<String> = models.iter().map(|m| group_digits(of(m) as u64)).collect();
         sizes.dedup();
         sizes.join("; ")
     };
-    let Some(first) = models.first() else {
-        return Fields::new();
-    };
-    let run = run(flags, setting, first, Mode::TrainStep, Execution::Planned);
     let mut fields = Fields::new();
     fields.insert(
         "measured",
@@ -259,8 +260,8 @@ fn configuration(flags: &Flags, setting: &Setting, models: &[Configuration]) -> 
     fields.insert("precision", flags.precision.name());
     fields.insert("attention", flags.attention.name());
     fields.insert("optimizer", "adamw");
-    fields.insert("warm-up steps", run.warmup_steps);
-    fields.insert("steps", run.steps);
-    fields.insert("rounds", flags.rounds);
+    fields.insert("warm-up steps", flags.measurement.warmup_steps);
+    fields.insert("steps", flags.measurement.steps);
+    fields.insert("rounds", flags.measurement.rounds);
     fields
 }
