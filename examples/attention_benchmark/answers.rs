@@ -59,7 +59,7 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
         parts.extend(first.map(|m| {
             let (count, of, length) = (out.len(), own.len(), m.context_length);
             format!(
-                "{name} in {count} of {of} sizes, from T {length}, {letter} {} on",
+                "{name} at {count} of {of} sizes, the smallest T {length}, {letter} {}",
                 m.width
             )
         }));
@@ -69,7 +69,8 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
         false => format!("Out of memory: {}.", parts.join("; ")),
     };
     if let Some((_, first)) = limits.first() {
-        let (available, doubled) = (format_mib(first.available_bytes), doubled(letter));
+        let available = format_mib(first.available_bytes);
+        let doubled = if letter == "D" { "the width D" } else { "T" };
         let limits = limits.iter().map(|(name, limit)| {
             let (length, width) = (limit.context_length, limit.width);
             let needed = format_mib(limit.breakdown.peak_bytes());
@@ -83,13 +84,6 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
         );
     }
     text
-}
-
-fn doubled(letter: &str) -> &'static str {
-    match letter {
-        "D" => "the width D",
-        _ => "T",
-    }
 }
 
 /// The terms of a size that does not fit.

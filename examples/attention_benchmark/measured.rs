@@ -145,15 +145,15 @@ pub fn columns(is_layer: bool) -> Vec<Column> {
 /// The columns of a layer's memory.
 pub fn memory_columns() -> Vec<Column> {
     let mut columns = labels(true);
-    for (key, title, under) in [
-        ("model_bytes", "model", "Alive after"),
-        ("model_forward_bytes", "forward", "Alive after"),
-        ("model_forward_backward_bytes", "backward", "Alive after"),
-        ("forward_bytes", "forward", "Added by"),
-        ("backward_bytes", "backward", "Added by"),
-        ("peak_bytes", "peak", ""),
+    for (key, title, under, minor) in [
+        ("model_bytes", "model", "Alive after", 1),
+        ("model_forward_bytes", "forward", "Alive after", 0),
+        ("model_forward_backward_bytes", "backward", "Alive after", 0),
+        ("forward_bytes", "forward", "Added by", 2),
+        ("backward_bytes", "backward", "Added by", 2),
+        ("peak_bytes", "peak", "", 0),
     ] {
-        columns.push(Column::mib(key, title).under(under));
+        columns.push(Column::mib(key, title).under(under).minor(minor));
     }
     columns
 }
@@ -244,8 +244,12 @@ pub fn extremes(all: &[Measured], letter: &str) -> Report {
         columns: vec![
             Column::text("name", "Attention"),
             Column::text("out_of_memory", "OOM"),
-            Column::text("fastest", "fastest").under("Forward (ms)"),
-            Column::text("slowest", "slowest").under("Forward (ms)"),
+            Column::text("fastest", "fastest")
+                .under("Forward (ms)")
+                .minor(2),
+            Column::text("slowest", "slowest")
+                .under("Forward (ms)")
+                .minor(1),
             Column::text("largest", "Largest peak").minor(1),
         ],
         lines: by_name(all).into_iter().map(line).collect(),
@@ -299,7 +303,9 @@ pub fn notes(is_any_planned: bool) -> Vec<String> {
             .into(),
     ];
     notes.extend(is_any_planned.then(|| {
-        "Planned attention is compiled for its shape before it runs. Its peak is the plan's whole buffer.".into()
+        "Planned attention is compiled for its shape before it runs. Its peak includes the plan's whole buffer; before \
+         B counts what backward still reads."
+            .into()
     }));
     notes
 }

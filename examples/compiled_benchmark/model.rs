@@ -30,10 +30,10 @@ const PARTS: [(Mode, &str, &str); 7] = [
         "forward+backward",
     ),
     (Mode::TrainStep, "train step", "full step"),
-    (Mode::TrainStep, "forward", "forward of the step"),
-    (Mode::TrainStep, "backward", "backward of the step"),
-    (Mode::TrainStep, "optimizer", "optimizer of the step"),
-    (Mode::TrainStep, UPDATE, "backward+optimizer of the step"),
+    (Mode::TrainStep, "forward", "step's forward"),
+    (Mode::TrainStep, "backward", "step's backward"),
+    (Mode::TrainStep, "optimizer", "step's optimizer"),
+    (Mode::TrainStep, UPDATE, "step's backward+optimizer"),
 ];
 
 /// The parts that answers speak of, by their place in [`PARTS`].
