@@ -206,7 +206,7 @@ impl Flags {
         let limits = grid::limits(&runs[..rows.len()], &device);
         let mut tables = measured::tables(&rows, &measured, self.module);
         let rows = rows.concat();
-        let mut notes = measured::notes(self.is_any_planned());
+        let mut notes = measured::notes(self.module, self.is_any_planned());
         notes.extend(self.unmeasured(&rows));
         notes.extend(words::noisy(&rows));
         notes.extend(sweep.note());

@@ -3,7 +3,7 @@
 use super::measured::{BOTH, Growth, Measured, NAIVE, baseline, by_name};
 use tallow::bench::Limit;
 use tallow::memory::{MemoryKind, Part};
-use tallow::report::{Answer, PowerLaw, Speedup, counted, format_mib};
+use tallow::report::{Answer, PowerLaw, Speedup, format_mib};
 
 /// The answers to all questions that the figures have something to say about. `limits` are the first sizes that do not
 /// fit, each with its implementation; `letter` is the width's.
@@ -65,7 +65,7 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
         }));
     }
     let mut text = match parts.is_empty() {
-        true => format!("None of the {} did.", counted(all.len(), "run")),
+        true => format!("No run did, of {}.", all.len()),
         false => format!("Out of memory: {}.", parts.join("; ")),
     };
     if let Some((_, first)) = limits.first() {

@@ -174,11 +174,15 @@ pub fn tables(rows: &[Vec<Fields>], measured: &[Measured], is_layer: bool) -> Ve
     for (rows, own) in rows.iter().zip(measured) {
         let line = line(rows, own, baseline(measured, own));
         memory.lines.push(line.clone());
-        match tables.iter_mut().find(|table| table.title == own.variant) {
+        let title = match own.variant.is_empty() {
+            true => String::new(),
+            false => format!("Attention, {}", own.variant),
+        };
+        match tables.iter_mut().find(|table| table.title == title) {
             Some(table) => table.lines.push(line),
             None => tables.push(Report {
                 lines: vec![line],
-                ..table(&own.variant, columns(is_layer))
+                ..table(&title, columns(is_layer))
             }),
         }
     }
@@ -293,19 +297,17 @@ pub fn growth(all: &[Measured]) -> Vec<Growth> {
 }
 
 /// How to read the main table.
-pub fn notes(is_any_planned: bool) -> Vec<String> {
-    let mut notes = vec![
-        "Times are mean ± standard deviation. Speed-up is naive's mean over the row's; unclear: its spread is too \
-         large for a ratio. Forward keeps what backward needs."
-            .to_string(),
-        "Memory before B is what is allocated between forward and backward, inputs included. Peak is the largest \
-         amount in a step; saved is how far it is below naive's."
-            .into(),
+pub fn notes(is_layer: bool, is_any_planned: bool) -> Vec<String> {
+    let [peak, before_backward, planned, times] = [
+        "Peak is the largest amount of memory in a step; saved is how far it is below naive's.",
+        "Memory before B is what is allocated between forward and backward, inputs included; of planned attention, what \
+         backward still reads.",
+        "Planned attention is compiled for its shape before it runs. Its peak includes the plan's whole buffer.",
+        "Times are mean ± standard deviation. Speed-up is naive's mean over the row's; unclear: its spread is too large \
+         for a ratio. Forward keeps what backward needs.",
     ];
-    notes.extend(is_any_planned.then(|| {
-        "Planned attention is compiled for its shape before it runs. Its peak includes the plan's whole buffer; before \
-         B counts what backward still reads."
-            .into()
-    }));
+    let mut notes = vec![times.to_string(), peak.into()];
+    notes.extend((!is_layer).then(|| before_backward.into()));
+    notes.extend(is_any_planned.then(|| planned.into()));
     notes
 }

@@ -70,9 +70,10 @@ pub fn reasons(eager: &Counted, planned: &Counted, step: &Compared) -> String {
             false => group_digits(x as u64),
         };
         let text = format!("{what} {} instead of {}", show(planned), show(eager));
-        match planned < eager {
-            true => less.push(text),
-            false => not_less.push(text),
+        match planned / eager {
+            ratio if ratio < 0.98 => less.push(text),
+            ratio if ratio > 1.02 => not_less.push(text),
+            _ => {}
         }
     };
     let both = |of: fn(&Counted) -> Option<f64>| of(eager).zip(of(planned));

@@ -115,10 +115,7 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
             "naive at T 16384, d 64 (",
         ],
     );
-    assert_eq!(
-        out_of_memory(&all[..2], &[], "d"),
-        "None of the 2 runs did."
-    );
+    assert_eq!(out_of_memory(&all[..2], &[], "d"), "No run did, of 2.");
     // 8 x 16,384^2 x 4 bytes; scores and probabilities, and an output of 32 MiB.
     let [(name, limit)] = &limits;
     assert_says(
