@@ -138,6 +138,10 @@ pub fn report(
          deviation; speed-up is eager's mean over planned's."
             .into(),
     );
+    let is_out = |row: &Fields| row.get("status") == Some(&"OOM".into());
+    if report.rows.iter().any(is_out) {
+        report.notes.extend(words::out_of_memory(&report.rows));
+    }
     report.notes.extend(words::noisy(&report.rows));
     report.answers = answers(&compared, &counted);
     if !counted.is_empty() {
