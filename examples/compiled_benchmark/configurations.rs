@@ -1,10 +1,10 @@
 //! The models: by five sizes, or by preset.
 
 use std::str::FromStr;
+use tallow::Result;
 use tallow::model::TransformerConfig;
-use tallow::{Error, Result};
 
-/// Seed 000's models, as it names them.
+/// The assignment's four models.
 pub const SEED: [&str; 4] = [
     "4-256-256-4-8",
     "4-512-512-6-8",
@@ -44,43 +44,31 @@ impl Configuration {
 
 /// `B-T-d-L-H`: batch, tokens, width, layers, heads; the feed-forward network is four times as wide.
 impl FromStr for Configuration {
-    type Err = Error;
+    type Err = String;
 
-    fn from_str(name: &str) -> Result<Self> {
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
         let sizes: Option<Vec<usize>> = name.split('-').map(|size| size.parse().ok()).collect();
-        let Some([batch_size, sequence_length, d_model, num_layers, num_heads]) = sizes.as_deref()
+        let Some(&[batch_size, sequence_length, d_model, num_layers, num_heads]) = sizes.as_deref()
         else {
-            return Err(Error::Config {
-                config: crate::common::PROGRAM,
-                field: "--config",
-                expected: "batch-tokens-width-layers-heads".into(),
-                got: format!("{name:?}"),
-                hint: "write 4-256-256-4-8, say".into(),
-            });
+            return Err("expected batch-tokens-width-layers-heads, such as 4-256-256-4-8".into());
         };
-        if !(1..1 << 32).contains(batch_size) {
-            return Err(Error::Config {
-                config: crate::common::PROGRAM,
-                field: "--config",
-                expected: "a batch of at least 1 and under 2^32 first".into(),
-                got: format!("{name:?}"),
-                hint: "write 4-256-256-4-8, say".into(),
-            });
+        if !(1..1 << 32).contains(&batch_size) {
+            return Err("the batch must be at least 1 and under 2^32".into());
         }
         let model = TransformerConfig {
-            context_length: *sequence_length,
-            d_model: *d_model,
+            context_length: sequence_length,
+            d_model,
             d_ff: d_model.saturating_mul(4),
-            num_layers: *num_layers,
-            num_heads: *num_heads,
+            num_layers,
+            num_heads,
             ..Default::default()
         };
-        model.validate()?;
+        model.validate().map_err(|error| error.to_string())?;
         Ok(Self {
             name: name.into(),
             model,
-            batch_size: *batch_size,
-            sequence_length: *sequence_length,
+            batch_size,
+            sequence_length,
         })
     }
 }

@@ -1,363 +1,271 @@
-//! Part (b): whole models, eager and planned.
+//! Whole models, eager and planned.
 
-use crate::common::{phases, values, words};
-use crate::configurations::{Configuration, PRESETS, SEED};
-use crate::why;
-use crate::{Setting, common, geometric_mean, number, text};
-use clap::Args;
+use crate::Flags;
+use crate::common::models::with_attention;
+use crate::common::{Sweep, gib_bytes, phases, words};
+use crate::compared::{Compared, reasons, speedups};
+use crate::configurations::Configuration;
+use crate::why::{self, Counted};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tallow::Result;
-use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate, time_once};
+use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate};
 use tallow::memory::Mode;
-use tallow::model::TransformerConfig;
-use tallow::report::{Column, Fields, Report, group_digits, mean_and_std};
+use tallow::report::{Answer, Column, Fields, Report, group_digits, mean_and_std, speedup};
 
-/// The modes, with the name of their row, and the columns' letters.
-const MODES: [(Mode, &str, &str); 3] = [
-    (Mode::Forward, "forward", "F"),
-    (Mode::ForwardBackward, "forward+backward", "FB"),
-    (Mode::TrainStep, "train step", "S"),
-];
+const MODES: [Mode; 3] = [Mode::Forward, Mode::ForwardBackward, Mode::TrainStep];
 
 const EXECUTIONS: [Execution; 2] = [Execution::Eager, Execution::Planned];
 
-#[derive(Args)]
-#[command(next_help_heading = "Models")]
-pub struct ModelFlags {
-    /// Models as batch-tokens-width-layers-heads; several allowed [default: 4-256-256-4-8; with --full the course
-    /// report's four]
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H")]
-    config: Vec<Configuration>,
+/// The phase of the rows that hold backward and optimizer together.
+const UPDATE: &str = "backward+optimizer";
 
-    /// Presets, tiny to 10b; several allowed [default: none; with --full all]
-    #[arg(long, num_args = 1.., value_delimiter = ',')]
-    size: Vec<String>,
+/// The parts that are compared: the mode, the phase of its row, and their name.
+const PARTS: [(Mode, &str, &str); 7] = [
+    (Mode::Forward, "forward", "forward alone"),
+    (
+        Mode::ForwardBackward,
+        "forward+backward",
+        "forward+backward",
+    ),
+    (Mode::TrainStep, "train step", "full step"),
+    (Mode::TrainStep, "forward", "step's forward"),
+    (Mode::TrainStep, "backward", "step's backward"),
+    (Mode::TrainStep, "optimizer", "step's optimizer"),
+    (Mode::TrainStep, UPDATE, "step's backward+optimizer"),
+];
 
-    /// How many token ids the models have [default: 10000]
-    #[arg(long)]
-    vocab_size: Option<usize>,
+/// The parts that answers speak of, by their place in [`PARTS`].
+const ANSWERED: [usize; 4] = [0, 1, 2, 6];
 
-    /// The width of their feed-forward networks [default: of a --config 4 D, of a preset its own]
-    #[arg(long)]
-    d_ff: Option<usize>,
-
-    /// Sequences in a preset's batch
-    #[arg(long, default_value_t = 4)]
-    batch_size: usize,
-
-    /// Tokens in a preset's sequence
-    #[arg(long, default_value_t = 256)]
-    context_length: usize,
-
-    /// What computes attention in the models, naive or flash
-    #[arg(long = "model-attention", default_value_t = Algorithm::Naive)]
-    algorithm: Algorithm,
-
-    /// Steps that are run and not counted, in each round
-    #[arg(long, default_value_t = 1, value_parser = values::count_from_0())]
-    warmup_steps: usize,
-
-    /// Steps that are measured, in each round
-    #[arg(long, default_value_t = 5, value_parser = values::count())]
-    steps: usize,
-
-    /// Rounds: eager and planned are measured in turns
-    #[arg(long, default_value_t = 2, value_parser = values::count())]
-    rounds: usize,
+#[derive(Serialize)]
+struct Line<'a> {
+    configuration: &'a str,
+    part: &'a str,
+    eager: Option<Value>,
+    planned: Option<Value>,
+    speedup: Value,
+    peak_eager: Value,
+    peak_planned: Value,
 }
 
-impl ModelFlags {
-    /// The flags' long names.
-    pub const NAMES: &[&str] = &[
-        "config",
-        "size",
-        "vocab-size",
-        "d-ff",
-        "batch-size",
-        "context-length",
-        "model-attention",
-        "warmup-steps",
-        "steps",
-        "rounds",
-    ];
-
-    /// Whether the models are the default ones, which --full changes.
-    pub fn has_defaults(&self) -> bool {
-        self.config.is_empty() && self.size.is_empty()
-    }
-
-    /// Whether presets are among the models.
-    pub fn has_presets(&self, full: bool) -> bool {
-        !self.size.is_empty() || (full && self.has_defaults())
-    }
-
-    /// Measures every model.
-    pub fn report(&self, setting: &Setting) -> Result<Report> {
-        let configurations = self.configurations(setting.full)?;
-        let mut report = Report {
-            title: "Models".into(),
-            configuration: self.configuration(setting, &configurations),
-            columns: columns(),
-            ..Default::default()
-        };
-        let mut counts = Vec::new();
-        for (i, configuration) in configurations.iter().enumerate() {
-            let (number, count) = (i + 1, configurations.len());
-            common::progress(format!("model {number}/{count}: {}", configuration.name));
-            counts.extend(self.one(setting, configuration, &mut report)?);
-        }
-        report.notes.push(
-            "F is forward without a graph; FB forward, loss and backward; S the training step. Times are mean ± \
-             standard \
-             deviation, speed-ups those of medians."
-                .into(),
-        );
-        report.notes.push(
-            "B+O is backward and optimizer of the steps that S is of: never more than S.".into(),
-        );
-        report.notes.push(averages(&report.lines));
-        report.notes.extend(words::noisy(&report.rows));
-        let executions = EXECUTIONS.map(|execution| execution.name().to_string());
-        let by = [("configuration", "B-T-d-L-H")];
-        report
-            .details
-            .push(phases::table(&report.rows, &by, "execution", &executions));
-        report.details.push(why::table(setting, counts));
-        Ok(report)
-    }
-
-    fn configurations(&self, full: bool) -> Result<Vec<Configuration>> {
-        let mut configurations = self.config.clone();
-        let mut presets: Vec<&str> = self.size.iter().map(String::as_str).collect();
-        if configurations.is_empty() && presets.is_empty() {
-            let own = if full { &SEED[..] } else { &SEED[..1] };
-            for name in own {
-                configurations.push(name.parse()?);
-            }
-            presets = if full { PRESETS.to_vec() } else { Vec::new() };
-        }
-        for name in presets {
-            let preset = Configuration::preset(name, self.batch_size, self.context_length)?;
-            configurations.push(preset);
-        }
-        for Configuration { model, .. } in &mut configurations {
-            model.vocab_size = self.vocab_size.unwrap_or(model.vocab_size);
-            model.d_ff = self.d_ff.unwrap_or(model.d_ff);
-            model.validate()?;
-        }
-        Ok(configurations)
-    }
-
-    /// Adds a model's rows and its line, and counts what its executions do.
-    fn one(
-        &self,
-        setting: &Setting,
-        configuration: &Configuration,
-        report: &mut Report,
-    ) -> Result<Vec<Fields>> {
-        let runs: Vec<EndToEnd> = MODES
-            .iter()
-            .flat_map(|(mode, ..)| EXECUTIONS.map(|execution| (*mode, execution)))
-            .map(|(mode, execution)| self.run(setting, configuration, mode, execution))
-            .collect();
-        let measured = alternate(&runs, self.rounds, &setting.device, |_, _, _| ())?;
-        let mut lines = Vec::new();
-        for execution in EXECUTIONS {
-            let step = self.run(setting, configuration, Mode::TrainStep, execution);
-            let mut rows: Vec<Fields> = runs
-                .iter()
-                .zip(&measured)
-                .filter(|(run, _)| run.execution == execution)
-                .flat_map(|(_, rows)| rows.iter().map(|row| named(configuration, row)))
-                .collect();
-            let fits = rows.last().and_then(|row| text(row, "status")) == Some("ok");
-            let mut line = line(configuration, execution, &rows);
-            if let Some(update) = phases::update(&rows) {
-                line.insert("B+O", mean_and_std(&update));
-                line.insert("median B+O", number(&update, "median_ms"));
-                let own = ["mean_ms", "std_ms", "median_ms"];
-                let own = own.map(|key| (format!("backward_update_{key}"), number(&update, key)));
-                add_to_step(&mut rows, own.into_iter().collect());
-            }
-            if execution == Execution::Planned {
-                match time_once(&setting.device, || step.plan(&setting.device)) {
-                    Err(error) if error.is_out_of_memory() => {
-                        let note = format!("{}: {error}", configuration.name);
-                        report.notes.push(note);
-                    }
-                    planned => {
-                        let (plan, plan_ms) = planned?;
-                        line.insert("plan_ms", plan_ms);
-                        line.insert("arena_bytes", plan.peak_bytes());
-                    }
-                }
-            }
-            if fits {
-                let counted = why::count(&step, &setting.device)?;
-                line.merge(counted.fields());
-                add_to_step(&mut rows, counted.fields());
-                let unrecorded = counted.unrecorded.filter(|why| !report.notes.contains(why));
-                report.notes.extend(unrecorded);
-            }
-            lines.push(line);
-            report.rows.extend(rows);
-        }
-        report.lines.push(side_by_side(configuration, &lines));
-        Ok(lines)
-    }
-
-    fn run(
-        &self,
-        setting: &Setting,
-        configuration: &Configuration,
-        mode: Mode,
-        execution: Execution,
-    ) -> EndToEnd {
-        EndToEnd {
-            config: common::models::with_attention(&configuration.model, self.algorithm),
-            batch_size: configuration.batch_size,
-            sequence_length: configuration.sequence_length,
-            mode,
-            precision: setting.precision,
-            warmup_steps: self.warmup_steps,
-            steps: self.steps,
-            optimizer: OptimizerChoice::AdamW(Default::default()),
-            execution,
-            optimizer_in_backward: false,
-            memory_budget_bytes: None,
-            seed: setting.seed,
-            peak_flops: setting.peak_flops,
-            available_bytes: setting
-                .limit_bytes
-                .or_else(|| tallow::hardware::available_bytes_on(&setting.device)),
-        }
-    }
-
-    fn configuration(&self, setting: &Setting, configurations: &[Configuration]) -> Fields {
-        let mut fields = Fields::new();
-        let what = "models: batch B, tokens T, width d, layers L, heads H";
-        fields.insert("measured", what);
-        let distinct = |of: fn(&TransformerConfig) -> usize| {
-            let mut sizes: Vec<String> = Vec::new();
-            for Configuration { model, .. } in configurations {
-                let size = group_digits(of(model) as u64);
-                if !sizes.contains(&size) {
-                    sizes.push(size);
-                }
-            }
-            sizes.join("; ")
-        };
-        fields.insert("vocabulary", distinct(|model| model.vocab_size));
-        fields.insert("d_ff", distinct(|model| model.d_ff));
-        fields.insert("precision", setting.precision.name());
-        fields.insert("attention", self.algorithm.name());
-        fields.insert("optimizer", "adamw");
-        fields.insert("warm-up", self.warmup_steps);
-        fields.insert("steps", self.steps);
-        fields.insert("rounds", self.rounds);
-        fields
-    }
-}
-
-fn named(configuration: &Configuration, row: &Fields) -> Fields {
-    let mut named = Fields::new();
-    named.insert("configuration", configuration.name.as_str());
-    named.merge(row.clone());
-    named
-}
-
-/// What was counted belongs to the row of the whole step.
-fn add_to_step(rows: &mut [Fields], fields: Fields) {
-    let mut rows = rows.iter_mut().rev();
-    if let Some(step) = rows.find(|row| text(row, "phase") == Some("train step")) {
-        step.merge(fields);
-    }
-}
-
-/// The times of one execution, and its memory; the status where there are none.
-fn line(configuration: &Configuration, execution: Execution, rows: &[Fields]) -> Fields {
-    let mut line = Fields::new();
-    line.insert("configuration", configuration.name.as_str());
-    line.insert("parameters", configuration.model.num_parameters());
-    line.insert("execution", execution.name());
-    for (mode, phase, letters) in MODES {
-        let is_own = |row: &&Fields| {
-            text(row, "mode") == Some(mode.name()) && text(row, "phase") == Some(phase)
-        };
-        let Some(row) = rows.iter().find(is_own) else {
-            continue;
-        };
-        line.insert(letters, mean_and_std(row));
-        line.insert(format!("median {letters}"), number(row, "median_ms"));
-        if mode == Mode::TrainStep {
-            for key in why::MEMORY {
-                line.insert(key, number(row, key));
-            }
-        }
-    }
-    line
-}
-
-/// The executions' times and peaks in one line, and how many times as long eager takes.
-fn side_by_side(configuration: &Configuration, executions: &[Fields]) -> Fields {
-    let mut line = Fields::from_iter([("configuration", configuration.name.as_str())]);
-    for letters in MODES
-        .map(|(.., letters)| letters)
-        .into_iter()
-        .chain(["B+O"])
-    {
-        for execution in executions {
-            let name = text(execution, "execution").unwrap_or_default();
-            line.insert(format!("{letters} {name}"), execution.get(letters).cloned());
-        }
-        let median = format!("median {letters}");
-        let medians: Vec<f64> = executions
-            .iter()
-            .filter_map(|e| number(e, &median))
-            .collect();
-        if let [eager, planned] = medians[..] {
-            line.insert(format!("{letters} speed-up"), eager / planned);
-        }
-    }
-    for execution in executions {
-        let name = text(execution, "execution").unwrap_or_default();
-        line.insert(format!("peak {name}"), execution.get("peak_bytes").cloned());
-    }
-    line
-}
-
-fn averages(lines: &[Fields]) -> String {
-    let mean = |letters: &str| {
-        let key = format!("{letters} speed-up");
-        let mean = geometric_mean(lines.iter().filter_map(|line| number(line, &key)));
-        mean.map_or("n/a".into(), |mean| format!("{mean:.2}x"))
-    };
-    format!(
-        "Average speed-ups of planned over eager (geometric means): forward {}, forward+backward {}, full step {}, \
-         backward+optimizer {}.",
-        mean("F"),
-        mean("FB"),
-        mean("S"),
-        mean("B+O")
-    )
-}
-
-/// A line a model, its executions side by side.
+/// A line for each part of a model's steps.
 pub fn columns() -> Vec<Column> {
-    let mut columns = vec![Column::text("configuration", "B-T-d-L-H")];
-    for (letters, minor) in [("F", 3), ("FB", 1), ("S", 0), ("B+O", 4)] {
-        for execution in EXECUTIONS {
-            let name = execution.name();
-            columns.push(
-                Column::ms(format!("{letters} {name}"), name)
-                    .under(letters)
-                    .minor(minor),
-            );
+    vec![
+        Column::text("configuration", "B-T-d-L-H"),
+        Column::text("part", "Part"),
+        Column::ms("eager", "eager"),
+        Column::ms("planned", "planned"),
+        Column::number("speedup", "Speed-up", "", 2),
+        Column::mib("peak_eager", "eager").under("Peak").minor(1),
+        Column::mib("peak_planned", "planned")
+            .under("Peak")
+            .minor(1),
+    ]
+}
+
+/// A device with its peak in FLOP/s, where that is known.
+type Machine<'d> = (&'d Device, Option<f64>);
+
+/// Measures the models, and compares the executions of each.
+pub fn report(
+    flags: &Flags,
+    machine: Machine<'_>,
+    models: &[Configuration],
+    sweep: &mut Sweep,
+) -> Result<Report> {
+    let mut report = Report {
+        configuration: configuration(flags, models),
+        columns: columns(),
+        ..Default::default()
+    };
+    let (mut compared, mut counted) = (Vec::new(), Vec::new());
+    for model in models {
+        if !sweep.begins(&model.name) {
+            break;
         }
-        let speedup = Column::number(format!("{letters} speed-up"), "speed-up", "", 2);
-        columns.push(speedup.under(letters).minor(minor));
+        let rows = measure(flags, machine, model)?;
+        for (i, (mode, phase, part)) in PARTS.into_iter().enumerate() {
+            let row = |execution| find(&rows, mode, phase, execution);
+            let [eager, planned] = EXECUTIONS.map(row);
+            if eager.or(planned).is_none() {
+                continue;
+            }
+            let speedup = eager.zip(planned).and_then(|(e, p)| speedup(e, p));
+            let is_whole = i < MODES.len();
+            let peak = |row: Option<&Fields>| match row.filter(|_| is_whole) {
+                Some(row) => row.get("peak_bytes").cloned().unwrap_or_default(),
+                None => "".into(),
+            };
+            report.lines.push(Fields::of(&Line {
+                configuration: &model.name,
+                part,
+                eager: eager.map(mean_and_std),
+                planned: planned.map(mean_and_std),
+                speedup: words::speedup_cell(speedup),
+                peak_eager: peak(eager),
+                peak_planned: peak(planned),
+            })?);
+            let mean = |row: Option<&Fields>| row?.get("mean_ms")?.as_f64();
+            let means = mean(eager).zip(mean(planned));
+            if let Some((eager_ms, planned_ms)) = means {
+                let model = model.name.clone();
+                compared.push(Compared {
+                    model,
+                    part,
+                    eager_ms,
+                    planned_ms,
+                    speedup,
+                });
+            }
+        }
+        for execution in EXECUTIONS {
+            let step = find(&rows, Mode::TrainStep, "train step", execution);
+            if let Some(step) = step.filter(|step| step.get("mean_ms").is_some()) {
+                let run = run(flags, machine, model, Mode::TrainStep, execution);
+                counted.push(Counted {
+                    configuration: model.name.clone(),
+                    memory: step.read().unwrap_or_default(),
+                    ..why::count(&run, machine.0)?
+                });
+            }
+        }
+        report.rows.extend(rows);
     }
-    let peaks = EXECUTIONS.map(|e| Column::mib(format!("peak {}", e.name()), e.name()));
-    columns.extend(peaks.map(|peak| peak.under("Peak").minor(2)));
-    columns
+    report.notes.push(
+        "Forward alone has no graph; forward+backward and the full step include the loss. Times are mean ± standard \
+         deviation; speed-up is eager's mean over planned's."
+            .into(),
+    );
+    let is_out = |row: &Fields| row.get("status") == Some(&"OOM".into());
+    if report.rows.iter().any(is_out) {
+        report.notes.extend(words::out_of_memory(&report.rows));
+    }
+    report.notes.extend(words::noisy(&report.rows));
+    report.answers = answers(&compared, &counted);
+    if !counted.is_empty() {
+        report.details.push(why::table(machine.0, &counted)?);
+    }
+    Ok(report)
+}
+
+fn answers(compared: &[Compared], counted: &[Counted]) -> Vec<Answer> {
+    let parts = ANSWERED.map(|place| PARTS[place].2);
+    let own = compared.iter().filter(|c| parts.contains(&c.part));
+    let question =
+        "How does compiling the model (planned) change forward, backward and the full step?";
+    let speedups = speedups(&own.cloned().collect::<Vec<_>>());
+    let mut answers: Vec<Answer> = Vec::new();
+    answers.extend(speedups.map(|text| Answer::new(question, text)));
+    let steps = compared.iter().filter(|c| c.part == "full step");
+    let longest = steps.max_by(|a, b| a.eager_ms.total_cmp(&b.eager_ms));
+    let of = |execution: Execution| {
+        let is_own = |c: &&Counted| {
+            c.execution == execution.name() && longest.is_some_and(|l| l.model == c.configuration)
+        };
+        counted.iter().find(is_own)
+    };
+    if let (Some(step), [Some(eager), Some(planned)]) = (longest, EXECUTIONS.map(of)) {
+        let question = "What are the reasons for the difference?";
+        answers.push(Answer::new(question, reasons(eager, planned, step)));
+    }
+    answers
+}
+
+/// The rows of all modes and executions of a model, with one for backward and optimizer together.
+fn measure(flags: &Flags, machine: Machine<'_>, model: &Configuration) -> Result<Vec<Fields>> {
+    let runs = EXECUTIONS
+        .iter()
+        .flat_map(|execution| MODES.map(|mode| run(flags, machine, model, mode, *execution)));
+    let runs: Vec<EndToEnd> = runs.collect();
+    let measured = alternate(&runs, flags.measurement.rounds, machine.0, |_, _, _| ())?;
+    let mut rows = Vec::new();
+    for (run, mut own) in runs.iter().zip(measured) {
+        let update = phases::update(&own).filter(|_| run.mode == Mode::TrainStep);
+        if let Some((update, row)) = update.zip(own.first()) {
+            let labels = row.iter().take_while(|(key, _)| *key != "n");
+            let mut row: Fields = labels.map(|(key, value)| (key, value.clone())).collect();
+            row.insert("phase", UPDATE).merge(update);
+            own.push(row);
+        }
+        rows.extend(own.into_iter().map(|row| {
+            let mut named = Fields::from_iter([("configuration", model.name.as_str())]);
+            named.merge(row);
+            named
+        }));
+    }
+    Ok(rows)
+}
+
+fn find<'r>(
+    rows: &'r [Fields],
+    mode: Mode,
+    phase: &str,
+    execution: Execution,
+) -> Option<&'r Fields> {
+    #[derive(Deserialize)]
+    struct Key {
+        mode: String,
+        phase: String,
+        execution: String,
+    }
+    rows.iter().find(|row| {
+        row.read::<Key>().is_some_and(|key| {
+            (
+                key.mode.as_str(),
+                key.phase.as_str(),
+                key.execution.as_str(),
+            ) == (mode.name(), phase, execution.name())
+        })
+    })
+}
+
+fn run(
+    flags: &Flags,
+    machine: Machine<'_>,
+    model: &Configuration,
+    mode: Mode,
+    execution: Execution,
+) -> EndToEnd {
+    let limit_bytes = flags.measurement.memory_limit_gib.map(gib_bytes);
+    let available = || tallow::hardware::available_bytes_on(machine.0);
+    EndToEnd {
+        config: with_attention(&model.model, flags.attention),
+        batch_size: model.batch_size,
+        sequence_length: model.sequence_length,
+        mode,
+        precision: flags.precision,
+        warmup_steps: flags.measurement.warmup_steps,
+        steps: flags.measurement.steps,
+        optimizer: OptimizerChoice::AdamW(Default::default()),
+        execution,
+        optimizer_in_backward: false,
+        memory_budget_bytes: None,
+        seed: flags.common.seed,
+        peak_flops: machine.1,
+        available_bytes: limit_bytes.or_else(available),
+    }
+}
+
+fn configuration(flags: &Flags, models: &[Configuration]) -> Fields {
+    let distinct = |of: fn(&Configuration) -> usize| {
+        let mut sizes: Vec<String> = models.iter().map(|m| group_digits(of(m) as u64)).collect();
+        sizes.dedup();
+        sizes.join("; ")
+    };
+    let mut fields = Fields::new();
+    fields.insert(
+        "measured",
+        "models: batch B, tokens T, width d, layers L, heads H",
+    );
+    fields.insert("vocabulary", distinct(|m| m.model.vocab_size));
+    fields.insert("d_ff", distinct(|m| m.model.d_ff));
+    fields.insert("precision", flags.precision.name());
+    fields.insert("attention", flags.attention.name());
+    fields.insert("optimizer", "adamw");
+    fields.insert("warm-up steps", flags.measurement.warmup_steps);
+    fields.insert("steps", flags.measurement.steps);
+    fields.insert("rounds", flags.measurement.rounds);
+    fields
 }

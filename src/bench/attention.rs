@@ -110,8 +110,8 @@ impl AttentionRun {
         })
     }
 
-    /// With T doubled from 1: the first that the memory available does not hold on `device`. `None` where that is not
-    /// known, and where the algorithm takes no heads of this dimension.
+    /// The first T, doubled from 1, that does not fit in the memory available on `device`. `None` if that is not known, or
+    /// the algorithm does not support heads of this width.
     pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
         if self.unsupported(device).is_some() {

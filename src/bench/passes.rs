@@ -4,12 +4,11 @@ use super::planned_run::add_phases;
 use super::{Execution, Lap, LapTimings, Step, Stopwatch, Timing};
 use crate::compile::{self, Batch, Plan};
 use crate::memory::{MemoryBreakdown, Meter};
-use crate::report::{Fields, Report, format_mib};
+use crate::report::{Fields, format_mib};
 use crate::{Error, Result, backward, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
-use std::fmt;
 
 /// How a forward and backward is measured: how often, for how long, within what.
 #[derive(Clone, Debug, PartialEq)]
@@ -333,7 +332,7 @@ pub(super) fn at_least_one(config: &'static str, sizes: &[(&'static str, usize)]
     }
 }
 
-/// The first configuration that memory does not hold, by the breakdown: nothing is run for it.
+/// The first size that does not fit in the memory available, as its breakdown predicts: nothing is run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Limit {
     /// The implementation, as the rows name it.
@@ -342,49 +341,11 @@ pub struct Limit {
     pub context_length: usize,
     /// Dh or D.
     pub width: usize,
-    /// What it would take.
+    /// The memory that it needs.
     pub breakdown: MemoryBreakdown,
-    /// What is there.
+    /// The memory available.
     pub available_bytes: u64,
-    /// What CS336's handout counts for it: scores and probabilities B H T^2 each, and out; attention alone.
+    /// Scores and probabilities, B H T^2 elements each, and the output, as CS336's handout counts them; of attention
+    /// alone.
     pub composed_bytes: Option<u64>,
-}
-
-impl Limit {
-    /// The terms of what it would take.
-    pub fn table(&self) -> Report {
-        Report {
-            title: format!(
-                "{}, T {}, width {}: what it would take, with {} there",
-                self.implementation,
-                self.context_length,
-                self.width,
-                format_mib(self.available_bytes)
-            ),
-            ..self.breakdown.report()
-        }
-    }
-}
-
-/// The size, and what it is held against.
-impl fmt::Display for Limit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{}: as sizes double, {} do not hold T {}, width {}, which wants {}",
-            self.implementation,
-            format_mib(self.available_bytes),
-            self.context_length,
-            self.width,
-            format_mib(self.breakdown.peak_bytes())
-        )?;
-        match self.composed_bytes {
-            Some(bytes) => write!(
-                f,
-                "; scores, probabilities and output of single ops alone want {}.",
-                format_mib(bytes)
-            ),
-            None => write!(f, "."),
-        }
-    }
 }

@@ -134,8 +134,8 @@ impl SelfAttentionRun {
         unsupported(&w.attention(), self.execution, device)
     }
 
-    /// With D doubled from the number of heads: the first that the memory available does not hold. `None` where that is
-    /// not known, and where the algorithm takes no heads of that width.
+    /// The first D, doubled from the number of heads, that does not fit in the memory available. `None` if that is not
+    /// known, or the algorithm does not support heads of that width.
     pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
         let heads = self.workload.heads;

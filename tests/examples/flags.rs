@@ -34,10 +34,10 @@ const CASES: &[Case] = &[
             COMMON,
             &[
                 "batch-size",
-                "heads",
-                "sequence-length",
+                "num-heads",
+                "context-length",
                 "compare",
-                "iterations",
+                "steps",
                 "warmup-steps",
                 "time-budget-ms",
                 "precision",
@@ -63,12 +63,11 @@ const CASES: &[Case] = &[
                 "dropout",
                 &["--module --dropout 0.5", "--compare planned --dropout 0.5"],
             ),
-            ("dtype", &["--precision bf16 --dtype f64"]),
             (
                 "full",
                 &[
-                    "--sequence-length 8 --head-dim 8 --time-budget-ms 10 --full",
-                    "--module --sequence-length 8 --d-model 8 --time-budget-ms 10 --full",
+                    "--context-length 8 --head-dim 8 --time-budget-ms 10 --full",
+                    "--module --context-length 8 --d-model 8 --time-budget-ms 10 --full",
                 ],
             ),
         ],
@@ -78,50 +77,30 @@ const CASES: &[Case] = &[
         always: &[
             OUTPUT,
             COMMON,
-            &["part", "precision", "json", "memory-limit-gib"],
+            &[
+                "config",
+                "size",
+                "vocab-size",
+                "d-ff",
+                "attention",
+                "precision",
+                "steps",
+                "warmup-steps",
+                "rounds",
+                "memory-limit-gib",
+            ],
         ],
         refused: &[
             ("columns", &["--format json --columns all"]),
             (
                 "full",
-                &[
-                    "--part model --size tiny --full",
-                    "--part attention --head-dim 8 --sequence-length 8 --time-budget-ms 10 --full",
-                ],
+                &["--size tiny --full", "--config 1-8-16-1-2 --full"],
             ),
-            (
-                "attention-batch-size",
-                &["--part model --attention-batch-size 2"],
-            ),
-            ("heads", &["--part model --heads 2"]),
-            ("head-dim", &["--part model --head-dim 8"]),
-            ("sequence-length", &["--part model --sequence-length 8"]),
-            ("causal", &["--part model --causal"]),
-            ("iterations", &["--part model --iterations 2"]),
-            ("time-budget-ms", &["--part model --time-budget-ms 2"]),
-            ("config", &["--part attention --config 1-8-16-1-2"]),
-            ("size", &["--part attention --size tiny"]),
-            ("vocab-size", &["--part attention --vocab-size 10"]),
-            ("d-ff", &["--part attention --d-ff 10"]),
             (
                 "batch-size",
-                &[
-                    "--part attention --batch-size 2",
-                    "--batch-size 2",
-                    "--config 1-8-16-1-2 --batch-size 2",
-                ],
+                &["--batch-size 2", "--config 1-8-16-1-2 --batch-size 2"],
             ),
-            (
-                "context-length",
-                &["--part attention --context-length 8", "--context-length 8"],
-            ),
-            (
-                "model-attention",
-                &["--part attention --model-attention flash"],
-            ),
-            ("warmup-steps", &["--part attention --warmup-steps 2"]),
-            ("steps", &["--part attention --steps 2"]),
-            ("rounds", &["--part attention --rounds 2"]),
+            ("context-length", &["--context-length 8"]),
         ],
     },
     Case {
@@ -599,11 +578,11 @@ fn a_flag_with_effect_is_taken() {
             "columns",
         ),
         (
-            "compiled_benchmark --full --config 1-8-16-1-2 --columns x",
+            "compiled_benchmark --full --vocab-size 100 --columns x",
             "columns",
         ),
         (
-            "compiled_benchmark --full --part model --batch-size 2 --columns x",
+            "compiled_benchmark --full --batch-size 2 --columns x",
             "columns",
         ),
         (

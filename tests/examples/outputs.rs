@@ -10,10 +10,7 @@ const LONG: [(&str, &str); 9] = [
         "attention_benchmark --iterations 1000000000 --time-budget-ms none",
         "--output",
     ),
-    (
-        "compiled_benchmark --part model --steps 1000000000",
-        "--json",
-    ),
+    ("compiled_benchmark --steps 1000000000", "--output"),
     ("e2e_benchmark SMALL --steps 1000000000", "--output"),
     (
         "memory_profile SMALL --mode forward --warmup-steps 1000000000",
@@ -165,8 +162,8 @@ fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
             "Op ",
         ),
         (
-            "compiled_benchmark --part model --config 1-8-16-1-2 --steps 2 --rounds 1 --json",
-            "Operands",
+            "compiled_benchmark --config 1-8-16-1-2 --steps 200 --rounds 1 --format json --output",
+            "operand_bytes",
         ),
     ];
     for (line, words) in works {

@@ -5,9 +5,8 @@ use super::process::{assert_refused, example, run};
 #[test]
 fn counts_have_a_limit() {
     let counts = [
-        ("attention_benchmark", "--iterations", 1),
+        ("attention_benchmark", "--steps", 1),
         ("attention_benchmark", "--warmup-steps", 0),
-        ("compiled_benchmark", "--iterations", 1),
         ("compiled_benchmark", "--steps", 1),
         ("compiled_benchmark", "--warmup-steps", 0),
         ("compiled_benchmark", "--rounds", 1),
@@ -58,7 +57,6 @@ fn numbers_that_mean_nothing_are_refused_as_they_are_parsed() {
         ("attention_benchmark", "--memory-limit-gib", amounts),
         ("attention_benchmark", "--time-budget-ms", amounts),
         ("compiled_benchmark", "--memory-limit-gib", amounts),
-        ("compiled_benchmark", "--time-budget-ms", amounts),
         ("e2e_benchmark", "--memory-limit-gib", amounts),
         ("e2e_benchmark", "--compile --memory-budget-gib", amounts),
         ("e2e_benchmark", "--lr", rates),
@@ -185,7 +183,7 @@ fn what_a_hostile_user_types() {
     }
     let out_of_memory = [
         "attention_benchmark --sequence-length 4294967296 --head-dim 64 --compare planned planned-flash --iterations 2",
-        "compiled_benchmark --part attention --attention-batch-size 18446744073709551615 --head-dim 8 --iterations 2",
+        "attention_benchmark --compare naive planned --batch-size 18446744073709551615 --head-dim 8 --steps 2",
         "e2e_benchmark --batch-size 18446744073709551615 --context-length 8 --steps 2",
     ];
     for line in out_of_memory {
@@ -223,10 +221,6 @@ fn errors_begin_with_the_operation() {
         (
             "e2e_benchmark SMALL --compile --mode forward --memory-budget-gib 1",
             "error: e2e_benchmark: --memory-budget-gib, --optimizer-in-backward must be",
-        ),
-        (
-            "compiled_benchmark --format csv",
-            "error: compiled_benchmark: --part must be",
         ),
         (
             "memory_estimate SMALL --columns nope",

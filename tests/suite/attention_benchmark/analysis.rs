@@ -1,268 +1,347 @@
-//! What is read out of rows that were made up for it.
+//! The answers and tables of the examples on attention and on compiled models, from figures that were made up for it.
 
-#[path = "../../../examples/common/analysis/mod.rs"]
-#[allow(dead_code)] // the examples' own
-mod rows;
+#[path = "../../../examples/attention_benchmark/answers.rs"]
+#[allow(dead_code)] // the example's own
+mod answers;
+#[path = "../../../examples/compiled_benchmark/compared.rs"]
+mod compared;
+#[path = "../../../examples/attention_benchmark/figure.rs"]
+mod figure;
+#[path = "../../../examples/attention_benchmark/measured.rs"]
+#[allow(dead_code)]
+mod measured;
+#[path = "../../../examples/compiled_benchmark/why.rs"]
+#[allow(dead_code)]
+mod why;
+#[path = "../../../examples/common/words.rs"]
+#[allow(dead_code)]
+mod words;
 
+use answers::*;
 use approx::assert_relative_eq;
-use rows::{Analysis, figure};
-use tallow::report::{Fields, Layout};
+use compared::{Compared, reasons};
+use measured::{Measured, Times, growth};
+use rstest::rstest;
+use tallow::attention::Algorithm;
+use tallow::bench::Limit;
+use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
+use tallow::report::{Fields, Layout, Speedup, Statistics};
+use why::{Counted, StepMemory};
 
-/// The rows of a configuration; `ms` and `bytes` are forward's, backward takes twice the time.
-fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Vec<Fields> {
-    let phases = [
-        ("forward", 1.0),
-        ("backward", 2.0),
-        ("forward+backward", 3.0),
-    ];
-    let rows = phases.map(|(phase, times)| {
-        let mut row = refused(implementation, length, width, "ok");
-        row.insert("phase", phase);
-        row.insert("mean_ms", 1.5 * times * ms);
-        row.insert("median_ms", times * ms);
-        row.insert("before_backward_bytes", bytes);
-        row.insert("peak_bytes", bytes * length);
-        row
-    });
-    rows.into()
+const QUIET: f64 = 0.01;
+const NOISY: f64 = 2.0;
+
+/// Forward takes `ms`, backward twice that; all have a standard deviation of `spread` times the mean.
+fn times(ms: f64, spread: f64) -> [Option<Times>; 3] {
+    [1.0, 2.0, 3.0].map(|part| {
+        Some(Times {
+            mean_ms: part * ms,
+            std_ms: Some(part * ms * spread),
+            n: 10,
+        })
+    })
 }
 
-fn refused(implementation: &str, length: u64, width: u64, status: &str) -> Fields {
-    let mut row = Fields::from_iter([("implementation", implementation)]);
-    row.insert("context_length", length);
-    row.insert("head_dim", width);
-    row.insert("phase", "forward+backward");
-    row.insert("status", status);
-    row
-}
-
-/// Naive: time T^2 / 1000, memory T^2 and T^3; flash: half the time, memory T and T^2.
-fn grid() -> Vec<Fields> {
-    let mut rows = Vec::new();
-    for length in [256u64, 1024, 4096] {
-        let ms = (length * length) as f64 / 1000.0;
-        rows.extend(measured("naive", length, 16, ms, length * length));
-        rows.extend(measured("flash", length, 16, ms / 2.0, length));
+/// Holds `bytes` before backward, four times that at the peak.
+fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Measured {
+    Measured {
+        times: times(ms, QUIET),
+        before_backward_bytes: Some(bytes),
+        peak_bytes: Some(4 * bytes),
+        ..refused(implementation, length, width, "ok")
     }
-    for length in [256, 1024] {
-        rows.extend(measured("naive", length, 64, length as f64, length));
-    }
-    rows.push(refused("naive", 4096, 64, "OOM"));
-    rows.push(refused("flash", 256, 512, "unsupported"));
-    rows.push(Fields::from_iter([("size", "another benchmark's")]));
-    rows
 }
 
-#[test]
-fn configurations_are_counted_by_how_they_ended() {
-    let analysis = Analysis::of(&grid(), "head_dim");
-    assert_eq!(analysis.configurations, 10);
-    let statuses: Vec<_> = analysis.statuses.iter().collect();
-    let count = |name: &str| analysis.statuses.get(name).copied();
-    assert_eq!(statuses.len(), 3, "{statuses:?}");
-    assert_eq!(count("ok"), Some(8));
-    assert_eq!((count("OOM"), count("unsupported")), (Some(1), Some(1)));
-    let notes = analysis.notes("d");
-    assert_eq!(notes[0], "Out of memory: naive 1 of 6, flash 0 of 4.");
-    let of = |name: &str| {
-        let found = analysis
-            .out_of_memory
-            .iter()
-            .find(|o| o.implementation == name);
-        found.map(|o| (o.count, o.of))
+fn refused(implementation: &str, context_length: u64, width: u64, status: &str) -> Measured {
+    Measured {
+        implementation: implementation.into(),
+        precision: "f32".into(),
+        context_length,
+        width,
+        status: status.into(),
+        ..Default::default()
+    }
+}
+
+/// Naive: time and memory T^2; flash: half the time, memory T; naive runs out of memory at T 4096, width 64.
+fn grid() -> Vec<Measured> {
+    let mut all = Vec::new();
+    for width in [16, 64] {
+        for length in [256u64, 1024, 4096] {
+            let ms = (length * length) as f64 / 1000.0;
+            all.push(match (length, width) {
+                (4096, 64) => refused("naive", 4096, 64, "OOM"),
+                _ => measured("naive", length, width, ms, length * length),
+            });
+            all.push(measured("flash", length, width, ms / 2.0, length));
+        }
+    }
+    all.push(refused("flash", 256, 512, "unsupported"));
+    all
+}
+
+/// At T 16,384, where 4 GiB are available.
+fn limit() -> (String, Limit) {
+    let workload = AttentionWorkload {
+        sequence_length: 16_384,
+        ..Default::default()
     };
-    assert_eq!((of("naive"), of("flash")), (Some((1, 6)), Some((0, 4))));
-    assert_eq!(Analysis::default().notes("d"), ["Out of memory."]);
+    let limit = Limit {
+        implementation: "naive",
+        context_length: 16_384,
+        width: 64,
+        breakdown: attention_breakdown(&workload, Kernels::Cuda).unwrap(),
+        available_bytes: 4 << 30,
+        composed_bytes: Some(workload.composed_bytes()),
+    };
+    ("naive".into(), limit)
+}
+
+#[track_caller]
+fn assert_says(text: &str, sentences: &[&str]) {
+    for sentence in sentences {
+        assert!(text.contains(sentence), "{sentence} in {text}");
+    }
 }
 
 #[test]
-fn what_ran_where_naive_ran_out_of_memory_is_said() {
-    let notes = |rows: &[Fields]| Analysis::of(rows, "head_dim").notes("d");
-    let mut rows = grid();
-    assert!(
-        notes(&rows)
-            .iter()
-            .all(|note| !note.contains("ran out of memory where"))
+fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
+    let (all, limits) = (grid(), [limit()]);
+    assert_says(
+        &out_of_memory(&all, &limits, "d"),
+        &[
+            "Out of memory: naive at 1 of 6 sizes, the smallest T 4096, d 64.",
+            "If T is doubled until the predicted peak exceeds the 4,096.0 MiB that may be used",
+            "naive at T 16384, d 64 (",
+        ],
     );
-    rows.extend(measured("flash", 4096, 64, 100.0, 256));
-    rows.extend(measured("planned-flash", 4096, 64, 90.0, 128));
+    assert_eq!(out_of_memory(&all[..2], &[], "d"), "No run did, of 2.");
+    // 8 x 16,384^2 x 4 bytes; scores and probabilities, and an output of 32 MiB.
+    let [(name, limit)] = &limits;
+    assert_says(
+        &accounting(name, limit),
+        &[
+            "naive attention with B 8, H 1, T 16384, Dh 64, 4 bytes an element: q, k, v 3BHTDh 96.0 MiB",
+            "probabilities BHT^2 8,192.0 MiB",
+            "The largest term is probabilities (",
+            "2BHT^2 + BHTDh elements: 16,416.0 MiB.",
+        ],
+    );
+    let flash = Limit {
+        implementation: Algorithm::Flash.name(),
+        ..limit.clone()
+    };
+    assert!(!accounting("flash", &flash).contains("PyTorch"));
     assert_eq!(
-        notes(&rows)[1..3],
-        [
-            "Naive ran out of memory where flash ran (F+B, peak): T 4096 d 64 (450 ms, 1.0 MiB).",
-            "Naive ran out of memory where planned-flash ran (F+B, peak): T 4096 d 64 (405 ms, 0.5 MiB).",
-        ]
+        to_account_for(&[("flash".into(), flash), limits[0].clone()]),
+        Some(&limits[0])
     );
 }
 
 #[test]
-fn growth_is_fitted_where_three_lengths_were_measured() {
-    let analysis = Analysis::of(&grid(), "head_dim");
-    let growth = &analysis.growth;
-    let of: Vec<_> = growth
+fn growth_is_fitted_at_the_largest_width_with_three_lengths() {
+    let all: Vec<Measured> = grid().into_iter().filter(|m| m.width == 16).collect();
+    let laws = growth(&all);
+    let of: Vec<_> = laws
         .iter()
-        .map(|g| (g.implementation.as_str(), g.width, g.shortest, g.longest))
+        .map(|g| (g.name.as_str(), g.width, g.shortest, g.longest))
         .collect();
     assert_eq!(of, [("naive", 16, 256, 4096), ("flash", 16, 256, 4096)]);
-    for (growth, exponents) in growth.iter().zip([[2.0, 2.0, 3.0], [2.0, 1.0, 2.0]]) {
-        let laws = [growth.time, growth.before_backward, growth.peak];
-        for (law, exponent) in laws.into_iter().zip(exponents) {
-            let law = law.unwrap();
-            assert_relative_eq!(law.exponent, exponent, epsilon = 1e-9);
-            assert_eq!(law.points, 3);
-        }
+    for (law, memory) in laws.iter().zip([2.0, 1.0]) {
+        assert_relative_eq!(law.time.unwrap().exponent, 2.0, epsilon = 1e-9);
+        assert_relative_eq!(
+            law.before_backward.unwrap().exponent,
+            memory,
+            epsilon = 1e-9
+        );
     }
-    assert_relative_eq!(
-        growth[0].time.unwrap().coefficient,
-        3.0 / 1000.0,
-        epsilon = 1e-9
+    assert_says(
+        &saved_memory(&laws, &[limit()], "d").unwrap(),
+        &[
+            "naive: memory T^2.00 (R^2 1.000), time T^2.00 (R^2 1.000), d 16, T 256 to 4096.",
+            "flash: memory T^1.00 (R^2 1.000)",
+            "naive saves probabilities, BHT^2 elements",
+        ],
     );
-    let table = &analysis.tables("d")[1];
-    let text = table.to_text(&Layout::default());
-    let expected = "flash           2.00                    1.00  2.00";
-    assert!(text.contains(expected), "{text}");
-    assert!(text.contains("Configuration: d 16"), "{text}");
+    assert_eq!(saved_memory(&growth(&all[..2]), &[], "d"), None);
 }
 
 #[test]
-fn memory_that_was_not_measured_has_no_exponent_and_no_peak() {
-    let rows: Vec<Fields> = grid()
-        .into_iter()
-        .map(|mut row| {
-            row.insert("peak_bytes", None::<u64>);
-            row.insert("before_backward_bytes", None::<u64>);
-            row
-        })
-        .collect();
-    let analysis = Analysis::of(&rows, "head_dim");
-    assert!(analysis.peaks.is_empty());
-    assert_eq!(analysis.growth.len(), 2);
-    assert!(
-        analysis
-            .growth
-            .iter()
-            .all(|g| g.peak.is_none() && g.time.is_some())
-    );
-    let growth = &analysis.tables("d")[1].rows[0];
-    assert_eq!(growth.get("points"), Some(&3.into()));
-    assert!(growth.get("peak_exponent").unwrap().is_null());
-    assert!(growth.get("time_exponent").unwrap().is_number());
-    assert_eq!(figure(&rows, "head_dim", "d").charts.len(), 1);
-}
-
-#[test]
-fn extremes_and_peaks_are_each_implementations_own() {
-    let analysis = Analysis::of(&grid(), "head_dim");
-    let phases: Vec<_> = analysis
-        .extremes
-        .iter()
-        .map(|e| (e.implementation.as_str(), e.phase.as_str()))
-        .collect();
-    assert_eq!(
-        phases,
-        [
-            ("naive", "forward"),
-            ("naive", "backward"),
-            ("naive", "forward+backward"),
-            ("flash", "forward"),
-            ("flash", "backward"),
-            ("flash", "forward+backward")
-        ]
-    );
-    let naive = &analysis.extremes[0];
-    let place = |p: &rows::Place| (p.context_length, p.width);
-    assert_eq!(place(&naive.fastest), (256, 16));
-    assert_relative_eq!(naive.fastest.mean_ms, 1.5 * 65.536);
-    assert_eq!(place(&naive.slowest), (4096, 16));
-    let peaks: Vec<_> = analysis
-        .peaks
-        .iter()
-        .map(|p| (p.implementation.as_str(), p.context_length, p.peak_bytes))
-        .collect();
-    assert_eq!(
-        peaks,
-        [
-            ("naive", 4096, 4096 * 4096 * 4096),
-            ("flash", 4096, 4096 * 4096)
-        ]
+fn times_that_follow_no_power_of_t_have_no_exponent() {
+    let ms = [1.0, 90.0, 1.0];
+    let all = [256, 1024, 4096].into_iter().zip(ms);
+    let all: Vec<Measured> = all.map(|(t, ms)| measured("naive", t, 16, ms, t)).collect();
+    assert_says(
+        &saved_memory(&growth(&all), &[], "d").unwrap(),
+        &["time unclear (R^2 0.00)", "longer sequences would decide"],
     );
 }
 
 #[test]
-fn speedups_are_naive_over_others_where_both_ran() {
-    let analysis = Analysis::of(&grid(), "head_dim");
-    let lengths: Vec<_> = analysis.speedups.iter().map(|s| s.context_length).collect();
-    assert_eq!(lengths, [256, 1024, 4096]);
-    assert!(
-        analysis
-            .speedups
-            .iter()
-            .all(|s| s.implementation == "flash")
+fn what_eliminates_the_memory_follows_from_flash() {
+    let text = eliminated(&grid()).unwrap();
+    assert_says(
+        &text,
+        &[
+            "At T 4096, d 16 it holds 0.0 MiB before backward, naive 16.0 MiB: 100% less.",
+            "It ran at T 4096, d 64 with a peak of 0.0 MiB, where naive runs out of memory.",
+        ],
     );
-    for speedup in &analysis.speedups {
-        for ratio in [speedup.forward, speedup.backward, speedup.forward_backward] {
-            assert_relative_eq!(ratio.unwrap(), 2.0);
-        }
-        assert_relative_eq!(speedup.peak.unwrap(), speedup.context_length as f64);
-    }
-    let notes = analysis.notes("d").join("\n");
-    let expected = "naive takes 2.00x as long as flash forward, 2.00x backward, 2.00x together";
-    assert!(notes.contains(expected), "{notes}");
-
-    for sentence in [
-        "flash beside naive: at T 256 faster (2.00x) with 100% less memory, at T 4096 faster (2.00x) with 100% less memory.",
-        "So flash holds 100% less before backward at T 4096, d 16; what naive holds grows as T^2.00, what flash holds as \
-         T^1.00.",
-    ] {
-        assert!(notes.contains(sentence), "{sentence} in {notes}");
-    }
-
-    // A third implementation has means of its own.
-    let mut rows = grid();
-    rows.extend(measured("planned", 1024, 64, 256.0, 1024));
-    let analysis = Analysis::of(&rows, "head_dim");
-    assert_eq!(analysis.speedups.len(), 4);
-    let notes = analysis.notes("d").join("\n");
-    assert!(notes.contains(expected), "{notes}");
-    let planned = "naive takes 4.00x as long as planned forward, 4.00x backward, 4.00x together (medians; geometric \
-        mean of 1 configuration).";
-    assert!(notes.contains(planned), "{notes}");
-}
-
-/// Slower and larger when short, faster and leaner when long: as the rows say, not as is expected.
-#[test]
-fn sentences_by_length_are_the_rows_own() {
-    let mut rows = Vec::new();
-    for (length, ms, bytes) in [(64, 125.0, 110), (512, 80.0, 80), (4096, 100.0, 75)] {
-        rows.extend(measured("naive", length, 64, 100.0, 100));
-        rows.extend(measured("planned", length, 64, ms, bytes));
-        rows.extend(measured("flash", length, 64, 100.0, 120));
-    }
-    let analysis = Analysis::of(&rows, "head_dim");
-    let expected = [
-        "planned beside naive: at T 64 slower (0.80x) with 10% more memory, at T 4096 as fast (1.00x) with 25% less memory.",
-        "flash beside naive: at T 64 as fast (1.00x) with 20% more memory, at T 4096 as fast (1.00x) with 20% more memory.",
+    let larger = [
+        measured("naive", 64, 16, 1.0, 100),
+        measured("flash", 64, 16, 1.0, 120),
     ];
-    assert_eq!(analysis.by_length(), expected);
-    let notes = analysis.notes("d").join("\n");
-    assert!(!notes.contains("What would avoid"), "{notes}");
-    rows.retain(|row| row.get("context_length") == Some(&64.into()));
-    assert!(Analysis::of(&rows, "head_dim").by_length().is_empty());
+    assert_says(
+        &eliminated(&larger).unwrap(),
+        &["no less. Longer sequences would show"],
+    );
+    assert_eq!(eliminated(&larger[..1]), None);
+}
+
+/// Slower and larger when short, faster and leaner when long.
+#[test]
+fn implementations_are_compared_as_the_figures_are() {
+    let mut all = Vec::new();
+    for (length, ms, bytes) in [(64, 125.0, 110), (512, 80.0, 80), (4096, 50.0, 50)] {
+        all.push(measured("naive", length, 64, 100.0, 100));
+        all.push(measured("planned", length, 64, ms, bytes));
+    }
+    let own = compared_with_naive(&all);
+    assert_eq!(own.len(), 1);
+    assert_eq!(
+        own[0].question,
+        "How does planned compare with naive attention?"
+    );
+    assert_says(
+        &own[0].answer,
+        &[
+            // The cube root of 0.8 x 1.25 x 2.
+            "forward 1.26x, backward 1.26x, together 1.26x with 24% less peak memory",
+            "at T 64 forward 0.80x, backward 0.80x, together 0.80x with 10% more peak memory",
+            "at T 4096 forward 2.00x, backward 2.00x, together 2.00x with 50% less peak memory",
+        ],
+    );
+    assert!(!own[0].answer.contains("unclear"), "{}", own[0].answer);
+    for m in &mut all {
+        m.times = times(1.0, NOISY);
+    }
+    assert_says(
+        &compared_with_naive(&all)[0].answer,
+        &[
+            "forward unclear, backward unclear, together unclear with 24% less",
+            "more steps on a quiet machine",
+        ],
+    );
+    for m in &mut all {
+        m.times = [None; 3];
+    }
+    assert!(compared_with_naive(&all).is_empty());
 }
 
 #[test]
-fn a_module_is_read_by_its_own_width() {
-    let mut rows = measured("naive", 16, 256, 1.0, 1);
-    for row in &mut rows {
-        row.insert("d_model", 256);
+fn variants_are_compared_each_with_its_own_baseline() {
+    let mut all = Vec::new();
+    for (precision, naive, planned) in [("f32", 4.0, 2.0), ("bf16", 8.0, 1.0)] {
+        for (name, ms) in [("naive", naive), ("planned", planned)] {
+            all.push(Measured {
+                precision: precision.into(),
+                variant: format!("{precision}, 1 head"),
+                ..measured(name, 16, 256, ms, 100)
+            });
+        }
     }
-    assert_eq!(Analysis::of(&rows, "d_model").configurations, 1);
-    assert_eq!(Analysis::of(&rows, "width").configurations, 0);
+    assert_says(
+        &compared_with_naive(&all)[0].answer,
+        &[
+            "planned (f32, 1 head) 2.00x with the same peak memory",
+            "planned (bf16, 1 head) 8.00x",
+        ],
+    );
+    assert_says(
+        &precisions(&all).unwrap(),
+        &[
+            "against f32, naive (bf16, 1 head) 0.50x",
+            "planned (bf16, 1 head) 2.00x",
+        ],
+    );
+    assert_eq!(precisions(&all[..2]), None);
+}
+
+#[rstest]
+#[case(&[QUIET, QUIET], "2.00x")]
+#[case(&[QUIET, NOISY], "2.00x (1 of 2 unclear)")]
+#[case(&[QUIET, NOISY, NOISY], "unclear")]
+#[case(&[], "unclear")]
+fn a_mean_of_speedups_needs_half_of_them_clear(#[case] spreads: &[f64], #[case] expected: &str) {
+    let speedups = spreads.iter().map(|spread| {
+        let naive = measured("naive", 1, 1, 2.0, 1);
+        let mut other = measured("flash", 1, 1, 1.0, 1);
+        other.times = times(1.0, *spread);
+        other.speedup_over(&naive, 0).unwrap()
+    });
+    assert_eq!(mean_speedup(&speedups.collect::<Vec<_>>()), expected);
+}
+
+/// The rows of a run as the benchmark returns them.
+fn rows(m: &Measured) -> Vec<Fields> {
+    let phases = measured::PHASES.iter().zip(m.times);
+    let phases = phases.filter(|(phase, times)| times.is_some() || **phase == "forward+backward");
+    let rows = phases.map(|(phase, times)| {
+        let mut row = Fields::from_iter([("implementation", m.implementation.as_str())]);
+        row.insert("context_length", m.context_length);
+        row.insert("head_dim", m.width);
+        row.insert("phase", *phase);
+        row.insert("status", m.status.as_str());
+        row.insert("before_backward_bytes", m.before_backward_bytes);
+        row.insert("peak_bytes", m.peak_bytes);
+        row.merge(
+            times
+                .map(|times| Fields::of(&times).unwrap())
+                .unwrap_or_default(),
+        );
+        row
+    });
+    rows.collect()
+}
+
+#[test]
+fn rows_become_lines_with_speedups_and_extremes() {
+    let rows: Vec<Vec<Fields>> = grid().iter().map(rows).collect();
+    let all: Vec<Measured> = rows
+        .iter()
+        .map(|rows| Measured::of(rows, String::new()).unwrap())
+        .collect();
+    assert_eq!(all.len(), 13);
+    assert_eq!(all[0].times, grid()[0].times);
+    let tables = measured::tables(&rows, &all, false);
+    assert_eq!(tables.len(), 1);
+    let cell = |line: usize, key: &str| tables[0].lines[line].get(key).cloned().unwrap();
+    assert_eq!(cell(0, "speedup"), 1.0);
+    assert_eq!(cell(1, "speedup_forward"), 2.0);
+    assert_relative_eq!(
+        cell(1, "saved_percent").as_f64().unwrap(),
+        100.0 - 100.0 / 256.0
+    );
+    assert_eq!(cell(10, "forward"), "OOM");
+    assert!(cell(11, "speedup").is_null());
+    assert_eq!(cell(12, "forward"), "unsupported");
+
+    let extremes = measured::extremes(&all, "d").to_text(&Layout::default());
+    for cell in [
+        "1 of 6",
+        "65.54 (T 256, d 16)",
+        "16,777 (T 4096, d 16)",
+        "64.0 MiB (T 4096, d 16)",
+    ] {
+        assert!(extremes.contains(cell), "{cell} in {extremes}");
+    }
+    let of_layers = measured::tables(&rows, &all, true);
+    assert_eq!(of_layers[1].title, "Memory of the layer");
 }
 
 #[test]
 fn the_figure_has_a_line_for_each_implementation_and_width() {
-    let figure = figure(&grid(), "head_dim", "d");
+    let figure = figure::figure(&grid(), "d");
     assert_eq!(figure.charts.len(), 2);
     for chart in &figure.charts {
         assert!(chart.log_x && chart.log_y);
@@ -280,6 +359,91 @@ fn the_figure_has_a_line_for_each_implementation_and_width() {
         assert_eq!(chart.series[1].points.len(), 2);
     }
     let memory = &figure.charts[1].series[0].points;
-    assert_relative_eq!(memory[2].1, 4096f64.powi(3) / 1048576.0);
+    assert_relative_eq!(memory[2].1, 4.0 * 4096f64.powi(2) / 1048576.0);
     assert!(figure.to_svg().unwrap().contains("naive, d 512 (no data)"));
+    let mut without_memory = grid();
+    without_memory.iter_mut().for_each(|m| m.peak_bytes = None);
+    assert_eq!(figure::figure(&without_memory, "d").charts.len(), 1);
+}
+
+fn step(model: &str, part: &'static str, eager_ms: f64, planned_ms: f64, spread: f64) -> Compared {
+    let statistics = |ms: f64| {
+        let samples = [ms * (1.0 - spread), ms, ms * (1.0 + spread)];
+        Statistics::new(&samples).unwrap()
+    };
+    Compared {
+        model: model.into(),
+        part,
+        eager_ms,
+        planned_ms,
+        speedup: Speedup::new(&statistics(eager_ms), &statistics(planned_ms)),
+    }
+}
+
+#[test]
+fn parts_of_a_step_are_compared_by_model() {
+    let one = [
+        step("a", "forward alone", 9.0, 4.5, QUIET),
+        step("a", "full step", 9.0, 4.5, 0.9),
+    ];
+    assert_says(
+        &compared::speedups(&one).unwrap(),
+        &[
+            "forward alone: 2.00x (4.50 against 9.00 ms).",
+            "full step: unclear, between ",
+            "more steps on a quiet machine would decide",
+        ],
+    );
+    let mut several = one.to_vec();
+    several.push(step("b", "forward alone", 8.0, 16.0, QUIET));
+    several.push(step("b", "full step", 8.0, 16.0, 0.9));
+    assert_says(
+        &compared::speedups(&several).unwrap(),
+        &[
+            "forward alone: 1.00x, the geometric mean of 2 of 2 models, from 0.50x (b) to 2.00x (a).",
+            "full step: unclear for 2 of 2 models.",
+        ],
+    );
+    assert_eq!(compared::speedups(&[]), None);
+}
+
+#[test]
+fn reasons_are_given_for_a_step_that_is_faster() {
+    let counted = |operand_bytes: f64, allocations, peak_bytes| Counted {
+        operand_bytes,
+        allocations: Some(allocations),
+        memory: StepMemory {
+            peak_bytes: Some(peak_bytes),
+            ..Default::default()
+        },
+        plan_ms: Some(10.0),
+        ..Default::default()
+    };
+    let mib = 1u64 << 20;
+    let eager = counted(4.0 * mib as f64, 3000, 9 * mib);
+    let planned = counted(3.0 * mib as f64, 1000, 10 * mib);
+    let faster = step("a", "full step", 8.0, 4.0, QUIET);
+    assert_says(
+        &reasons(&eager, &planned, &faster),
+        &[
+            "a: a planned step is 2.00x as fast as an eager one.",
+            "Less in a planned step: memory traffic 3.0 MiB instead of 4.0 MiB, allocations 1,000 instead of 3,000.",
+            "Not less: peak memory 10.0 MiB instead of 9.0 MiB.",
+            "This agrees with a faster step",
+            "Planning took 10.00 ms: the gain of 3 steps.",
+        ],
+    );
+    // More traffic shows nothing: an eager step's is not all counted.
+    let same = reasons(&planned, &eager, &faster);
+    assert!(!same.contains("traffic"), "{same}");
+    let slower = reasons(&eager, &planned, &step("a", "full step", 4.0, 8.0, QUIET));
+    let unclear = reasons(&eager, &planned, &step("a", "full step", 4.0, 3.0, 0.9));
+    assert_says(&slower, &["a planned step is 0.50x as fast"]);
+    assert_says(&unclear, &["these figures do not decide"]);
+    for text in [slower, unclear] {
+        assert!(
+            !text.contains("agrees") && !text.contains("Planning"),
+            "{text}"
+        );
+    }
 }
