@@ -54,9 +54,15 @@ use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 use tallow::{Error, Result, nn};
 
+const EXAMPLES: &str = "\
+Examples:
+  train --data input.txt --steps 2000 --checkpoint run.safetensors --out curves
+  train --data input.txt --checkpoint run.safetensors --resume --steps 4000
+  train --family HuggingFaceTB/SmolLM2-135M --data input.txt --save-family tuned";
+
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
-#[command(version)]
+#[command(version, after_help = EXAMPLES)]
 #[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
 #[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
@@ -74,10 +80,10 @@ struct Flags {
     ranks: RankFlags,
     #[command(flatten)]
     exchange: ExchangeFlags,
-    /// Changes nothing: every step is planned beforehand
-    #[arg(long, help_heading = "Training")]
+    /// Accepted; steps are always planned
+    #[arg(long, hide_short_help = true, help_heading = "Training")]
     compile: bool,
-    /// Update each parameter in backward, as soon as its gradient is there: less memory. Wants --clip 0
+    /// Update each parameter in backward; needs --clip 0
     #[arg(long, help_heading = "Training")]
     optimizer_in_backward: bool,
     #[command(flatten)]

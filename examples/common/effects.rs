@@ -52,10 +52,14 @@ impl<F: Parser + 'static> Effects<F> {
     /// would be ignored.
     pub fn parse(self) -> F {
         let help = Arg::new("help").short('h').long("help").help("Print help");
+        let all = Arg::new("help_all")
+            .long("help-all")
+            .help("Print help on all flags");
         let mut command = F::command()
             .max_term_width(100)
             .disable_help_flag(true)
-            .arg(help.action(ArgAction::HelpShort));
+            .arg(help.action(ArgAction::HelpShort))
+            .arg(all.action(ArgAction::HelpLong));
         let matches = command.clone().get_matches();
         let flags = F::from_arg_matches(&matches);
         let flags = flags.unwrap_or_else(|error| error.format(&mut command).exit());

@@ -83,11 +83,11 @@ pub struct Common {
     pub seed: u64,
 
     /// Emit NVTX ranges (feature nvtx)
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub nvtx: bool,
 
     /// Refuse ops without a kernel for device and dtype
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub strict: bool,
 }
 

@@ -161,7 +161,7 @@ pub struct VariantFlags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
     pub attention: Vec<Algorithm>,
 
-    /// Activation checkpointing: none, block, every-N, sqrt; several
+    /// Checkpointing: none, block, every-N, sqrt; several
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "NAME")]
     pub checkpoint: Vec<Checkpointing>,
 }

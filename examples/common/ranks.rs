@@ -20,11 +20,11 @@ pub struct RankFlags {
     pub gpus: Option<NonZeroUsize>,
 
     /// Seconds without an answer after which a rank has failed
-    #[arg(long, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, hide_short_help = true, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
 
     /// Multiprocessors for NCCL at most [default: NCCL's choice]
-    #[arg(long, value_name = "N")]
+    #[arg(long, hide_short_help = true, value_name = "N")]
     pub nccl_max_ctas: Option<u32>,
 }
 
@@ -153,12 +153,13 @@ fn launch(_count: usize) -> Result<ExitCode> {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Ranks")]
 pub struct ExchangeFlags {
-    /// What is divided among the ranks, besides the batch
-    #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME")]
+    /// replicated, sharded-optimizer or fully-shard
+    #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME",
+          hide_possible_values = true)]
     pub strategy: Strategy,
 
-    /// When gradients are averaged
-    #[arg(long, value_enum, default_value_t = When::Overlapped, value_name = "NAME")]
+    /// per-parameter, flat or overlapped
+    #[arg(long, value_enum, default_value_t = When::Overlapped, value_name = "NAME", hide_possible_values = true)]
     pub exchange: When,
 
     /// Size of a bucket of gradients
@@ -166,7 +167,7 @@ pub struct ExchangeFlags {
     pub bucket_mib: f64,
 
     /// Exchange gradients in bf16
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub exchange_bf16: bool,
 }
 

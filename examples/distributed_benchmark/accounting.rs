@@ -21,7 +21,7 @@ use tallow::{Error, Result};
 /// The devices, and how a model is divided among them. The defaults are the handout's: TPU v5p, 16 by FSDP, 4 by
 /// tensor parallelism
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Accounting (defaults: the handout's TPU v5p)")]
+#[command(next_help_heading = "Accounting (--part accounting; the defaults are a TPU v5p)")]
 pub struct AccountingFlags {
     /// X: devices that FSDP divides weights among
     #[arg(long, default_value_t = 16, value_name = "X", value_parser = values::count())]
@@ -40,11 +40,16 @@ pub struct AccountingFlags {
     link_gb_s: f64,
 
     /// M_X and M_Y: links of a device for FSDP and for tensors
-    #[arg(long, num_args = 2, value_names = ["M_X", "M_Y"], default_values_t = [2, 1], value_parser = values::count())]
+    #[arg(long, hide_short_help = true, num_args = 2, value_names = ["M_X", "M_Y"], default_values_t = [2, 1], value_parser = values::count())]
     links: Vec<usize>,
 
     /// Memory of a device, in GB (10^9 bytes)
-    #[arg(long, default_value_t = 95.0, value_name = "GB")]
+    #[arg(
+        long,
+        hide_short_help = true,
+        default_value_t = 95.0,
+        value_name = "GB"
+    )]
     device_gb: f64,
 }
 

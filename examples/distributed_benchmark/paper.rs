@@ -30,7 +30,7 @@ pub struct PaperFlags {
     memory_gb_s: Option<f64>,
 
     /// Overhead of each kernel, in microseconds
-    #[arg(long, default_value_t = 1.0, value_name = "US")]
+    #[arg(long, hide_short_help = true, default_value_t = 1.0, value_name = "US")]
     kernel_us: f64,
 
     /// Measured step of one GPU for each model
@@ -46,11 +46,21 @@ pub struct PaperFlags {
     gather_gb_s: Vec<f64>,
 
     /// Overhead of each collective, in microseconds
-    #[arg(long, default_value_t = 20.0, value_name = "US")]
+    #[arg(
+        long,
+        hide_short_help = true,
+        default_value_t = 20.0,
+        value_name = "US"
+    )]
     exchange_us: f64,
 
     /// Share of an exchange that kernels lose, 0 to 1
-    #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
+    #[arg(
+        long,
+        hide_short_help = true,
+        default_value_t = 0.0,
+        value_name = "SHARE"
+    )]
     contention: f64,
 }
 

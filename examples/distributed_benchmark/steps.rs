@@ -42,7 +42,7 @@ pub struct Ways {
     pub strategy: Vec<Strategy>,
 
     /// Without the steps alone, for models too large for one rank
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     without_alone: bool,
 
     /// Recompute until the arena of a step is within this

@@ -16,32 +16,29 @@ use tallow::{Error, Result};
 #[derive(Args)]
 #[command(next_help_heading = "Family")]
 pub struct FamilyFlags {
-    /// Go on from the weights of a folder of Hugging Face's (Llama, Qwen2, Qwen3, Mistral, GPT-2 or Gemma 2), or of
-    /// org/name in its hub's cache, with its tokenizer on --data; windows are of --context-length tokens
-    #[arg(long, value_name = "FOLDER|ORG/NAME",
+    /// Continue from a folder's weights, or org/name in the hub's cache
+    #[arg(long, value_name = "FOLDER",
         conflicts_with_all = ["size", "d_model", "d_ff", "num_layers", "num_heads"])]
     pub family: Option<PathBuf>,
 
-    /// Begin with random weights in place of the folder's, which may then have none
-    #[arg(long)]
+    /// Start from random weights instead of the folder's
+    #[arg(long, hide_short_help = true)]
     random_weights: bool,
 
-    /// Read the folder's config.json without this key: a setting that is not known is refused otherwise, since it may
-    /// stand for another model
-    #[arg(long, value_name = "KEY")]
+    /// Ignore this unknown key of the folder's config.json
+    #[arg(long, hide_short_help = true, value_name = "KEY")]
     ignore_config_key: Vec<String>,
 
-    /// Write the trained model here at the end, as transformers reads it, with the tokenizer's files and the settings
-    /// of --family's that this crate does not use
+    /// Write the trained model here, as transformers reads it
     #[arg(long, value_name = "FOLDER")]
     pub save_family: Option<PathBuf>,
 
-    /// The dtype of the written weights [default: that of the parameters, f32 unless --full-half]
-    #[arg(long, value_enum, requires = "save_family")]
+    /// Dtype of the written weights [default: f32]
+    #[arg(long, hide_short_help = true, value_enum, requires = "save_family")]
     save_dtype: Option<SaveDtype>,
 
-    /// Let --save-family replace a model that its folder has
-    #[arg(long, requires = "save_family")]
+    /// Replace a model in the folder of --save-family
+    #[arg(long, hide_short_help = true, requires = "save_family")]
     overwrite: bool,
 }
 

@@ -27,27 +27,31 @@ pub const LOSS_CSV: &str = "loss.csv";
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
 
 #[derive(Args)]
-#[command(next_help_heading = "Data")]
+#[command(next_help_heading = "Data and model")]
 pub struct DataFlags {
-    /// A text, or a folder whose files in rs, md, toml and py are one; each byte is a token, but for a family's
-    /// tokenizer [default: this crate]
-    #[arg(long, default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
+    /// A text, or a folder of rs, md, toml and py files [default: this crate]
+    #[arg(long, value_name = "PATH", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
     pub data: PathBuf,
 
-    /// A token file instead: with the header of llm.c or modded-nanogpt, or raw u16 if it is a .bin
-    #[arg(long, conflicts_with = "data", requires = "vocab_size")]
+    /// A token file: llm.c's, modded-nanogpt's, or u16 in a .bin
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with = "data",
+        requires = "vocab_size"
+    )]
     pub tokens: Option<PathBuf>,
 
-    /// How many ids the token file's tokenizer has
-    #[arg(long, requires = "tokens")]
+    /// Number of token ids of the token file
+    #[arg(long, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
     /// How the token file is laid out [default: as its magic number says]
-    #[arg(long, value_enum, requires = "tokens")]
+    #[arg(long, hide_short_help = true, value_enum, requires = "tokens")]
     pub token_format: Option<TokenFormatFlag>,
 
-    /// The part at the data's end that is not trained on but evaluated
-    #[arg(long, default_value_t = 0.1, value_parser = values::part)]
+    /// Fraction at the data's end for validation
+    #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
 }
 
@@ -72,111 +76,120 @@ impl From<TokenFormatFlag> for TokenFormat {
 }
 
 #[derive(Args)]
-#[command(next_help_heading = "Model")]
+#[command(next_help_heading = "Data and model")]
 pub struct ModelFlags {
-    /// A preset, tiny to 10b, instead of width 128, 4 layers, 4 heads and a feed-forward network of 320
-    #[arg(long)]
+    /// tiny to 10b [default: width 128, 4 layers, 4 heads]
+    #[arg(long, value_name = "NAME")]
     pub size: Option<String>,
 
-    /// The width of the residual stream, instead of the preset's (as are the next three)
-    #[arg(long)]
+    /// Width of the residual stream, instead of the preset's
+    #[arg(long, value_name = "N")]
     pub d_model: Option<usize>,
 
-    /// The width of the feed-forward network
-    #[arg(long)]
+    /// Width of the feed-forward network
+    #[arg(long, value_name = "N")]
     pub d_ff: Option<usize>,
 
-    /// How many blocks
-    #[arg(long)]
+    /// Number of blocks
+    #[arg(long, value_name = "N")]
     pub num_layers: Option<usize>,
 
-    /// How many attention heads
-    #[arg(long)]
+    /// Number of attention heads
+    #[arg(long, value_name = "N", alias = "heads")]
     pub num_heads: Option<usize>,
 
-    /// What computes attention, naive or flash
-    #[arg(long, default_value_t = Algorithm::Naive)]
+    /// naive or flash
+    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
     pub attention: Algorithm,
 
-    /// Drop elements with this probability in training: of embeddings, of attention's probabilities and of what is
-    /// added to the residual stream [default: 0; of a --family what its files say]
+    /// Probability of dropout [default: 0, or the family's]
     #[arg(long, value_name = "P", value_parser = values::from_0)]
     pub dropout: Option<f64>,
 
-    /// What the blocks leave for backward, which runs the rest again (nothing to do with files; the weights come out
-    /// the same): none, block, every-N or sqrt
-    #[arg(long, default_value_t = Checkpointing::None, value_name = "STRATEGY")]
+    /// none, block, every-N or sqrt
+    #[arg(long, default_value_t = Checkpointing::None, value_name = "NAME")]
     pub activation_checkpointing: Checkpointing,
 
-    /// Tokens that the model sees at once, and in a window of the data
-    #[arg(long, default_value_t = 64)]
+    /// Tokens in a window
+    #[arg(
+        long,
+        value_name = "T",
+        alias = "sequence-length",
+        default_value_t = 64
+    )]
     pub context_length: usize,
 }
 
 #[derive(Args)]
 #[command(next_help_heading = "Training")]
 pub struct TrainingFlags {
-    /// The token that documents end with, which then see nothing of each other; of bytes 10 is the end of a line
+    /// Token that ends a document; 10 is a line break in bytes
     #[arg(long, value_name = "ID")]
     pub separator: Option<u32>,
 
     /// Windows in a batch
-    #[arg(long, default_value_t = 12)]
+    #[arg(long, value_name = "B", default_value_t = 12)]
     pub batch_size: usize,
 
-    /// Batches in a step, on all ranks, whose gradients are averaged [default: one a rank]
-    #[arg(long)]
+    /// Batches in a step, on all ranks [default: one a rank]
+    #[arg(long, hide_short_help = true, value_name = "N")]
     pub accumulation: Option<usize>,
 
-    /// Steps of the whole run; a resumed one may be given more
-    #[arg(long, default_value_t = 2000, value_parser = values::count())]
+    /// Steps of the whole run
+    #[arg(long, value_name = "N", default_value_t = 2000, value_parser = values::count())]
     pub steps: usize,
 
-    /// How the learning rate goes down after the warm-up; constant has no warm-up either
-    #[arg(long, value_enum, default_value = "cosine")]
+    /// Learning rate: cosine, linear or constant (no warm-up)
+    #[arg(
+        long,
+        value_enum,
+        value_name = "NAME",
+        hide_possible_values = true,
+        default_value = "cosine"
+    )]
     pub schedule: ScheduleFlag,
 
-    /// The step at which it is down [default: --steps]; to give a resumed run more steps, say where it was
-    #[arg(long)]
+    /// Step at which the learning rate is at its lowest [default: --steps]
+    #[arg(long, hide_short_help = true, value_name = "N")]
     pub schedule_steps: Option<usize>,
 
-    /// The highest learning rate
-    #[arg(long, default_value_t = 1e-3, value_parser = values::from_0)]
+    /// Highest learning rate
+    #[arg(long, value_name = "LR", default_value_t = 1e-3, value_parser = values::from_0)]
     pub lr: f64,
 
-    /// The lowest [default: a tenth of --lr]
-    #[arg(long, value_parser = values::from_0)]
+    /// Lowest learning rate [default: a tenth of --lr]
+    #[arg(long, hide_short_help = true, value_name = "LR", value_parser = values::from_0)]
     pub min_lr: Option<f64>,
 
-    /// Steps of warm-up [default: a twentieth of the schedule's]
-    #[arg(long)]
+    /// Steps of warm-up [default: a twentieth]
+    #[arg(long, value_name = "N", alias = "warmup-steps")]
     pub warmup: Option<usize>,
 
-    /// Decay of matrices; norms have none
-    #[arg(long, default_value_t = 0.1, value_parser = values::from_0)]
+    /// Decay of matrices
+    #[arg(long, value_name = "X", default_value_t = 0.1, value_parser = values::from_0)]
     pub weight_decay: f64,
 
-    /// Store AdamW's running means in bf16, rounded at random: 4 bytes a parameter in place of 8
-    #[arg(long)]
+    /// Store AdamW's moments in bf16, rounded stochastically
+    #[arg(long, hide_short_help = true)]
     pub bf16_moments: bool,
 
     /// AdamW's two betas
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::beta)]
+    #[arg(long, hide_short_help = true, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::beta)]
     pub betas: Vec<f64>,
 
-    /// The gradients' largest norm; 0 clips nothing
-    #[arg(long, default_value_t = 1.0, value_parser = values::from_0)]
+    /// Largest norm of the gradients, or 0
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = values::from_0)]
     pub clip: f64,
 
-    /// The largest value of a gradient's elements, either way; 0 clips nothing
-    #[arg(long, default_value_t = 0.0, value_parser = values::from_0)]
+    /// Largest absolute value of a gradient's elements, or 0
+    #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 0.0, value_parser = values::from_0)]
     pub clip_value: f64,
 
     #[command(flatten)]
     pub precision: PrecisionFlags,
 
-    /// Steps from one evaluation to the next, each over the whole validation data
-    #[arg(long, default_value_t = 250)]
+    /// Steps between evaluations
+    #[arg(long, value_name = "N", default_value_t = 250)]
     pub evaluate_every: usize,
 }
 
@@ -188,50 +201,50 @@ pub enum ScheduleFlag {
 }
 
 #[derive(Args)]
-#[command(next_help_heading = "Files")]
+#[command(next_help_heading = "Files and sample")]
 pub struct FileFlags {
-    /// Keep the run here (safetensors): weights, optimizer, position, losses
-    #[arg(long)]
+    /// Save the run here: weights, optimizer, position, losses
+    #[arg(long, value_name = "FILE")]
     pub checkpoint: Option<PathBuf>,
 
-    /// Steps from one checkpoint to the next [default: --evaluate-every]; there is one at the end in any case
-    #[arg(long, requires = "checkpoint")]
+    /// Steps between checkpoints [default: --evaluate-every]
+    #[arg(long, hide_short_help = true, requires = "checkpoint")]
     pub checkpoint_every: Option<NonZeroUsize>,
 
-    /// How many checkpoints to keep: the last, and those before it as FILE.1, the latest, FILE.2 and so on [default: 1]
-    #[arg(long, requires = "checkpoint")]
+    /// Checkpoints to keep, older ones as FILE.1, FILE.2 [default: 1]
+    #[arg(long, hide_short_help = true, requires = "checkpoint")]
     pub keep: Option<NonZeroUsize>,
 
-    /// Go on where the checkpoint stopped; give the other flags as before
+    /// Continue from the checkpoint, with the same flags
     #[arg(long, requires = "checkpoint")]
     pub resume: bool,
 
-    /// A folder for the loss curve: loss.svg and loss.csv
-    #[arg(long)]
+    /// Folder for the loss curve: loss.svg and loss.csv
+    #[arg(long, value_name = "FOLDER")]
     pub out: Option<PathBuf>,
 }
 
 #[derive(Args)]
-#[command(next_help_heading = "Sample")]
+#[command(next_help_heading = "Files and sample")]
 pub struct SampleFlags {
-    /// Tokens that the trained model writes at the end
-    #[arg(long, default_value_t = 400, value_parser = values::count_from_0())]
+    /// Tokens of the sample at the end
+    #[arg(long, value_name = "N", default_value_t = 400, value_parser = values::count_from_0())]
     pub sample: usize,
 
-    /// Under 1 likelier text, over 1 wilder; 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8, value_parser = values::from_0)]
+    /// Temperature; 0 takes the likeliest token
+    #[arg(long, value_name = "X", default_value_t = 0.8, value_parser = values::from_0)]
     pub temperature: f64,
 
-    /// Choose among this many of the likeliest tokens
-    #[arg(long)]
+    /// Sample from the k likeliest tokens
+    #[arg(long, hide_short_help = true, value_name = "K")]
     pub top_k: Option<usize>,
 
-    /// Choose among the likeliest tokens whose probabilities reach this sum
-    #[arg(long, value_parser = values::probability)]
+    /// Sample from the likeliest tokens of this total probability
+    #[arg(long, hide_short_help = true, value_name = "P", value_parser = values::probability)]
     pub top_p: Option<f64>,
 
-    /// The text that the sample continues [default: a line break]
-    #[arg(long, conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
+    /// Text that the sample continues [default: a line break]
+    #[arg(long, value_name = "TEXT", conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
     pub prompt: Option<String>,
 }
 

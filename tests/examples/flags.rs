@@ -516,7 +516,7 @@ const CASES: &[Case] = &[
 
 /// The long flags that a program's help lists.
 fn flags_of(name: &str) -> BTreeSet<String> {
-    let help = run(example(&format!("{name} --help"))).out;
+    let help = run(example(&format!("{name} --help-all"))).out;
     let flags = help.lines().filter_map(|line| {
         let line = line.trim_start();
         let line = line
@@ -528,10 +528,25 @@ fn flags_of(name: &str) -> BTreeSet<String> {
         Some(flag[..end.unwrap_or(flag.len())].to_string())
     });
     let mut flags: BTreeSet<String> = flags.collect();
-    for of_clap in ["help", "version"] {
+    for of_clap in ["help", "help-all", "version"] {
         assert!(flags.remove(of_clap), "{name}: {flags:?}");
     }
     flags
+}
+
+/// `--help` is a page: a line for each flag that is often needed, and commands.
+#[test]
+fn help_fits_a_page() {
+    for Case { name, .. } in CASES {
+        let help = run(example(&format!("{name} --help"))).out;
+        let widest = help.lines().map(|line| line.chars().count()).max();
+        assert!(widest <= Some(100), "{name}: {help}");
+        assert!(
+            help.lines().count() < 60,
+            "{name} has {} lines: {help}",
+            help.lines().count()
+        );
+    }
 }
 
 #[test]
