@@ -1,158 +1,214 @@
-//! What warm-up changed, by the rows.
+//! What warm-up changes: answers from runs of one configuration that differ in their number of warm-up steps.
 
-use tallow::report::{Fields, counted, list_in_note};
+use super::answers::Time;
+use serde::Deserialize;
+use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
-/// A mean that is no further from the warmest run's than this is as good.
-const NEAR_PERCENT: f64 = 5.0;
-
-/// Rows of one configuration's whole step, by how many steps came before the measured ones.
-struct Runs<'r> {
-    name: String,
-    rows: Vec<(u64, &'r Fields)>,
+/// A run, as the rows of its whole steps have it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Run {
+    pub warmup_steps: usize,
+    /// The measured steps.
+    pub samples_ms: Vec<f64>,
+    /// The steps before them.
+    pub warmup_ms: Vec<f64>,
+    pub first_step_page_faults: Option<u64>,
+    pub later_step_page_faults: Option<f64>,
+    pub first_step_threads: Option<u64>,
+    pub first_step_kernels_compiled: Option<u64>,
+    pub first_step_kernels_loaded: Option<u64>,
 }
 
-/// What the first steps cost and did, and how many warm-up steps suffice; with the names of the rows.
-pub fn notes(rows: &[Fields], names: &[String]) -> Vec<String> {
-    let all = runs(rows, names);
-    let mut notes = Vec::new();
-    let first: Vec<String> = all.iter().filter_map(first_step).collect();
-    if !first.is_empty() {
-        notes.push(list_in_note(
-            "The first step over the median of the measured ones",
-            &first,
-        ));
+impl Run {
+    fn time(&self) -> Option<Time> {
+        time(&self.samples_ms)
     }
-    let why: Vec<String> = all.iter().filter_map(what_it_did).collect();
-    if !why.is_empty() {
-        notes.push(list_in_note(
-            "What the first step did once and for all",
-            &why,
-        ));
+
+    /// All steps, in the order in which they ran.
+    fn steps(&self) -> Vec<f64> {
+        [&self.warmup_ms[..], &self.samples_ms].concat()
     }
-    let changed: Vec<String> = all.iter().filter_map(without).collect();
-    if !changed.is_empty() {
-        notes.push(list_in_note(
-            "What the mean is without warm-up, against that with most",
-            &changed,
-        ));
+
+    /// The first step and the median of the measured ones.
+    fn first_and_median(&self) -> Option<(f64, f64)> {
+        let median_ms = Statistics::new(&self.samples_ms).ok()?.median_ms;
+        Some((*self.steps().first()?, median_ms))
     }
-    let enough: Vec<String> = all.iter().filter_map(enough).collect();
-    if !enough.is_empty() {
-        let start =
-            format!("Warm-up after which the mean is within {NEAR_PERCENT}% of that with most");
-        notes.push(list_in_note(&start, &enough));
-    }
-    notes
 }
 
-/// Whole steps, joined over their warm-ups.
-fn runs<'r>(rows: &'r [Fields], names: &[String]) -> Vec<Runs<'r>> {
-    let mut all: Vec<Runs<'r>> = Vec::new();
-    for (row, name) in rows.iter().zip(names) {
-        let text = |key: &str| {
-            row.get(key)
-                .and_then(|value| value.as_str())
-                .unwrap_or_default()
-        };
-        let whole = match text("mode") {
-            "forward-backward" => "forward+backward",
-            "train-step" => "train step",
-            _ => "forward",
-        };
-        let Some(warmup) = row.get("warmup_steps").and_then(|n| n.as_u64()) else {
-            continue;
-        };
-        if text("phase") != whole || text("status") != "ok" {
-            continue;
-        }
-        let name = name.replace(&format!("warm-up {warmup} "), "");
-        match all.iter_mut().find(|runs| runs.name == name) {
-            Some(runs) => runs.rows.push((warmup, row)),
-            None => all.push(Runs {
-                name,
-                rows: vec![(warmup, row)],
-            }),
-        }
-    }
-    all
+fn time(samples_ms: &[f64]) -> Option<Time> {
+    let Statistics {
+        mean_ms, std_ms, n, ..
+    } = Statistics::new(samples_ms).ok()?;
+    Some(Time { mean_ms, std_ms, n })
 }
 
-fn number(row: &Fields, key: &str) -> Option<f64> {
-    row.get(key)?.as_f64()
+/// How many times as long `run` took as `longest`, the run with the longest warm-up.
+fn against(run: &Run, longest: &Run) -> Option<Speedup> {
+    let of = |run: &Run| Statistics::new(&run.samples_ms).ok();
+    Speedup::new(&of(run)?, &of(longest)?)
 }
 
-/// The run whose first step was the slowest: in one process only the first run of all is cold.
-fn coldest<'r>(runs: &Runs<'r>) -> Option<&'r Fields> {
-    let times = runs
-        .rows
-        .iter()
-        .filter_map(|(_, row)| Some((number(row, "first_step_ms")?, *row)));
-    times.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, row)| row)
-}
-
-fn first_step(runs: &Runs<'_>) -> Option<String> {
-    let row = coldest(runs)?;
-    let times = number(row, "first_step_ms")? / number(row, "median_ms")?;
-    Some(format!("{} {times:.2}x", runs.name))
-}
-
-fn what_it_did(runs: &Runs<'_>) -> Option<String> {
-    let row = coldest(runs)?;
-    let [pages, later] =
-        ["first_step_page_faults", "later_step_page_faults"].map(|key| number(row, key));
-    let others = [
-        ("first_step_threads", "thread"),
-        ("first_step_kernels_compiled", "source compiled"),
-        ("first_step_kernels_loaded", "module of kernels loaded"),
+/// The answers for the runs of one configuration. `is_isolated`: each run had its own process.
+pub fn answers(name: &str, runs: &[Run], is_isolated: bool) -> Vec<Answer> {
+    let mut runs = runs.to_vec();
+    runs.sort_by_key(|run| run.warmup_steps);
+    let of = |question: &str| match name {
+        "" | "all" => question.to_string(),
+        _ => format!("{question} ({name})"),
+    };
+    let all = [
+        ("What changes without warm-up?", without(&runs, is_isolated)),
+        ("Why does the first step take longer?", why(&runs)),
+        (
+            "Why can results after 1 or 2 warm-up steps still differ?",
+            after_few(&runs),
+        ),
+        ("How many warm-up steps are enough?", enough(&runs)),
     ];
-    let others = others.into_iter().filter_map(|(key, what)| {
-        let count = number(row, key).filter(|count| *count > 0.0)?;
-        let (noun, rest) = what.split_once(' ').unwrap_or((what, ""));
-        Some(
-            format!(" and {} {rest}", counted(count as usize, noun))
-                .trim_end()
-                .to_string(),
-        )
-    });
-    let others: String = others.collect();
+    let all = all.into_iter();
+    all.filter_map(|(question, answer)| Some(Answer::new(of(question), answer?)))
+        .collect()
+}
+
+/// What measuring the first step does to mean and standard deviation.
+pub fn without(runs: &[Run], is_isolated: bool) -> Option<String> {
+    let cold = runs.first().filter(|run| run.warmup_steps == 0)?;
+    let (measured, rest) = (cold.time()?, time(cold.samples_ms.get(1..)?)?);
+    let (first_ms, _) = cold.first_and_median()?;
+    if first_ms <= rest.mean_ms + 2.0 * rest.std_ms.unwrap_or(0.0) {
+        let why = match is_isolated {
+            true => "on this machine that step shows no cost of its own",
+            false => "this process was warm already; --isolate gives each run its own process",
+        };
+        return Some(format!(
+            "Nothing that these figures show: the first step took {first_ms:.2} ms, the others {rest}. Perhaps {why}."
+        ));
+    }
     Some(format!(
-        "{} {} new pages ({:.0} in a later step){others}",
-        runs.name, pages?, later?
+        "The first step is measured too. It took {first_ms:.2} ms, {:.1} times the mean of the others, and turns \
+         {rest} into {measured}: among n steps it adds (first - mean of the others) / n to the mean.",
+        first_ms / rest.mean_ms
     ))
 }
 
-/// The extreme runs, if there are two.
-fn ends<'r>(runs: &Runs<'r>) -> Option<(&'r Fields, u64, &'r Fields)> {
-    let (least, cold) = runs.rows.iter().min_by_key(|(warmup, _)| *warmup)?;
-    let (most, warm) = runs.rows.iter().max_by_key(|(warmup, _)| *warmup)?;
-    (least < most).then_some((*cold, *most, *warm))
-}
-
-fn without(runs: &Runs<'_>) -> Option<String> {
-    let (cold, _, warm) = ends(runs)?;
-    if cold.get("warmup_steps") != Some(&0.into()) {
-        return None;
+/// What the slowest first step did that later steps did not.
+pub fn why(runs: &[Run]) -> Option<String> {
+    let first = |run: &&Run| run.first_and_median().map_or(0.0, |(first_ms, _)| first_ms);
+    let run = runs.iter().max_by(|a, b| first(a).total_cmp(&first(b)))?;
+    let (first_ms, median_ms) = run.first_and_median()?;
+    let mut work = Vec::new();
+    if let Some((pages, later)) = run.first_step_page_faults.zip(run.later_step_page_faults)
+        && pages as f64 > later
+    {
+        work.push(format!(
+            "touched {} memory pages for the first time ({later:.0} in a later step)",
+            group_digits(pages)
+        ));
     }
-    let percent = 100.0 * (number(cold, "mean_ms")? / number(warm, "mean_ms")? - 1.0);
-    let by = if percent < 0.0 { "lower" } else { "higher" };
-    Some(format!("{} {:.0}% {by}", runs.name, percent.abs()))
+    let counts = [
+        ("started", run.first_step_threads, "thread"),
+        ("compiled", run.first_step_kernels_compiled, "kernel source"),
+        ("loaded", run.first_step_kernels_loaded, "kernel module"),
+    ];
+    let counts = counts.into_iter();
+    work.extend(counts.filter_map(|(did, count, noun)| {
+        let count = count.filter(|count| *count > 0)?;
+        Some(format!("{did} {}", counted(count as usize, noun)))
+    }));
+    let took = format!(
+        "The slowest first step took {first_ms:.2} ms, the median of its run is {median_ms:.2} ms."
+    );
+    Some(match work.is_empty() {
+        true => format!("{took} The counts of pages, threads and kernels do not explain it."),
+        false => format!(
+            "{took} It {}: work that later steps find done.",
+            work.join(", ")
+        ),
+    })
 }
 
-fn enough(runs: &Runs<'_>) -> Option<String> {
-    let (_, most, warm) = ends(runs)?;
-    let wanted = number(warm, "mean_ms")?;
-    let is_near = |row: &Fields| {
-        let mean = number(row, "mean_ms");
-        mean.is_some_and(|mean| 100.0 * (mean / wanted - 1.0).abs() <= NEAR_PERCENT)
+/// What steps 2 and 3 took, and whether the means after 1 and 2 warm-up steps differ.
+pub fn after_few(runs: &[Run]) -> Option<String> {
+    let longest = runs.last().filter(|run| run.warmup_steps > 2)?;
+    let few = runs.iter().filter(|run| [1, 2].contains(&run.warmup_steps));
+    let means = few.filter_map(|run| {
+        let verdict = match against(run, longest)?.verdict() {
+            Verdict::AsFast => "no difference",
+            Verdict::Unclear => "undecided",
+            Verdict::Faster => "slower",
+            Verdict::Slower => "faster",
+        };
+        Some(format!(
+            "after {} {} ({verdict})",
+            run.warmup_steps,
+            run.time()?
+        ))
+    });
+    let means: Vec<String> = means.collect();
+    let last = longest.time()?;
+    let usual_ms = last.mean_ms + 2.0 * last.std_ms.unwrap_or(0.0);
+    let early = longest.warmup_ms.get(1..3)?.iter().zip(2..);
+    let slow = early.filter(|(ms, _)| **ms > usual_ms);
+    let slow: Vec<String> = slow
+        .map(|(ms, step)| format!("step {step} took {ms:.2} ms"))
+        .collect();
+    let steps = match slow.is_empty() {
+        true => "steps 2 and 3 are not slower than the measured ones".to_string(),
+        false => slow.join(" and "),
     };
-    let mut sorted: Vec<&(u64, &Fields)> = runs.rows.iter().collect();
-    sorted.sort_by_key(|(warmup, _)| std::cmp::Reverse(*warmup));
-    let near = sorted.into_iter().take_while(|(_, row)| is_near(row));
-    let fewest = near.last().map_or(most, |(warmup, _)| *warmup);
-    let steps = counted(fewest as usize, "step");
-    Some(match fewest {
-        0 => format!("{} without any", runs.name),
-        _ if fewest == most => format!("{} not before {steps}", runs.name),
-        _ => format!("{} after {steps}", runs.name),
-    })
+    let compared = match means.is_empty() {
+        true => String::new(),
+        false => format!(
+            " Means: {}, after {} {last}.",
+            means.join(", "),
+            longest.warmup_steps
+        ),
+    };
+    Some(format!(
+        "One step need not be enough: the allocator's free blocks, caches and the clock frequency can take further \
+         steps to settle. In the run with {} warm-up steps, {steps} (mean plus two standard deviations of the measured \
+         steps: {usual_ms:.2} ms).{compared}",
+        longest.warmup_steps
+    ))
+}
+
+/// From how many warm-up steps on the means agree with that of the longest warm-up.
+pub fn enough(runs: &[Run]) -> Option<String> {
+    let (longest, others) = runs.split_last()?;
+    let most = longest.warmup_steps;
+    let others = others.iter().filter(|run| run.warmup_steps < most);
+    let others = others.map(|run| Some((run.warmup_steps, against(run, longest)?)));
+    let others: Vec<(usize, Speedup)> = others.collect::<Option<_>>()?;
+    let agrees = |speedup: &Speedup| speedup.verdict() == Verdict::AsFast;
+    let agreeing = others
+        .iter()
+        .rev()
+        .take_while(|(_, speedup)| agrees(speedup))
+        .count();
+    let (differing, agreeing) = others.split_at(others.len() - agreeing);
+    let words = differing
+        .iter()
+        .map(|(steps, speedup)| match speedup.verdict() {
+            Verdict::Unclear => format!("{steps}: undecided, {speedup}"),
+            Verdict::AsFast => format!("{steps}: no difference"),
+            _ => format!("{steps}: {speedup} of it"),
+        });
+    let words: Vec<String> = words.collect();
+    let below = match words.is_empty() {
+        true => String::new(),
+        false => format!(" With fewer: {}.", words.join("; ")),
+    };
+    let rule = "A mean agrees if 1 lies within two standard errors of the ratio, and these are at most 20% of it.";
+    match (agreeing.first(), others.is_empty()) {
+        (_, true) => None,
+        (Some((fewest, _)), _) => Some(format!(
+            "From {fewest} on, of those tried, the mean agrees with that after {most}.{below} {rule}"
+        )),
+        (None, _) => Some(format!(
+            "These figures do not decide: no mean after fewer than {most} warm-up steps agrees with that after {most}.\
+             {} {rule} More --steps, a longer warm-up and a quiet machine would.",
+            below.replace("With fewer", "Ratios")
+        )),
+    }
 }
