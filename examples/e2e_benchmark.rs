@@ -23,25 +23,23 @@ mod summary;
 #[path = "e2e_benchmark/warmup.rs"]
 mod warmup;
 
-use answers::{Pair, Time};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{
-    CompileFlag, ModeFlag, check_planned_flags, executed, execution_words, is_any, modes_with,
-    not_planned, optimizer_words,
+    CompileFlag, ModeFlag, check_planned_flags, executed, is_any, modes_with, not_planned,
+    optimizer_words,
 };
 use common::precision::PrecisionFlags;
 use common::{Common, Effects, Output, Sweep, phases, stdout, values, words};
-use serde::Deserialize;
 use std::process::ExitCode;
-use summary::{Compared, find};
+use summary::Compared;
 use tallow::bench::{EndToEnd, OptimizerChoice, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::optim::{AdamWConfig, Moments};
 use tallow::precision::Precision;
-use tallow::report::{Answer, Column, Fields, Format, Report, counted};
+use tallow::report::{Answer, Fields, Format, Report, counted};
 use tallow::{Result, hardware};
 
 const EXAMPLES: &str = "Examples:
@@ -212,14 +210,11 @@ impl Flags {
             return isolated::answer(&rows.collect::<Result<Vec<_>>>()?.concat());
         }
         let compared = self.compared(&precisions);
-        let columns = match self.view {
-            View::Summary => compared.columns(models.len() > 1, self.is_about_warmup()),
-            View::Phases => phase_columns(&device),
-        };
+        let columns = compared.columns(models.len() > 1, self.is_about_warmup());
         self.output.check_columns([columns.clone()])?;
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&models, &precisions),
+            configuration: self.configuration(&models),
             columns,
             ..Default::default()
         };
@@ -251,7 +246,7 @@ impl Flags {
                 labelled.insert("device", self.common.device.as_str());
                 labelled
             }));
-            self.add_lines(&mut report, &compared);
+            report.lines = compared.lines(&report.rows);
             self.output.save_so_far(&report)?;
         }
         if self.isolate {
@@ -261,7 +256,7 @@ impl Flags {
                 let mfu = rate.zip(peak_flops).map(|(rate, peak)| 100.0 * rate / peak);
                 row.insert("mfu_percent", mfu);
             }
-            self.add_lines(&mut report, &compared);
+            report.lines = compared.lines(&report.rows);
         }
         let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         report.configuration.insert("peak for MFU", peak);
@@ -279,13 +274,6 @@ impl Flags {
         self.isolate || self.warmup_steps.len() > 1
     }
 
-    /// The lines of the summary; the other view shows the rows themselves.
-    fn add_lines(&self, report: &mut Report, compared: &Compared) {
-        if self.view == View::Summary {
-            report.lines = compared.lines(&report.rows);
-        }
-    }
-
     /// Executions or precisions, next to each other.
     fn compared(&self, precisions: &[Precision]) -> Compared {
         let mut executions: Vec<String> = Vec::new();
@@ -298,7 +286,7 @@ impl Flags {
             }
         }
         let precisions = precisions.iter().map(|p| p.name().to_string());
-        Compared::new(executions, precisions.collect())
+        Compared::new(executions, precisions.collect(), self.view == View::Phases)
     }
 
     /// How the table is read.
@@ -317,17 +305,10 @@ impl Flags {
             );
         }
         if modes.len() > 1 {
-            let longest = match modes.contains(&Mode::TrainStep) {
-                true => "the training step",
-                false => "forward-backward",
-            };
-            notes.push(match self.view {
-                View::Summary => format!(
-                    "In lines of a configuration, memory and tokens/s are of the longest mode measured, here {longest}; \
-                     in lines of a phase, memory is its mode's."
-                ),
-                View::Phases => "Memory is of the row's mode, not of its phase alone.".into(),
-            });
+            notes.push(
+                "Memory and tokens/s are of the longest mode in the line, for instance of the training step."
+                    .into(),
+            );
         }
         if precisions.iter().any(|p| *p != Precision::F32) {
             notes.push("MFU is relative to the peak in f32, whatever the precision.".into());
@@ -338,89 +319,16 @@ impl Flags {
 
     /// What the rows say about the handout's questions.
     fn answers(&self, rows: &[Fields], compared: &Compared) -> Vec<Answer> {
-        let names = words::names(rows);
-        let named = rows.iter().zip(&names);
-        let timed = named.filter_map(|(row, name)| Some((name.clone(), row.read::<Time>()?)));
-        let timed: Vec<(String, Time)> = timed.collect();
-        let mut answers = Vec::new();
-        let mut add = |question: &str, answer: Option<String>| {
-            answers.extend(answer.map(|answer| Answer::new(question, answer)));
+        let question = match compared.field {
+            "execution" => "How do planned steps compare with eager ones?",
+            _ => "What does half precision change?",
         };
-        add(
-            "How long do forward and backward take?",
-            answers::durations(&self.durations(rows)),
-        );
-        add(
-            "Is the variability between steps high, or is the standard deviation small?",
-            answers::variability(&timed),
-        );
-        if compared.is_any() {
-            let question = match compared.field {
-                "execution" => "How do planned steps compare with eager ones?",
-                _ => "What does half precision change?",
-            };
-            add(question, answers::comparison(&pairs(rows, compared)));
-        }
+        let all = compared.measured(rows);
+        let mut answers = answers::answers(&all, compared.is_any().then_some(question));
         if self.is_about_warmup() {
-            answers.extend(self.warmup_answers(rows));
+            answers.extend(warmup::answers(&all, self.isolate));
         }
         answers
-    }
-
-    /// Forward and backward of the same steps, or forward alone, of each configuration.
-    fn durations(&self, rows: &[Fields]) -> Vec<(String, Time, Option<Time>)> {
-        let alone = Compared::new(vec![String::new()], vec![String::new()]);
-        let all = alone.configurations(rows);
-        let firsts: Vec<Fields> = all.iter().map(|own| without_phase(own[0])).collect();
-        let names = words::names(&firsts);
-        let all = all.iter().zip(names).filter_map(|(own, name)| {
-            let of = |modes: &[&str], phase| find(own, modes, phase)?.read::<Time>();
-            let name = if firsts.len() == 1 {
-                String::new()
-            } else {
-                name
-            };
-            let modes = ["forward-backward", "train-step"];
-            let both = of(&modes, "forward").zip(of(&modes, "backward"));
-            let forward = || of(&["forward", "forward-keeping-graph"], "forward");
-            match both {
-                Some((forward, backward)) => Some((name, forward, Some(backward))),
-                None => Some((name, forward()?, None)),
-            }
-        });
-        all.collect()
-    }
-
-    /// The answers on warm-up, of the whole steps of each configuration.
-    fn warmup_answers(&self, rows: &[Fields]) -> Vec<Answer> {
-        let is_step = |row: &&Fields| {
-            let is = |key: &str, value: &str| row.get(key) == Some(&value.into());
-            is("phase", "train step") || is("phase", "forward+backward") || is("mode", "forward")
-        };
-        let steps: Vec<&Fields> = rows.iter().filter(is_step).collect();
-        let unlabelled: Vec<Fields> = steps
-            .iter()
-            .map(|row| {
-                let mut row = (*row).clone();
-                row.insert("warmup_steps", 0);
-                row
-            })
-            .collect();
-        let mut all: Vec<(String, Vec<warmup::Run>)> = Vec::new();
-        for (row, name) in steps.iter().zip(words::names(&unlabelled)) {
-            let Some(run) = row.read::<warmup::Run>() else {
-                continue;
-            };
-            match all.iter_mut().find(|(other, _)| *other == name) {
-                Some((_, runs)) => runs.push(run),
-                None => all.push((name, vec![run])),
-            }
-        }
-        let is_one = all.len() == 1;
-        let answers = all.iter().flat_map(|(name, runs)| {
-            warmup::answers(if is_one { "" } else { name }, runs, self.isolate)
-        });
-        answers.collect()
     }
 
     /// Every combination of the flags' lists for one model.
@@ -485,24 +393,10 @@ impl Flags {
         }
     }
 
-    fn configuration(&self, models: &[Model], precisions: &[Precision]) -> Fields {
-        let mut parameters: Vec<&str> = precisions
-            .iter()
-            .map(|precision| precision.parameter_dtype().as_str())
-            .collect();
-        parameters.dedup();
-        let precisions: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
-        let attention: Vec<&str> = self.variants.attention.iter().map(|a| a.name()).collect();
-        let checkpointing = self.variants.checkpoint.iter();
-        let checkpointing: Vec<String> = checkpointing.map(|c| c.to_string()).collect();
+    fn configuration(&self, models: &[Model]) -> Fields {
         let optimizer = optimizer_words(self.optimizer().name(), self.optimizer_in_backward);
         let mut fields = describe(models);
         fields
-            .insert("parameters", parameters.join(", "))
-            .insert("precision", precisions.join(", "))
-            .insert("attention", attention.join(", "))
-            .insert("checkpointing", checkpointing.join(", "))
-            .insert("execution", execution_words(self.compile))
             .insert("optimizer", optimizer)
             .insert("steps", self.steps)
             .insert("FLOPs", flops::FORMULA);
@@ -540,106 +434,4 @@ fn title(name: &str, run: &EndToEnd) -> String {
         run.mode.name(),
         run.warmup_steps
     )
-}
-
-/// The labels of a row's configuration.
-fn without_phase(row: &Fields) -> Fields {
-    let keys = row
-        .iter()
-        .filter(|(key, _)| !["mode", "phase"].contains(key));
-    let keys = keys.map(|(key, value)| (key, value.clone()));
-    keys.collect()
-}
-
-/// What is compared in forward, backward and optimizer, and the whole step, of each configuration.
-fn pairs(rows: &[Fields], compared: &Compared) -> Vec<Pair> {
-    const PARTS: [(&[&str], &str); 4] = [
-        (&["forward", "forward-keeping-graph"], "forward"),
-        (&["forward-backward"], "forward+backward"),
-        (&["train-step"], phases::UPDATE),
-        (&["train-step"], "train step"),
-    ];
-    #[derive(Deserialize)]
-    struct Peak {
-        peak_bytes: u64,
-    }
-    let all = compared.configurations(rows);
-    let firsts: Vec<Fields> = all.iter().map(|own| without_phase(own[0])).collect();
-    let names = words::names(&firsts);
-    let is_one = firsts.len() == 1;
-    let mut pairs = Vec::new();
-    for (own, name) in all.iter().zip(names) {
-        let side = |value: &String| {
-            let is_own = |row: &&&Fields| row.get(compared.field) == Some(&value.as_str().into());
-            own.iter().filter(is_own).copied().collect::<Vec<_>>()
-        };
-        for value in &compared.values[1..] {
-            let sides = [side(&compared.values[0]), side(value)];
-            for (modes, phase) in PARTS {
-                let [first, other] = sides.each_ref().map(|rows| find(rows, modes, phase));
-                let Some((first, other)) = first.zip(other) else {
-                    continue;
-                };
-                let times = first.read::<Time>().zip(other.read::<Time>());
-                let peak = |row: &Fields| Some(row.read::<Peak>()?.peak_bytes);
-                pairs.extend(times.map(|times| {
-                    Pair {
-                        name: if is_one {
-                            String::new()
-                        } else {
-                            format!("{name}: ")
-                        },
-                        phase: phase.into(),
-                        other: value.clone(),
-                        first: compared.values[0].clone(),
-                        times,
-                        peaks: peak(first)
-                            .zip(peak(other))
-                            .filter(|_| phase != phases::UPDATE),
-                    }
-                }));
-            }
-        }
-    }
-    pairs
-}
-
-/// The columns of a row for each phase.
-fn phase_columns(device: &Device) -> Vec<Column> {
-    // The memory of the process; on a GPU, of its pool.
-    let held = match device.is_cpu() {
-        true => Column::mib("resident_peak_bytes", "Resident peak").minor(6),
-        false => Column::mib("reserved_peak_bytes", "Reserved peak").minor(2),
-    };
-    vec![
-        Column::text("size", "Model"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
-        Column::text("attention", "Attention"),
-        Column::text("checkpointing", "Checkpointing"),
-        Column::text("execution", "Execution"),
-        Column::text("precision", "Precision"),
-        Column::text("warmup_steps", "Warm-up"),
-        Column::text("mode", "Mode"),
-        Column::text("phase", "Phase"),
-        Column::text("graph", "Graph").minor(6),
-        Column::text("status", "Status"),
-        Column::ms("mean_ms", "Mean"),
-        Column::ms("std_ms", "Std"),
-        Column::ms("first_step_ms", "First step").minor(4),
-        Column::ms("min_ms", "Min").minor(4),
-        Column::ms("max_ms", "Max").minor(4),
-        Column::ms("median_ms", "Median").minor(3),
-        Column::number("cv_percent", "CV", "%", 1).minor(3),
-        Column::count("tokens_per_s", "Tokens/s").minor(2),
-        Column::number("flops_per_s", "Rate", "GFLOP/s", 1)
-            .scaled(1e9)
-            .minor(5),
-        Column::number("mfu_percent", "MFU", "%", 1).minor(5),
-        Column::mib("peak_bytes", "Peak").minor(2),
-        Column::mib("allocated_bytes", "After the step").minor(6),
-        held,
-        Column::mib("estimate_bytes", "Estimate").minor(7),
-        Column::mib("available_bytes", "Available").minor(8),
-    ]
 }

@@ -214,6 +214,7 @@ impl Flags {
             ..Default::default()
         };
         let mut kept = Ok(()); // a file that fails does not cost the table
+        let mut answers = Vec::new();
         let mut sweep = Sweep::new(runs.len())?;
         for run in &runs {
             if !sweep.begins(run.title()) {
@@ -221,12 +222,14 @@ impl Flags {
             }
             match self.profiled(run, &device)? {
                 Ok(profiled) => {
-                    self.add(&mut report, run, &profiled, runs.len() == 1)?;
+                    let own = self.add(&mut report, run, &profiled)?;
+                    answers.push((run, own));
                     kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
                 }
                 Err(refusal) => add_oom(&mut report, run, &refusal),
             }
         }
+        report.answers = named_answers(answers);
         report.notes.extend(not_planned(self.compile, &precisions));
         report.notes.extend(general_notes(self.reference_ops));
         report.notes.extend(words::out_of_memory(&report.rows));
@@ -352,13 +355,7 @@ impl Flags {
     }
 
     /// Adds the run's rows, and what follows from them.
-    fn add(
-        &self,
-        report: &mut Report,
-        run: &Run,
-        profiled: &Profiled,
-        is_only: bool,
-    ) -> Result<()> {
+    fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<Vec<Answer>> {
         let selection = Selection {
             phase: self.phase.clone(),
             within: self.within.clone(),
@@ -370,7 +367,7 @@ impl Flags {
             // One mode has no backward, another has.
             Err(error @ Error::Data { .. }) => {
                 report.notes.push(format!("{}: {error}.", run.title()));
-                return Ok(());
+                return Ok(Vec::new());
             }
             Err(error) => return Err(error),
         };
@@ -383,17 +380,11 @@ impl Flags {
         let line = Fields::of(&figures.line)?;
         report.lines.push(run.labelled("ok", line));
         report.details.push(self.table(run, &summary));
-        let title = run.title();
-        let answers = answers::answers(&figures).into_iter();
-        report.answers.extend(answers.map(|own| match is_only {
-            true => own,
-            false => Answer::new(format!("{} ({title})", own.question), own.answer),
-        }));
         let by_part = by_part::table(&run.title(), &profiled.recording)?;
         if !by_part.rows.is_empty() {
             report.details.push(by_part);
         }
-        Ok(())
+        Ok(answers::answers(&figures))
     }
 
     /// A run's ops for people, the longest first.
@@ -461,6 +452,21 @@ impl Flags {
         }
         fields
     }
+}
+
+/// The answers of all runs, each with its run's name if there are several.
+fn named_answers(all: Vec<(&Run, Vec<Answer>)>) -> Vec<Answer> {
+    let labels = all.iter().map(|(run, _)| run.labelled("ok", Fields::new()));
+    let names = words::names(&labels.collect::<Vec<_>>());
+    let is_one = all.len() == 1;
+    let named = all.into_iter().zip(names).flat_map(|((run, own), name)| {
+        let name = format!("{} {}", name.trim_start_matches("all"), run.run.mode.name());
+        own.into_iter().map(move |own| match is_one {
+            true => own,
+            false => Answer::new(format!("{} ({})", own.question, name.trim()), own.answer),
+        })
+    });
+    named.collect()
 }
 
 /// A line for each run.

@@ -117,11 +117,6 @@ impl ModelFlags {
         );
         report.notes.push(averages(&report.lines));
         report.notes.extend(words::noisy(&report.rows));
-        let executions = EXECUTIONS.map(|execution| execution.name().to_string());
-        let by = [("configuration", "B-T-d-L-H")];
-        report
-            .details
-            .push(phases::table(&report.rows, &by, "execution", &executions));
         report.details.push(why::table(setting, counts));
         Ok(report)
     }

@@ -1,8 +1,9 @@
 //! The table for people: a line for each configuration, its phases next to each other. Where executions or precisions
 //! are compared, a line for each phase, what is compared next to each other with the speed-up.
 
+use super::answers::Measured;
 use super::phases::UPDATE;
-use super::words::speedup_cell;
+use super::words::{names, speedup_cell};
 use serde::Deserialize;
 use tallow::report::{Column, Fields, mean_and_std, pivot, speedup};
 
@@ -77,17 +78,24 @@ fn place(row: &Fields) -> Option<usize> {
 /// The field in which runs are compared, and its values: one if none are.
 pub struct Compared {
     pub field: &'static str,
-    pub values: Vec<String>,
+    values: Vec<String>,
+    /// Whether each phase gets a line, with all statistics if nothing is compared.
+    by_phase: bool,
 }
 
 impl Compared {
     /// Executions, or precisions if there is one execution.
-    pub fn new(executions: Vec<String>, precisions: Vec<String>) -> Self {
+    pub fn new(executions: Vec<String>, precisions: Vec<String>, by_phase: bool) -> Self {
         let (field, values) = match executions.len() {
             1 => ("precision", precisions),
             _ => ("execution", executions),
         };
-        Self { field, values }
+        let by_phase = by_phase || values.len() > 1;
+        Self {
+            field,
+            values,
+            by_phase,
+        }
     }
 
     /// Whether there is anything to compare.
@@ -101,7 +109,7 @@ impl Compared {
     }
 
     /// The rows of each configuration, in their order.
-    pub fn configurations<'r>(&self, rows: &'r [Fields]) -> Vec<Vec<&'r Fields>> {
+    fn configurations<'r>(&self, rows: &'r [Fields]) -> Vec<Vec<&'r Fields>> {
         let by: Vec<&str> = self.labels().map(|(field, _)| field).collect();
         let mut all: Vec<Vec<&Fields>> = Vec::new();
         for row in rows {
@@ -118,7 +126,7 @@ impl Compared {
     /// The lines of `rows`.
     pub fn lines(&self, rows: &[Fields]) -> Vec<Fields> {
         let all = self.configurations(rows).into_iter();
-        match self.is_any() {
+        match self.by_phase {
             true => all.flat_map(|own| self.phases(&own)).collect(),
             false => all.map(|own| configuration(&own)).collect(),
         }
@@ -165,8 +173,8 @@ impl Compared {
             .labels()
             .map(|(key, title)| Column::text(key, title))
             .collect();
-        match self.is_any() {
-            true => columns.extend(self.compared_columns()),
+        match self.by_phase {
+            true => columns.extend(self.phase_columns()),
             false => columns.extend(time_columns(is_about_warmup)),
         }
         if has_several_models {
@@ -178,22 +186,62 @@ impl Compared {
         columns
     }
 
-    fn compared_columns(&self) -> Vec<Column> {
+    fn phase_columns(&self) -> Vec<Column> {
         let mut columns = vec![Column::text("mode", "Mode"), Column::text("phase", "Phase")];
         for (i, value) in self.values.iter().enumerate() {
-            columns.push(Column::ms(value, value).under("Time"));
+            let time = Column::ms(value, value).under("Time");
+            columns.push(match self.is_any() {
+                true => time,
+                false => Column::ms(value, "Time"),
+            });
             if i > 0 {
                 let key = format!("speed-up {value}");
                 columns.push(Column::number(key, "speed-up", "", 2).under("Time"));
             }
         }
-        let peaks = self.values.iter();
-        columns.extend(peaks.map(|value| {
-            Column::mib(format!("peak {value}"), value)
-                .under("Peak")
-                .minor(1)
-        }));
+        if self.is_any() {
+            let peaks = self.values.iter();
+            let peak = |value| Column::mib(format!("peak {value}"), value).under("Peak");
+            columns.extend(peaks.map(|value| peak(value).minor(1)));
+            return columns;
+        }
+        columns.extend([
+            Column::ms("min_ms", "Min").minor(2),
+            Column::ms("max_ms", "Max").minor(2),
+            Column::ms("median_ms", "Median").minor(1),
+            Column::number("cv_percent", "CV", "%", 1).minor(1),
+            Column::ms("first_step_ms", "First step").minor(4),
+            Column::count("tokens_per_s", "Tokens/s").minor(3),
+            Column::number("flops_per_s", "Rate", "GFLOP/s", 1)
+                .scaled(1e9)
+                .minor(4),
+            Column::number("mfu_percent", "MFU", "%", 1).minor(4),
+            Column::mib("peak_bytes", "Peak").minor(1),
+            Column::mib("reserved_peak_bytes", "Reserved").minor(5),
+            Column::mib("resident_peak_bytes", "Resident peak").minor(6),
+            Column::mib("allocated_bytes", "After the step").minor(6),
+            Column::mib("estimate_bytes", "Estimate").minor(5),
+        ]);
         columns
+    }
+
+    /// The rows that were measured, named for answers.
+    pub fn measured(&self, rows: &[Fields]) -> Vec<Measured> {
+        let own = [self.field, "mode", "phase", "warmup_steps", "status"];
+        let labels = rows.iter().map(|row| {
+            let labels = row.iter().filter(|(key, _)| !own.contains(key));
+            labels.map(|(key, value)| (key, value.clone())).collect()
+        });
+        let names = names(&labels.collect::<Vec<Fields>>());
+        let named = rows.iter().zip(names).filter_map(|(row, name)| {
+            let value = row.get(self.field).and_then(|value| value.as_str());
+            Some(Measured {
+                name: if name == "all" { String::new() } else { name },
+                value: value.filter(|_| self.is_any()).unwrap_or_default().into(),
+                ..row.read()?
+            })
+        });
+        named.filter(|own| !own.samples_ms.is_empty()).collect()
     }
 }
 
@@ -233,7 +281,7 @@ fn configuration(rows: &[&Fields]) -> Fields {
 }
 
 /// The row of a time, of the first of `modes` that ran.
-pub fn find<'r>(rows: &[&'r Fields], modes: &[&str], phase: &str) -> Option<&'r Fields> {
+fn find<'r>(rows: &[&'r Fields], modes: &[&str], phase: &str) -> Option<&'r Fields> {
     let of = |mode: &&str| {
         let is_own = |row: &&&Fields| {
             let part = part(row);

@@ -16,14 +16,20 @@ pub fn answers(figures: &Figures) -> Vec<Answer> {
         (true, _) => "forward and backward",
         _ => "forward",
     };
-    let unsteady = figures
+    let cv = figures
         .timed
         .last()
         .and_then(|timed| unsteady(&timed.profiler));
-    let with_doubt = |answer: String| match &unsteady {
-        Some(doubt) => format!("{answer} {doubt}"),
+    let with_doubt = |answer: String| match cv {
+        Some(cv) => format!("{answer} Undecided: the recorded steps vary by {cv:.0}%, see (a)."),
         None => answer,
     };
+    let doubt = cv.map_or(String::new(), |cv| {
+        format!(
+            " The standard deviation of the recorded steps is {cv:.0}% of their mean: shares of their time do not \
+             decide. More --steps on a quiet machine would."
+        )
+    });
     let busy = figures
         .busy_and_idle_ms
         .map_or(String::new(), |(busy, idle)| {
@@ -33,7 +39,7 @@ pub fn answers(figures: &Figures) -> Vec<Answer> {
     let all = [
         (
             "(a) How long is forward? Does the profile match the stopwatch?",
-            matches(&figures.timed, figures.ranges_per_step).map(|answer| answer + &busy),
+            matches(&figures.timed, figures.ranges_per_step).map(|answer| answer + &busy + &doubt),
         ),
         (
             "(b) What takes the most time in forward, and is it the same with backward?",
@@ -62,15 +68,10 @@ pub fn answers(figures: &Figures) -> Vec<Answer> {
         .collect()
 }
 
-/// Says that shares of the time are not settled, where the recorded steps vary too much.
-fn unsteady(steps: &Time) -> Option<String> {
+/// The standard deviation of steps in percent of their mean, if shares of their time say little.
+fn unsteady(steps: &Time) -> Option<f64> {
     let cv = 100.0 * steps.std_ms? / steps.mean_ms;
-    (cv > STEADY_PERCENT).then(|| {
-        format!(
-            "But the standard deviation of the recorded steps is {cv:.0}% of their mean: these figures do not decide. \
-             More --steps on a quiet machine would."
-        )
-    })
+    (cv > STEADY_PERCENT).then_some(cv)
 }
 
 fn words(time: &Time) -> String {

@@ -283,8 +283,8 @@ fn unsteady_steps_leave_shares_open() {
         }),
         ..Default::default()
     };
-    assert!(said(&with(9.0)).contains("is 90% of their mean: these figures do not decide."));
-    assert!(!said(&with(1.0)).contains("do not decide"));
+    assert!(said(&with(9.0)).contains("is 90% of their mean: shares of their time do not decide."));
+    assert!(!said(&with(1.0)).contains("decide"));
 }
 
 #[test]
