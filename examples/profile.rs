@@ -37,7 +37,7 @@ mod runs;
 use clap::{Parser, ValueEnum};
 use common::effects::{is_for_people, names_gpu};
 use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{CompileFlag, ModeFlag, executed, execution_words, is_any, modes, not_planned};
+use common::modes::{CompileFlag, ModeFlag, executed, is_any, modes, not_planned};
 use common::outputs::named;
 use common::precision::PrecisionFlags;
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
@@ -209,7 +209,7 @@ impl Flags {
         }
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&models, &precisions),
+            configuration: self.configuration(&models),
             columns: summary_columns(device.is_cuda()),
             ..Default::default()
         };
@@ -234,9 +234,11 @@ impl Flags {
         report.notes.extend(general_notes(self.reference_ops));
         report.notes.extend(words::out_of_memory(&report.rows));
         report.notes.extend(sweep.note());
-        report
-            .environment
-            .insert("reference ops", self.reference_ops_named());
+        let references = match self.reference_ops {
+            true => "all, as asked for".into(),
+            false => common::fallbacks(),
+        };
+        report.environment.insert("reference ops", references);
         let published = self.output.publish(&report);
         kept.and(published)
     }
@@ -271,13 +273,6 @@ impl Flags {
             Some(ByFlag::Kernel) => Grouping::Kernel,
             None if recording.kernels.is_empty() => Grouping::Name,
             None => Grouping::Kernel,
-        }
-    }
-
-    fn reference_ops_named(&self) -> String {
-        match self.reference_ops {
-            true => "all, as asked for".into(),
-            false => common::fallbacks(),
         }
     }
 
@@ -434,22 +429,13 @@ impl Flags {
         Ok(())
     }
 
-    fn configuration(&self, models: &[Model], precisions: &[Precision]) -> Fields {
+    fn configuration(&self, models: &[Model]) -> Fields {
         let mut fields = describe(models);
-        let precisions: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
-        fields.insert("precision", precisions.join(", "));
-        let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
-        fields.insert("attention", attention.join(", "));
-        fields.insert("execution", execution_words(self.compile));
         fields.insert("optimizer", "adamw");
         fields.insert("warm-up steps", self.warmup_steps);
         fields.insert("steps", self.steps);
-        if let Some(phase) = &self.phase {
-            fields.insert("phase", phase.as_str());
-        }
-        if let Some(within) = &self.within {
-            fields.insert("within", within.as_str());
-        }
+        fields.insert("phase", self.phase.clone());
+        fields.insert("within", self.within.clone());
         fields
     }
 }

@@ -5,7 +5,7 @@ use super::answers::Measured;
 use super::phases::UPDATE;
 use super::words::{names, speedup_cell};
 use serde::Deserialize;
-use tallow::report::{Column, Fields, mean_and_std, pivot, speedup};
+use tallow::report::{Column, Fields, mean_and_std, speedup};
 
 /// A time in the table: its heading, the modes that measure it (the first that ran counts) and its phase; and how soon
 /// its column is dropped.
@@ -56,18 +56,14 @@ const PHASES: [&str; 6] = [
 ];
 
 /// What names a row among those of one configuration.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize, PartialEq)]
 struct Part {
     mode: String,
     phase: String,
 }
 
 fn part(row: &Fields) -> Part {
-    let none = Part {
-        mode: String::new(),
-        phase: String::new(),
-    };
-    row.read().unwrap_or(none)
+    row.read().unwrap_or_default()
 }
 
 /// A row's place among its mode's.
@@ -133,38 +129,36 @@ impl Compared {
     }
 
     /// A line for each phase of a configuration.
-    fn phases(&self, own: &[&Fields]) -> Vec<Fields> {
-        let mut rows: Vec<Fields> = own.iter().map(|row| (*row).clone()).collect();
-        let modes: Vec<String> = own.iter().map(|row| part(row).mode).collect();
-        rows.sort_by_key(|row| {
-            let mode = part(row).mode;
-            (modes.iter().position(|other| *other == mode), place(row))
-        });
-        let mut lines = pivot(&rows, &["mode", "phase"], self.field, mean_and_std);
-        for line in &mut lines {
-            let of = |value: &String| {
-                let is_own = |row: &&Fields| {
-                    let keys = ["mode", "phase"].iter();
-                    keys.clone().all(|key| row.get(key) == line.get(key))
-                        && row.get(self.field) == Some(&value.as_str().into())
-                };
-                rows.iter().find(is_own)
-            };
-            let sides: Vec<(&String, Option<&Fields>)> =
-                self.values.iter().map(|value| (value, of(value))).collect();
-            let mut cells = Fields::new();
-            for (value, row) in &sides {
-                let ratio = sides[0]
-                    .1
-                    .zip(*row)
-                    .and_then(|(first, row)| speedup(first, row));
-                cells.insert(format!("speed-up {value}"), speedup_cell(ratio));
-                let peak = row.and_then(|row| row.get("peak_bytes"));
-                cells.insert(format!("peak {value}"), peak.cloned());
+    fn phases(&self, rows: &[&Fields]) -> Vec<Fields> {
+        let mut parts: Vec<Part> = Vec::new();
+        for part in rows.iter().map(|row| part(row)) {
+            if !parts.contains(&part) {
+                parts.push(part);
             }
-            line.merge(cells);
         }
-        lines
+        let line = |own: &Part| {
+            let own: Vec<&Fields> = rows
+                .iter()
+                .copied()
+                .filter(|row| part(row) == *own)
+                .collect();
+            let of = |value: &String| {
+                let is_own = |row: &&&Fields| row.get(self.field) == Some(&value.as_str().into());
+                own.iter().find(is_own).copied()
+            };
+            let first = of(&self.values[0]);
+            let mut line = own[0].clone();
+            for value in &self.values {
+                let row = of(value);
+                let ratio = first.zip(row).and_then(|(first, row)| speedup(first, row));
+                let peak = row.and_then(|row| row.get("peak_bytes"));
+                line.insert(value, row.map(mean_and_std));
+                line.insert(format!("speed-up {value}"), speedup_cell(ratio));
+                line.insert(format!("peak {value}"), peak.cloned());
+            }
+            line
+        };
+        parts.iter().map(line).collect()
     }
 
     /// The columns. The first step's time is needed if warm-up is varied, and models' sizes if there are several.

@@ -1,7 +1,7 @@
 //! What warm-up changes: answers from runs of one configuration that differ in their number of warm-up steps.
 
 use super::answers::{Measured, ms};
-use tallow::report::{Answer, Statistics, Verdict, counted, group_digits};
+use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
 /// The answers for each configuration and mode. `is_isolated`: each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
@@ -44,6 +44,14 @@ fn first_ms(run: &Measured) -> Option<f64> {
 fn usual_ms(samples_ms: &[f64]) -> Option<f64> {
     let own = Statistics::new(samples_ms).ok()?;
     Some(own.mean_ms + 2.0 * own.std_ms.unwrap_or(0.0))
+}
+
+/// What the ratio shows. One outlier can make a ratio leave 1: without a small error it decides nothing.
+fn verdict(ratio: &Speedup) -> Verdict {
+    match ratio.is_clear() {
+        true => ratio.verdict(),
+        false => Verdict::Unclear,
+    }
 }
 
 /// What measuring the first step does to mean and standard deviation.
@@ -127,7 +135,7 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
     };
     let few = runs.iter().filter(|run| [1, 2].contains(&run.warmup_steps));
     let means = few.filter_map(|run| {
-        let verdict = match run.over(longest)?.verdict() {
+        let verdict = match verdict(&run.over(longest)?) {
             Verdict::AsFast => "no difference",
             Verdict::Unclear => "undecided",
             Verdict::Faster => "longer",
@@ -159,18 +167,16 @@ pub fn enough(runs: &[Measured]) -> Option<String> {
     let agrees = others
         .iter()
         .rev()
-        .take_while(|(_, ratio)| ratio.verdict() == Verdict::AsFast);
+        .take_while(|(_, ratio)| verdict(ratio) == Verdict::AsFast);
     let (differing, agreeing) = others.split_at(others.len() - agrees.count());
-    let words = differing
-        .iter()
-        .map(|(steps, ratio)| match ratio.verdict() {
-            Verdict::Unclear => format!("after {steps} undecided ({ratio})"),
-            _ => format!("after {steps} {ratio} as long"),
-        });
+    let words = differing.iter().map(|(steps, ratio)| match verdict(ratio) {
+        Verdict::Unclear => format!("after {steps} undecided ({ratio})"),
+        _ => format!("after {steps} {ratio} as long"),
+    });
     let fewer = words.collect::<Vec<_>>().join(", ");
     let rule = "Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.";
     let nearest = others.last()?;
-    Some(match (agreeing.first(), nearest.1.verdict()) {
+    Some(match (agreeing.first(), verdict(&nearest.1)) {
         (Some((fewest, _)), _) if fewer.is_empty() => {
             format!(
                 "{fewest}, of those tried: the means do not differ from that after {most}. {rule}"
