@@ -1,9 +1,8 @@
-//! Where a step's time goes: a GPU's kernels as nsys lists them, on the CPU ops, what candle spends between them, and
-//! what follows.
+//! Where the time of a step goes: kernels on a GPU as nsys lists them, ops on the CPU, and the answers to the
+//! handout's questions.
 //!
-//! On a GPU of NVIDIA's kernels are recorded by CUPTI, a library of the CUDA toolkit, and nothing waits for the GPU at
-//! an op. A planned step is replayed as CUDA graphs, as it is without a profiler; each kernel has the call that it was
-//! recorded of.
+//! On NVIDIA GPUs kernels are recorded by CUPTI, a library of the CUDA toolkit, and no op waits for the GPU. A planned
+//! step is replayed as CUDA graphs, as without a profiler; each kernel is assigned to the call that launched it.
 //!
 //! ```text
 //! cargo run --example profile
@@ -23,24 +22,26 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
-#[path = "profile/analysis.rs"]
-mod analysis;
+#[path = "profile/answers.rs"]
+mod answers;
 #[path = "profile/apart.rs"]
 mod apart;
 #[path = "profile/by_part.rs"]
 mod by_part;
 mod common;
+#[path = "profile/figures.rs"]
+mod figures;
 #[path = "profile/runs.rs"]
 mod runs;
 
-use analysis::Profiled;
 use clap::{Parser, ValueEnum};
 use common::effects::{is_for_people, names_gpu};
 use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{CompileFlag, ModeFlag, executed, execution_words, is_any, modes, not_planned};
+use common::modes::{CompileFlag, ModeFlag, executed, is_any, modes, not_planned};
 use common::outputs::named;
 use common::precision::PrecisionFlags;
-use common::{Common, Effects, Output, ops, values};
+use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
+use figures::Profiled;
 use runs::{Run, add_oom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -50,90 +51,98 @@ use tallow::model::TransformerConfig;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::Precision;
 use tallow::profile::{self, Grouping, Profiler, Recording, Selection};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Answer, Column, Fields, Report};
 use tallow::{Error, Result};
 
-/// Profiles a transformer's forward, backward and optimizer, op by op.
+const EXAMPLES: &str = "Examples:
+  profile --size small --context-length 128 256 512 --mode forward train-step
+  profile --phase backward --by layer
+  profile --mode train-step --trace step.json --flame-graph step.svg";
+
+/// Profiles a transformer's forward, backward and optimizer, op by op
 #[derive(Parser)]
-#[command(version)]
+#[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 struct Flags {
     #[command(flatten)]
     models: ModelFlags,
 
-    /// Sequences in a batch; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4")]
+    /// Sequences in a batch; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
     batch_size: Vec<usize>,
 
-    /// Tokens in a sequence; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256")]
+    /// Tokens in a sequence; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256", value_name = "N", alias = "sequence-length")]
     context_length: Vec<usize>,
 
-    /// What computes attention, naive or flash; several allowed
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive")]
+    /// naive or flash; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
     attention: Vec<Algorithm>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Run")]
     precision: PrecisionFlags,
 
-    /// How much of a training step; several allowed
-    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "all")]
+    /// forward, forward-backward, train-step or all; several
+    #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "all", value_name = "NAME", help_heading = "Run")]
     mode: Vec<ModeFlag>,
 
-    /// Steps that are run and not recorded
-    #[arg(long, default_value_t = 2, value_parser = values::count_from_0())]
+    /// Unrecorded steps before the recorded ones
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = values::count_from_0(), help_heading = "Run")]
     warmup_steps: usize,
 
-    /// Steps that are recorded, and as many that are timed without the profiler
-    #[arg(long, default_value_t = 5, value_parser = values::count())]
+    /// Recorded steps, and as many without a profiler
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = values::count(), alias = "iterations", help_heading = "Run")]
     steps: usize,
 
-    /// What gets one row: ops of one name, of one path, or of one path in any block; kernels of one name, which is the
-    /// default on a GPU of NVIDIA's
-    #[arg(long, value_enum)]
-    by: Option<ByFlag>,
-
-    /// Time ops by waiting for the GPU at each, and record no kernels: without CUPTI, or under another profiler
-    #[arg(long)]
-    no_kernels: bool,
-
-    /// Only ops of this phase: forward, backward, optimizer
-    #[arg(long, value_parser = ["forward", "backward", "optimizer"])]
-    phase: Option<String>,
-
-    /// Only ops in this part of the model: names that follow each other in the path (layers.0, attn, ffn/w2)
-    #[arg(long)]
-    within: Option<String>,
-
-    /// How many rows of a run the tables show, the others in one; 0 shows all (CSV and JSON always have all)
-    #[arg(long, default_value_t = 12)]
-    top: usize,
-
-    /// Profile each run as planned beforehand too, or with =only alone
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside")]
-    #[arg(conflicts_with = "reference_ops")]
+    /// Planned steps too, or alone with =only
+    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run", conflicts_with = "reference_ops")]
     compile: Option<CompileFlag>,
 
-    /// Run every op as its reference in candle's own ops: forward's scale, mask and softmax are timed apart, and the
-    /// backward is all candle's
-    #[arg(long, conflicts_with = "strict")]
+    /// Compose ops of candle's own: mask and softmax apart
+    #[arg(long, conflicts_with = "strict", help_heading = "Run")]
     reference_ops: bool,
 
-    /// Write each run's trace there, for ui.perfetto.dev; of several runs each gets its name in the file's
-    #[arg(long)]
-    trace: Option<PathBuf>,
+    /// Wait for the GPU at each op and record no kernels
+    #[arg(long, help_heading = "Run")]
+    no_kernels: bool,
 
-    /// Write each run's flame graph there, as .svg or .png; of several runs each gets its name in the file's
-    #[arg(long, value_parser = values::picture())]
-    flame_graph: Option<PathBuf>,
-
-    /// The memory that may be used, in GiB, instead of what is available
-    #[arg(long, value_parser = values::gib)]
+    /// Memory that may be used [default: what is available]
+    #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
     memory_limit_gib: Option<f64>,
 
-    #[command(flatten)]
+    /// Rows by name, path, layer or kernel
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_name = "NAME",
+        help_heading = "Output"
+    )]
+    by: Option<ByFlag>,
+
+    /// Only ops of forward, backward or optimizer
+    #[arg(long, value_parser = ["forward", "backward", "optimizer"], hide_possible_values = true, value_name = "NAME", help_heading = "Output")]
+    phase: Option<String>,
+
+    /// Only ops in this part of the model: attn, ffn/w2
+    #[arg(long, value_name = "PATH", help_heading = "Output")]
+    within: Option<String>,
+
+    /// Rows that a run's table shows; 0 shows all
+    #[arg(long, default_value_t = 12, value_name = "N", help_heading = "Output")]
+    top: usize,
+
+    /// Write a trace for ui.perfetto.dev; one file a run
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    trace: Option<PathBuf>,
+
+    /// Draw a flame graph (.svg, .png); one file a run
+    #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
+    flame_graph: Option<PathBuf>,
+
+    #[command(flatten, next_help_heading = "Output")]
     output: Output,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Environment")]
     common: Common,
 }
 
@@ -200,26 +209,36 @@ impl Flags {
         }
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&models, &precisions),
+            configuration: self.configuration(&models),
             columns: summary_columns(device.is_cuda()),
             ..Default::default()
         };
         let mut kept = Ok(()); // a file that fails does not cost the table
+        let mut answers = Vec::new();
+        let mut sweep = Sweep::new(runs.len())?;
         for run in &runs {
-            common::progress(run.title());
+            if !sweep.begins(run.title()) {
+                break;
+            }
             match self.profiled(run, &device)? {
                 Ok(profiled) => {
-                    self.add(&mut report, run, &profiled)?;
+                    let own = self.add(&mut report, run, &profiled)?;
+                    answers.push((run, own));
                     kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
                 }
                 Err(refusal) => add_oom(&mut report, run, &refusal),
             }
         }
+        report.answers = named_answers(answers);
         report.notes.extend(not_planned(self.compile, &precisions));
         report.notes.extend(general_notes(self.reference_ops));
-        report
-            .environment
-            .insert("reference ops", self.reference_ops_named());
+        report.notes.extend(words::out_of_memory(&report.rows));
+        report.notes.extend(sweep.note());
+        let references = match self.reference_ops {
+            true => "all, as asked for".into(),
+            false => common::fallbacks(),
+        };
+        report.environment.insert("reference ops", references);
         let published = self.output.publish(&report);
         kept.and(published)
     }
@@ -254,13 +273,6 @@ impl Flags {
             Some(ByFlag::Kernel) => Grouping::Kernel,
             None if recording.kernels.is_empty() => Grouping::Name,
             None => Grouping::Kernel,
-        }
-    }
-
-    fn reference_ops_named(&self) -> String {
-        match self.reference_ops {
-            true => "all, as asked for".into(),
-            false => common::fallbacks(),
         }
     }
 
@@ -338,7 +350,7 @@ impl Flags {
     }
 
     /// Adds the run's rows, and what follows from them.
-    fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<()> {
+    fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<Vec<Answer>> {
         let selection = Selection {
             phase: self.phase.clone(),
             within: self.within.clone(),
@@ -350,7 +362,7 @@ impl Flags {
             // One mode has no backward, another has.
             Err(error @ Error::Data { .. }) => {
                 report.notes.push(format!("{}: {error}.", run.title()));
-                return Ok(());
+                return Ok(Vec::new());
             }
             Err(error) => return Err(error),
         };
@@ -359,22 +371,20 @@ impl Flags {
             .into_iter()
             .map(|row| run.labelled("ok", row));
         report.rows.extend(rows);
-        let (notes, analysis) = profiled.analyse()?;
-        report.lines.push(run.labelled("ok", analysis.clone()));
-        report.details.push(self.table(run, &summary, notes));
+        let figures = profiled.figures()?;
+        let line = Fields::of(&figures.line)?;
+        report.lines.push(run.labelled("ok", line));
+        report.details.push(self.table(run, &summary));
         let by_part = by_part::table(&run.title(), &profiled.recording)?;
         if !by_part.rows.is_empty() {
             report.details.push(by_part);
         }
-        let analysis = serde_json::to_value(analysis).unwrap_or_default();
-        report.analysis.insert(run.title(), analysis);
-        Ok(())
+        Ok(answers::answers(&figures))
     }
 
     /// A run's ops for people, the longest first.
-    fn table(&self, run: &Run, summary: &profile::ProfileReport, mut notes: Vec<String>) -> Report {
+    fn table(&self, run: &Run, summary: &profile::ProfileReport) -> Report {
         let (lines, inside) = ops::lines(&self.shown(summary));
-        notes.extend(inside);
         Report {
             title: run.title(),
             columns: match summary.rows.iter().any(|row| row.launches.is_some()) {
@@ -382,7 +392,7 @@ impl Flags {
                 false => ops::columns(),
             },
             lines,
-            notes,
+            notes: inside.into_iter().collect(),
             ..Default::default()
         }
     }
@@ -410,34 +420,42 @@ impl Flags {
         let own = |path: &Path| named(path, &run.title(), runs);
         if let Some(path) = &self.trace {
             recording.save_trace(own(path))?;
+            wrote(&own(path));
         }
         if let Some(path) = &self.flame_graph {
             recording.save_flame_graph(own(path))?;
+            wrote(&own(path));
         }
         Ok(())
     }
 
-    fn configuration(&self, models: &[Model], precisions: &[Precision]) -> Fields {
+    fn configuration(&self, models: &[Model]) -> Fields {
         let mut fields = describe(models);
-        let precisions: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
-        fields.insert("precision", precisions.join(", "));
-        let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
-        fields.insert("attention", attention.join(", "));
-        fields.insert("execution", execution_words(self.compile));
         fields.insert("optimizer", "adamw");
         fields.insert("warm-up steps", self.warmup_steps);
         fields.insert("steps", self.steps);
-        if let Some(phase) = &self.phase {
-            fields.insert("phase", phase.as_str());
-        }
-        if let Some(within) = &self.within {
-            fields.insert("within", within.as_str());
-        }
+        fields.insert("phase", self.phase.clone());
+        fields.insert("within", self.within.clone());
         fields
     }
 }
 
-/// A line a run.
+/// The answers of all runs, each with its run's name if there are several.
+fn named_answers(all: Vec<(&Run, Vec<Answer>)>) -> Vec<Answer> {
+    let labels = all.iter().map(|(run, _)| run.labelled("ok", Fields::new()));
+    let names = words::names(&labels.collect::<Vec<_>>());
+    let is_one = all.len() == 1;
+    let named = all.into_iter().zip(names).flat_map(|((run, own), name)| {
+        let name = format!("{} {}", name.trim_start_matches("all"), run.run.mode.name());
+        own.into_iter().map(move |own| match is_one {
+            true => own,
+            false => Answer::new(format!("{} ({})", own.question, name.trim()), own.answer),
+        })
+    });
+    named.collect()
+}
+
+/// A line for each run.
 fn summary_columns(on_gpu: bool) -> Vec<Column> {
     let percent = |key, title| Column::number(key, title, "", 1);
     let of_step = |key, title| percent(key, title).under("% of a step");
@@ -452,15 +470,19 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
         Column::text("status", "Status"),
         Column::ms("profiled_ms_per_step", "profiler").under("A step by"),
         Column::ms("stopwatch_mean_ms", "stopwatch").under("A step by"),
-        of_step("ops_percent", "ops"),
-        of_step("products_percent_of_whole", "products"),
-        of_step("softmax_percent_of_whole", "softmax"),
-        of_step("candle_percent", "candle"),
+        of_step("matmul_percent", "matmul"),
+        of_step("softmax_percent", "softmax"),
         of_step("gpu_idle_percent", "GPU idle"),
-        of_step("unexplained_percent", "unexplained").minor(1),
-        Column::text("longest_in_all", "Longest").minor(2),
-        percent("products_percent_of_forward", "Products in forward").minor(3),
-        percent("softmax_percent_of_forward", "Softmax in forward").minor(4),
+        of_step("ops_percent", "ops").minor(3),
+        of_step("candle_percent", "between").minor(4),
+        of_step("unexplained_percent", "unexplained").minor(5),
+        percent("matmul_percent_of_forward", "matmul")
+            .under("% of forward")
+            .minor(1),
+        percent("softmax_percent_of_forward", "softmax")
+            .under("% of forward")
+            .minor(1),
+        Column::text("longest", "Longest").minor(2),
     ];
     columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
     columns
@@ -468,15 +490,16 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
 
 fn general_notes(reference_ops: bool) -> Vec<String> {
     let mut notes = vec![
-        "Time is an op's own, in percent of the mode's wall time; mean, median, least, most and deviation are of one \
-         instance, the total is over all steps."
+        "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and \
+         std are of one call; the total is over all steps."
             .to_string(),
-        "FLOPs and bytes are the formulas' (profile::op_costs), every tensor moved once.".into(),
+        "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.".into(),
+        "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.".into(),
     ];
     if reference_ops {
         notes.push(
-            "References' backward is candle's own and has no ranges: it is in candle's line. Memory estimates are the \
-             kernels'."
+            "References' backward is candle's own and has no ranges: it counts as between. Memory estimates are those of \
+             the kernels."
                 .into(),
         );
     }

@@ -1,57 +1,39 @@
-//! What the summary shows: a line a configuration, its phases side by side; and what is compared, eager and planned or
-//! f32 and half precision, under one heading with the speed-up.
+//! The table for people: a line for each configuration, its phases next to each other. Where executions or precisions
+//! are compared, a line for each phase, what is compared next to each other with the speed-up.
 
-use tallow::report::{Column, Fields, Report, mean_and_std, pivot};
+use super::answers::Measured;
+use super::phases::UPDATE;
+use super::words::{names, speedup_cell};
+use serde::Deserialize;
+use tallow::report::{Column, Fields, mean_and_std, speedup};
 
-/// A time of a line: its heading, the modes that have it (the first of them counts), the phase, and how minor it is.
+/// A time in the table: its heading, the modes that measure it (the first that ran counts) and its phase; and how soon
+/// its column is dropped.
 struct Time(&'static str, &'static [&'static str], &'static str, u8);
 
-const FORWARD: Time = Time(
-    "Forward",
-    &[
-        "forward",
-        "forward-keeping-graph",
-        "forward-backward",
-        "train-step",
-    ],
-    "forward",
-    3,
-);
+const ALONE: &[&str] = &["forward", "forward-keeping-graph"];
+const WITH_BACKWARD: &[&str] = &["train-step", "forward-backward"];
 
-/// Forward alone, without a loss: what the ratio is to.
-const FORWARD_ALONE: Time = Time(
-    "Forward",
-    &["forward", "forward-keeping-graph"],
-    "forward",
-    3,
-);
-const BOTH: Time = Time("F+B", &["forward-backward"], "forward+backward", 1);
-const TIMES: [Time; 5] = [
-    FORWARD,
-    BOTH,
-    Time("Step", &["train-step"], "train step", 0),
+const TIMES: [Time; 6] = [
     Time(
-        "Backward",
-        &["train-step", "forward-backward"],
-        "backward",
-        5,
+        "Forward",
+        &[
+            "forward",
+            "forward-keeping-graph",
+            "forward-backward",
+            "train-step",
+        ],
+        "forward",
+        0,
     ),
-    Time("Optimizer", &["train-step"], "optimizer", 5),
+    Time("F+B", &["forward-backward"], "forward+backward", 0),
+    Time("Step", &["train-step"], "train step", 0),
+    Time("Backward", WITH_BACKWARD, "backward", 1),
+    Time("Optimizer", &["train-step"], "optimizer", 2),
+    Time("B+O", &["train-step"], UPDATE, 5),
 ];
 
-/// The other quantities, of the most that was run of a configuration: a field, its column, and how minor it is.
-fn quantities() -> [(Column, u8); 6] {
-    [
-        (Column::ms("first_step_ms", "First step"), 6),
-        (Column::mib("peak_bytes", "Peak"), 2),
-        (Column::mib("reserved_peak_bytes", "Reserved"), 4),
-        (Column::mib("allocated_bytes", "After the step"), 6),
-        (Column::count("tokens_per_s", "Tokens/s"), 7),
-        (Column::number("mfu_percent", "MFU", "%", 1), 8),
-    ]
-}
-
-/// What sets lines apart.
+/// What tells lines apart.
 const LABELS: [(&str, &str); 8] = [
     ("size", "Model"),
     ("batch_size", "B"),
@@ -63,190 +45,243 @@ const LABELS: [(&str, &str); 8] = [
     ("execution", "Execution"),
 ];
 
-/// The field that runs are compared in, and its values.
+/// A mode's phases, in their order.
+const PHASES: [&str; 6] = [
+    "forward",
+    "backward",
+    "optimizer",
+    UPDATE,
+    "forward+backward",
+    "train step",
+];
+
+/// What names a row among those of one configuration.
+#[derive(Default, Deserialize, PartialEq)]
+struct Part {
+    mode: String,
+    phase: String,
+}
+
+fn part(row: &Fields) -> Part {
+    row.read().unwrap_or_default()
+}
+
+/// A row's place among its mode's.
+fn place(row: &Fields) -> Option<usize> {
+    PHASES.iter().position(|name| *name == part(row).phase)
+}
+
+/// The field in which runs are compared, and its values: one if none are.
 pub struct Compared {
-    field: &'static str,
+    pub field: &'static str,
     values: Vec<String>,
+    /// Whether each phase gets a line, with all statistics if nothing is compared.
+    by_phase: bool,
 }
 
 impl Compared {
-    /// Executions, or else precisions, where there are several.
-    pub fn new(executions: Vec<String>, precisions: Vec<String>) -> Self {
+    /// Executions, or precisions if there is one execution.
+    pub fn new(executions: Vec<String>, precisions: Vec<String>, by_phase: bool) -> Self {
         let (field, values) = match executions.len() {
             1 => ("precision", precisions),
             _ => ("execution", executions),
         };
-        Self { field, values }
+        let by_phase = by_phase || values.len() > 1;
+        Self {
+            field,
+            values,
+            by_phase,
+        }
+    }
+
+    /// Whether there is anything to compare.
+    pub fn is_any(&self) -> bool {
+        self.values.len() > 1
     }
 
     fn labels(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        let is_across = |field| field == self.field && self.values.len() > 1;
-        LABELS
-            .into_iter()
-            .filter(move |(field, _)| !is_across(*field))
+        let own = |field| self.is_any() && field == self.field;
+        LABELS.into_iter().filter(move |(field, _)| !own(*field))
     }
 
-    /// A line for each configuration of `rows`.
-    pub fn lines(&self, rows: &[Fields]) -> Vec<Fields> {
+    /// The rows of each configuration, in their order.
+    fn configurations<'r>(&self, rows: &'r [Fields]) -> Vec<Vec<&'r Fields>> {
         let by: Vec<&str> = self.labels().map(|(field, _)| field).collect();
-        let mut lines = pivot(rows, &by, "", |_| serde_json::Value::Null);
-        for line in &mut lines {
-            let is_own = |row: &&Fields| by.iter().all(|field| row.get(field) == line.get(field));
-            let own: Vec<&Fields> = rows.iter().filter(is_own).collect();
-            let sides = self.values.iter().map(|value| {
-                let rows = own.iter().filter(|row| text(row, self.field) == value);
-                (value, rows.copied().collect())
-            });
-            let sides: Vec<(&String, Vec<&Fields>)> = sides.collect();
-            let first = sides.first().map_or(&[][..], |(_, rows)| rows);
-            let cells: Vec<Fields> = sides
+        let mut all: Vec<Vec<&Fields>> = Vec::new();
+        for row in rows {
+            let is_same =
+                |own: &&mut Vec<&Fields>| by.iter().all(|key| own[0].get(key) == row.get(key));
+            match all.iter_mut().find(is_same) {
+                Some(own) => own.push(row),
+                None => all.push(vec![row]),
+            }
+        }
+        all
+    }
+
+    /// The lines of `rows`.
+    pub fn lines(&self, rows: &[Fields]) -> Vec<Fields> {
+        let all = self.configurations(rows).into_iter();
+        match self.by_phase {
+            true => all.flat_map(|own| self.phases(&own)).collect(),
+            false => all.map(|own| configuration(&own)).collect(),
+        }
+    }
+
+    /// A line for each phase of a configuration.
+    fn phases(&self, rows: &[&Fields]) -> Vec<Fields> {
+        let mut parts: Vec<Part> = Vec::new();
+        for part in rows.iter().map(|row| part(row)) {
+            if !parts.contains(&part) {
+                parts.push(part);
+            }
+        }
+        let line = |own: &Part| {
+            let own: Vec<&Fields> = rows
                 .iter()
-                .map(|(value, rows)| cells(value, rows, first))
+                .copied()
+                .filter(|row| part(row) == *own)
                 .collect();
-            for cells in cells {
-                line.merge(cells);
-            }
-        }
-        lines
-    }
-
-    /// Where several runs are compared: the table of their phases, which `table` makes of `rows`, what tells lines
-    /// apart, the field that is compared in and its values.
-    pub fn details(
-        &self,
-        rows: &[Fields],
-        table: impl Fn(&[Fields], &[(&str, &str)], &str, &[String]) -> Report,
-    ) -> Vec<Report> {
-        if self.values.len() < 2 {
-            return Vec::new();
-        }
-        let by: Vec<(&str, &str)> = self.labels().collect();
-        let table = table(rows, &by, self.field, &self.values);
-        [table]
-            .into_iter()
-            .filter(|table| !table.lines.is_empty())
-            .collect()
-    }
-
-    /// The columns; with the models' sizes where there are several models, and the first step's time among the needed
-    /// ones where warm-up is what is asked about.
-    pub fn columns(&self, is_any_other_model: bool, is_about_warmup: bool) -> Vec<Column> {
-        let labels = self.labels();
-        let mut columns: Vec<Column> = labels
-            .map(|(field, title)| Column::text(field, title))
-            .collect();
-        for Time(title, _, _, minor) in TIMES {
-            columns.extend(self.side_by_side(Column::ms(title, title), minor, true));
-            if title == BOTH.0 {
-                columns.extend(self.side_by_side(
-                    Column::number("Ratio", "Ratio", "", 2),
-                    4,
-                    false,
-                ));
-            }
-        }
-        for (column, minor) in quantities() {
-            let is_first_step = column.key == "first_step_ms";
-            let minor = if is_first_step && is_about_warmup {
-                0
-            } else {
-                minor
+            let of = |value: &String| {
+                let is_own = |row: &&&Fields| row.get(self.field) == Some(&value.as_str().into());
+                own.iter().find(is_own).copied()
             };
-            columns.extend(self.side_by_side(column, minor, false));
+            let first = of(&self.values[0]);
+            let mut line = own[0].clone();
+            for value in &self.values {
+                let row = of(value);
+                let ratio = first.zip(row).and_then(|(first, row)| speedup(first, row));
+                let peak = row.and_then(|row| row.get("peak_bytes"));
+                line.insert(value, row.map(mean_and_std));
+                line.insert(format!("speed-up {value}"), speedup_cell(ratio));
+                line.insert(format!("peak {value}"), peak.cloned());
+            }
+            line
+        };
+        parts.iter().map(line).collect()
+    }
+
+    /// The columns. The first step's time is needed if warm-up is varied, and models' sizes if there are several.
+    pub fn columns(&self, has_several_models: bool, is_about_warmup: bool) -> Vec<Column> {
+        let mut columns: Vec<Column> = self
+            .labels()
+            .map(|(key, title)| Column::text(key, title))
+            .collect();
+        match self.by_phase {
+            true => columns.extend(self.phase_columns()),
+            false => columns.extend(time_columns(is_about_warmup)),
         }
-        if is_any_other_model {
+        if has_several_models {
             columns.push(Column::count("parameters", "Parameters").minor(6));
-            let sizes = [
-                ("d_model", "d_model"),
-                ("d_ff", "d_ff"),
-                ("num_layers", "Layers"),
-                ("num_heads", "Heads"),
-            ];
-            columns.extend(sizes.map(|(field, title)| Column::text(field, title).minor(6)));
+            let sizes = "d_model d_ff num_layers num_heads".split(' ');
+            columns.extend(sizes.map(|key| Column::text(key, key).minor(7)));
         }
         columns.push(Column::text("device", "Device"));
         columns
     }
 
-    /// One column of a quantity, or one for each of what is compared, with the speed-up over the first.
-    fn side_by_side(&self, column: Column, minor: u8, has_speedup: bool) -> Vec<Column> {
-        let Some((first, others)) = self.values.split_first() else {
-            return Vec::new();
-        };
-        if others.is_empty() {
-            let minor = if minor < 5 { 0 } else { minor };
-            let key = key(&column.key, first);
-            return vec![Column {
-                key,
-                minor,
-                ..column
-            }];
-        }
-        let own = |value: &String| Column {
-            key: key(&column.key, value),
-            title: value.clone(),
-            under: column.title.clone(),
-            minor,
-            ..column.clone()
-        };
-        let mut columns = vec![own(first)];
-        for other in others {
-            columns.push(own(other));
-            if has_speedup {
-                let speedup = Column::number(speedup(&column.key, other), "speed-up", "", 2);
-                columns.push(speedup.under(column.title.as_str()).minor(minor));
+    fn phase_columns(&self) -> Vec<Column> {
+        let mut columns = vec![Column::text("mode", "Mode"), Column::text("phase", "Phase")];
+        for (i, value) in self.values.iter().enumerate() {
+            let time = Column::ms(value, value).under("Time");
+            columns.push(match self.is_any() {
+                true => time,
+                false => Column::ms(value, "Time"),
+            });
+            if i > 0 {
+                let key = format!("speed-up {value}");
+                columns.push(Column::number(key, "speed-up", "", 2).under("Time"));
             }
         }
+        if self.is_any() {
+            let peaks = self.values.iter();
+            let peak = |value| Column::mib(format!("peak {value}"), value).under("Peak");
+            columns.extend(peaks.map(|value| peak(value).minor(1)));
+            return columns;
+        }
+        columns.extend([
+            Column::ms("min_ms", "Min").minor(2),
+            Column::ms("max_ms", "Max").minor(2),
+            Column::ms("median_ms", "Median").minor(1),
+            Column::number("cv_percent", "CV", "%", 1).minor(1),
+            Column::ms("first_step_ms", "First step").minor(4),
+            Column::count("tokens_per_s", "Tokens/s").minor(3),
+            Column::number("flops_per_s", "Rate", "GFLOP/s", 1)
+                .scaled(1e9)
+                .minor(4),
+            Column::number("mfu_percent", "MFU", "%", 1).minor(4),
+            Column::mib("peak_bytes", "Peak").minor(1),
+            Column::mib("reserved_peak_bytes", "Reserved").minor(5),
+            Column::mib("resident_peak_bytes", "Resident peak").minor(6),
+            Column::mib("allocated_bytes", "After the step").minor(6),
+            Column::mib("estimate_bytes", "Estimate").minor(5),
+        ]);
         columns
     }
-}
 
-/// What `rows` of one value show, beside those of the first.
-fn cells(value: &str, rows: &[&Fields], first: &[&Fields]) -> Fields {
-    let mut cells = Fields::new();
-    for time in &TIMES {
-        cells.insert(key(time.0, value), find(rows, time).map(mean_and_std));
-        let means = mean(first, time).zip(mean(rows, time));
-        cells.insert(
-            speedup(time.0, value),
-            means.map(|(first, own)| first / own),
-        );
+    /// The rows that were measured, named for answers.
+    pub fn measured(&self, rows: &[Fields]) -> Vec<Measured> {
+        let own = [self.field, "mode", "phase", "warmup_steps", "status"];
+        let labels = rows.iter().map(|row| {
+            let labels = row.iter().filter(|(key, _)| !own.contains(key));
+            labels.map(|(key, value)| (key, value.clone())).collect()
+        });
+        let names = names(&labels.collect::<Vec<Fields>>());
+        let named = rows.iter().zip(names).filter_map(|(row, name)| {
+            let value = row.get(self.field).and_then(|value| value.as_str());
+            Some(Measured {
+                name: if name == "all" { String::new() } else { name },
+                value: value.filter(|_| self.is_any()).unwrap_or_default().into(),
+                ..row.read()?
+            })
+        });
+        named.filter(|own| !own.samples_ms.is_empty()).collect()
     }
-    let means = mean(rows, &BOTH).zip(mean(rows, &FORWARD_ALONE));
-    cells.insert(
-        key("Ratio", value),
-        means.map(|(both, forward)| both / forward),
-    );
-    for (column, _) in quantities() {
-        let most = rows.last().and_then(|row| row.get(&column.key));
-        cells.insert(key(&column.key, value), most.cloned());
+}
+
+/// The columns of a line for each configuration.
+fn time_columns(is_about_warmup: bool) -> Vec<Column> {
+    let mut columns = Vec::new();
+    for Time(title, _, _, minor) in TIMES {
+        columns.push(Column::ms(title, title).minor(minor));
+        if title == "F+B" {
+            columns.push(Column::number("Ratio", "Ratio", "", 2));
+        }
     }
-    cells
+    let first_step = if is_about_warmup { 0 } else { 6 };
+    columns.extend([
+        Column::ms("first_step_ms", "First step").minor(first_step),
+        Column::mib("peak_bytes", "Peak").minor(3),
+        Column::mib("reserved_peak_bytes", "Reserved").minor(4),
+        Column::count("tokens_per_s", "Tokens/s").minor(6),
+        Column::number("mfu_percent", "MFU", "%", 1).minor(7),
+        Column::mib("allocated_bytes", "After the step").minor(8),
+    ]);
+    columns
 }
 
-fn key(quantity: &str, value: &str) -> String {
-    format!("{quantity} {value}")
+/// The line of a configuration; what is not a time is that of the longest mode measured.
+fn configuration(rows: &[&Fields]) -> Fields {
+    let longest = rows.iter().max_by_key(|row| place(row));
+    let mut line: Fields = longest.map_or_else(Fields::new, |row| (*row).clone());
+    for Time(title, modes, phase, _) in &TIMES {
+        line.insert(*title, find(rows, modes, phase).map(mean_and_std));
+    }
+    let both = find(rows, TIMES[1].1, TIMES[1].2);
+    let ratio = find(rows, ALONE, "forward").zip(both);
+    let ratio = ratio.and_then(|(forward, both)| speedup(both, forward));
+    line.insert("Ratio", speedup_cell(ratio));
+    line
 }
 
-fn speedup(quantity: &str, value: &str) -> String {
-    format!("{quantity} speed-up {value}")
-}
-
-/// The row that has a time; the mode's only one where it did not run.
-fn find<'r>(rows: &[&'r Fields], Time(_, modes, phase, _): &Time) -> Option<&'r Fields> {
-    let of_mode = |mode: &&str| {
-        let is_own = |row: &&&Fields| text(row, "mode") == *mode && text(row, "phase") == *phase;
+/// The row of a time, of the first of `modes` that ran.
+fn find<'r>(rows: &[&'r Fields], modes: &[&str], phase: &str) -> Option<&'r Fields> {
+    let of = |mode: &&str| {
+        let is_own = |row: &&&Fields| {
+            let part = part(row);
+            part.mode == *mode && part.phase == phase
+        };
         rows.iter().find(is_own).copied()
     };
-    modes.iter().find_map(of_mode)
-}
-
-fn mean(rows: &[&Fields], time: &Time) -> Option<f64> {
-    find(rows, time)?.get("mean_ms")?.as_f64()
-}
-
-fn text<'r>(row: &'r Fields, field: &str) -> &'r str {
-    row.get(field)
-        .and_then(|value| value.as_str())
-        .unwrap_or_default()
+    modes.iter().find_map(of)
 }

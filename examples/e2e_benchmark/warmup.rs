@@ -1,158 +1,198 @@
-//! What warm-up changed, by the rows.
+//! What warm-up changes: answers from runs of one configuration that differ in their number of warm-up steps.
 
-use tallow::report::{Fields, counted, list_in_note};
+use super::answers::{Measured, ms};
+use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
-/// A mean that is no further from the warmest run's than this is as good.
-const NEAR_PERCENT: f64 = 5.0;
-
-/// Rows of one configuration's whole step, by how many steps came before the measured ones.
-struct Runs<'r> {
-    name: String,
-    rows: Vec<(u64, &'r Fields)>,
-}
-
-/// What the first steps cost and did, and how many warm-up steps suffice; with the names of the rows.
-pub fn notes(rows: &[Fields], names: &[String]) -> Vec<String> {
-    let all = runs(rows, names);
-    let mut notes = Vec::new();
-    let first: Vec<String> = all.iter().filter_map(first_step).collect();
-    if !first.is_empty() {
-        notes.push(list_in_note(
-            "The first step over the median of the measured ones",
-            &first,
-        ));
-    }
-    let why: Vec<String> = all.iter().filter_map(what_it_did).collect();
-    if !why.is_empty() {
-        notes.push(list_in_note(
-            "What the first step did once and for all",
-            &why,
-        ));
-    }
-    let changed: Vec<String> = all.iter().filter_map(without).collect();
-    if !changed.is_empty() {
-        notes.push(list_in_note(
-            "What the mean is without warm-up, against that with most",
-            &changed,
-        ));
-    }
-    let enough: Vec<String> = all.iter().filter_map(enough).collect();
-    if !enough.is_empty() {
-        let start =
-            format!("Warm-up after which the mean is within {NEAR_PERCENT}% of that with most");
-        notes.push(list_in_note(&start, &enough));
-    }
-    notes
-}
-
-/// Whole steps, joined over their warm-ups.
-fn runs<'r>(rows: &'r [Fields], names: &[String]) -> Vec<Runs<'r>> {
-    let mut all: Vec<Runs<'r>> = Vec::new();
-    for (row, name) in rows.iter().zip(names) {
-        let text = |key: &str| {
-            row.get(key)
-                .and_then(|value| value.as_str())
-                .unwrap_or_default()
-        };
-        let whole = match text("mode") {
-            "forward-backward" => "forward+backward",
-            "train-step" => "train step",
-            _ => "forward",
-        };
-        let Some(warmup) = row.get("warmup_steps").and_then(|n| n.as_u64()) else {
-            continue;
-        };
-        if text("phase") != whole || text("status") != "ok" {
-            continue;
-        }
-        let name = name.replace(&format!("warm-up {warmup} "), "");
-        match all.iter_mut().find(|runs| runs.name == name) {
-            Some(runs) => runs.rows.push((warmup, row)),
-            None => all.push(Runs {
-                name,
-                rows: vec![(warmup, row)],
-            }),
+/// The answers for each configuration and mode. `is_isolated`: each run had its own process.
+pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
+    let mut groups: Vec<(String, Vec<Measured>)> = Vec::new();
+    for run in all.iter().filter(|own| own.is_step()) {
+        let name = format!("{}{}", run.title(), run.phase);
+        match groups.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, runs)) => runs.push(run.clone()),
+            None => groups.push((name, vec![run.clone()])),
         }
     }
-    all
-}
-
-fn number(row: &Fields, key: &str) -> Option<f64> {
-    row.get(key)?.as_f64()
-}
-
-/// The run whose first step was the slowest: in one process only the first run of all is cold.
-fn coldest<'r>(runs: &Runs<'r>) -> Option<&'r Fields> {
-    let times = runs
-        .rows
-        .iter()
-        .filter_map(|(_, row)| Some((number(row, "first_step_ms")?, *row)));
-    times.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, row)| row)
-}
-
-fn first_step(runs: &Runs<'_>) -> Option<String> {
-    let row = coldest(runs)?;
-    let times = number(row, "first_step_ms")? / number(row, "median_ms")?;
-    Some(format!("{} {times:.2}x", runs.name))
-}
-
-fn what_it_did(runs: &Runs<'_>) -> Option<String> {
-    let row = coldest(runs)?;
-    let [pages, later] =
-        ["first_step_page_faults", "later_step_page_faults"].map(|key| number(row, key));
-    let others = [
-        ("first_step_threads", "thread"),
-        ("first_step_kernels_compiled", "source compiled"),
-        ("first_step_kernels_loaded", "module of kernels loaded"),
-    ];
-    let others = others.into_iter().filter_map(|(key, what)| {
-        let count = number(row, key).filter(|count| *count > 0.0)?;
-        let (noun, rest) = what.split_once(' ').unwrap_or((what, ""));
-        Some(
-            format!(" and {} {rest}", counted(count as usize, noun))
-                .trim_end()
-                .to_string(),
-        )
+    let is_one = groups.len() == 1;
+    let answers = groups.into_iter().flat_map(|(name, mut runs)| {
+        runs.sort_by_key(|run| run.warmup_steps);
+        let all = [
+            ("What changes without warm-up?", without(&runs, is_isolated)),
+            ("Why does the first step take longer?", why(&runs)),
+            (
+                "Why can results after 1 or 2 warm-up steps still differ?",
+                after_few(&runs),
+            ),
+            ("How many warm-up steps are enough?", enough(&runs)),
+        ];
+        let named = move |question: &str| match is_one {
+            true => question.to_string(),
+            false => format!("{question} ({name})"),
+        };
+        let all = all.into_iter();
+        all.filter_map(move |(question, answer)| Some(Answer::new(named(question), answer?)))
     });
-    let others: String = others.collect();
+    answers.collect()
+}
+
+/// The first of all steps, warm-up or not.
+fn first_ms(run: &Measured) -> Option<f64> {
+    run.warmup_ms.first().or(run.samples_ms.first()).copied()
+}
+
+/// Mean plus two standard deviations.
+fn usual_ms(samples_ms: &[f64]) -> Option<f64> {
+    let own = Statistics::new(samples_ms).ok()?;
+    Some(own.mean_ms + 2.0 * own.std_ms.unwrap_or(0.0))
+}
+
+/// What the ratio shows. One outlier can make a ratio leave 1: without a small error it decides nothing.
+fn verdict(ratio: &Speedup) -> Verdict {
+    match ratio.is_clear() {
+        true => ratio.verdict(),
+        false => Verdict::Unclear,
+    }
+}
+
+/// What measuring the first step does to mean and standard deviation.
+pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
+    let cold = runs.first().filter(|run| run.warmup_steps == 0)?;
+    let (first_ms, others) = cold.samples_ms.split_first()?;
+    let mean_ms = Statistics::new(others).ok()?.mean_ms;
+    if *first_ms <= usual_ms(others)? {
+        let why = match is_isolated {
+            true => "So it has no cost that stands out here",
+            false => "This process was warm already: --isolate gives each run a new one",
+        };
+        return Some(format!(
+            "Nothing that these figures show: the first step took {first_ms:.2} ms, the others {}. {why}.",
+            ms(others)
+        ));
+    }
     Some(format!(
-        "{} {} new pages ({:.0} in a later step){others}",
-        runs.name, pages?, later?
+        "The first step is measured too. It took {first_ms:.2} ms, {:.1} times the mean of the others, and turns {} into \
+         {}. Among n steps it adds (first - mean of the others) / n to the mean.",
+        first_ms / mean_ms,
+        ms(others),
+        ms(&cold.samples_ms)
     ))
 }
 
-/// The extreme runs, if there are two.
-fn ends<'r>(runs: &Runs<'r>) -> Option<(&'r Fields, u64, &'r Fields)> {
-    let (least, cold) = runs.rows.iter().min_by_key(|(warmup, _)| *warmup)?;
-    let (most, warm) = runs.rows.iter().max_by_key(|(warmup, _)| *warmup)?;
-    (least < most).then_some((*cold, *most, *warm))
-}
-
-fn without(runs: &Runs<'_>) -> Option<String> {
-    let (cold, _, warm) = ends(runs)?;
-    if cold.get("warmup_steps") != Some(&0.into()) {
-        return None;
-    }
-    let percent = 100.0 * (number(cold, "mean_ms")? / number(warm, "mean_ms")? - 1.0);
-    let by = if percent < 0.0 { "lower" } else { "higher" };
-    Some(format!("{} {:.0}% {by}", runs.name, percent.abs()))
-}
-
-fn enough(runs: &Runs<'_>) -> Option<String> {
-    let (_, most, warm) = ends(runs)?;
-    let wanted = number(warm, "mean_ms")?;
-    let is_near = |row: &Fields| {
-        let mean = number(row, "mean_ms");
-        mean.is_some_and(|mean| 100.0 * (mean / wanted - 1.0).abs() <= NEAR_PERCENT)
+/// What the slowest first step did that later steps did not.
+pub fn why(runs: &[Measured]) -> Option<String> {
+    let slowest = |a: &&Measured, b: &&Measured| {
+        first_ms(a)
+            .partial_cmp(&first_ms(b))
+            .unwrap_or(std::cmp::Ordering::Equal)
     };
-    let mut sorted: Vec<&(u64, &Fields)> = runs.rows.iter().collect();
-    sorted.sort_by_key(|(warmup, _)| std::cmp::Reverse(*warmup));
-    let near = sorted.into_iter().take_while(|(_, row)| is_near(row));
-    let fewest = near.last().map_or(most, |(warmup, _)| *warmup);
-    let steps = counted(fewest as usize, "step");
-    Some(match fewest {
-        0 => format!("{} without any", runs.name),
-        _ if fewest == most => format!("{} not before {steps}", runs.name),
-        _ => format!("{} after {steps}", runs.name),
+    let run = runs.iter().max_by(slowest)?;
+    let (first_ms, median_ms) = (first_ms(run)?, run.statistics()?.median_ms);
+    let took = format!(
+        "The slowest first step took {first_ms:.2} ms, the median of its run is {median_ms:.2} ms."
+    );
+    let mut work = Vec::new();
+    if let Some((pages, later)) = run.first_step_page_faults.zip(run.later_step_page_faults)
+        && pages as f64 > later
+    {
+        work.push(format!(
+            "touched {} new memory pages ({later:.0} in a later step)",
+            group_digits(pages)
+        ));
+    }
+    let counts = [
+        ("started", run.first_step_threads, "thread"),
+        ("compiled", run.first_step_kernels_compiled, "kernel source"),
+        ("loaded", run.first_step_kernels_loaded, "kernel module"),
+    ];
+    work.extend(counts.into_iter().filter_map(|(did, count, noun)| {
+        let count = count.filter(|count| *count > 0)?;
+        Some(format!("{did} {}", counted(count as usize, noun)))
+    }));
+    Some(match (first_ms > median_ms, work.is_empty()) {
+        (false, _) => format!("{took} It did not take longer."),
+        (true, true) => {
+            format!("{took} The counts of pages, threads and kernels do not explain it.")
+        }
+        (true, false) => format!(
+            "{took} It {}, which later steps need not do. The counts do not say what each costs.",
+            work.join(", ")
+        ),
+    })
+}
+
+/// What steps 2 and 3 took, and whether the means after 1 and 2 warm-up steps differ.
+pub fn after_few(runs: &[Measured]) -> Option<String> {
+    let longest = runs.last().filter(|run| run.warmup_steps > 2)?;
+    let usual_ms = usual_ms(&longest.samples_ms)?;
+    let early = longest.warmup_ms.get(1..3)?.iter().zip(2..);
+    let slow = early.filter(|(ms, _)| **ms > usual_ms);
+    let slow: Vec<String> = slow
+        .map(|(ms, step)| format!("step {step} took {ms:.2} ms"))
+        .collect();
+    let steps = match slow.is_empty() {
+        true => "neither step 2 nor step 3 is slower".into(),
+        false => slow.join(" and "),
+    };
+    let few = runs.iter().filter(|run| [1, 2].contains(&run.warmup_steps));
+    let means = few.filter_map(|run| {
+        let verdict = match verdict(&run.over(longest)?) {
+            Verdict::AsFast => "no difference",
+            Verdict::Unclear => "undecided",
+            Verdict::Faster => "longer",
+            Verdict::Slower => "shorter",
+        };
+        Some(format!(
+            "after {} {} ({verdict}), ",
+            run.warmup_steps,
+            ms(&run.samples_ms)
+        ))
+    });
+    let means: String = means.collect();
+    Some(format!(
+        "One step need not be enough: the allocator's free blocks, caches and the clock frequency can take further steps \
+         to settle. In the run with {most} warm-up steps, {steps}, where mean plus two standard deviations of the measured \
+         steps is {usual_ms:.2} ms. Means: {means}after {most} {}.",
+        ms(&longest.samples_ms),
+        most = longest.warmup_steps
+    ))
+}
+
+/// From how many warm-up steps on the means agree with that after the longest warm-up.
+pub fn enough(runs: &[Measured]) -> Option<String> {
+    let longest = runs.last()?;
+    let most = longest.warmup_steps;
+    let others = runs.iter().filter(|run| run.warmup_steps < most);
+    let others = others.map(|run| Some((run.warmup_steps, run.over(longest)?)));
+    let others = others.collect::<Option<Vec<_>>>()?;
+    let agrees = others
+        .iter()
+        .rev()
+        .take_while(|(_, ratio)| verdict(ratio) == Verdict::AsFast);
+    let (differing, agreeing) = others.split_at(others.len() - agrees.count());
+    let words = differing.iter().map(|(steps, ratio)| match verdict(ratio) {
+        Verdict::Unclear => format!("after {steps} undecided ({ratio})"),
+        _ => format!("after {steps} {ratio} as long"),
+    });
+    let fewer = words.collect::<Vec<_>>().join(", ");
+    let rule = "Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.";
+    let nearest = others.last()?;
+    Some(match (agreeing.first(), verdict(&nearest.1)) {
+        (Some((fewest, _)), _) if fewer.is_empty() => {
+            format!(
+                "{fewest}, of those tried: the means do not differ from that after {most}. {rule}"
+            )
+        }
+        (Some((fewest, _)), _) => {
+            format!(
+                "{fewest}, of those tried: from there on the means agree with that after {most}. Before: {fewer}. {rule}"
+            )
+        }
+        (None, Verdict::Unclear) => format!(
+            "These figures do not decide: {fewer}, compared with {most}. More --steps and a quiet machine would. {rule}"
+        ),
+        (None, _) => format!(
+            "More than {}: {fewer}, compared with {most}. Whether {most} are enough only a longer warm-up can show. {rule}",
+            nearest.0
+        ),
     })
 }

@@ -1,5 +1,5 @@
-//! One layer's attention taken apart: scores, softmax and values as ops of their own, forward. For a GPU's flash
-//! attention, whose kernels do all of it in one.
+//! One layer's attention, forward, as single ops: scores, softmax and values. For flash attention on a GPU, whose
+//! kernels compute all of it in one.
 
 use candle_core::{Device, Tensor};
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
@@ -7,11 +7,11 @@ use tallow::bench::EndToEnd;
 use tallow::profile::{self, Profiler, Recording};
 use tallow::{Result, no_grad, ops};
 
-/// How often it runs; once more before that, unrecorded.
+/// The number of recorded runs; one unrecorded run comes first.
 const TIMES: usize = 10;
 
-/// Records attention at the run's shape, q, k and v (B, H, T, Dh) in the dtype that the run's products have; `None`
-/// where the run's own kernels tell its parts.
+/// Records attention at the run's shape, q, k and v (B, H, T, Dh) in the dtype of the run's matmuls; `None` where the
+/// run's kernels tell its parts apart.
 pub fn measure(run: &EndToEnd, device: &Device) -> Result<Option<Recording>> {
     if run.config.attention != Algorithm::Flash || !device.is_cuda() {
         return Ok(None);

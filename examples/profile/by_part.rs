@@ -1,5 +1,6 @@
-//! Matrix products and softmax by the part of the model that they are in, eager and planned alike.
+//! Matmuls and softmax by the part of the model that they are in, eager and planned alike.
 
+use serde::Serialize;
 use tallow::Result;
 use tallow::profile::{Grouping, ProfileReport, Recording, Row, Selection};
 use tallow::report::{Column, Fields, Report};
@@ -9,6 +10,15 @@ struct Part {
     name: String,
     /// In forward and in backward, over all steps.
     ns: [u64; 2],
+}
+
+/// A part's time in a step.
+#[derive(Serialize)]
+struct Line<'p> {
+    part: &'p str,
+    forward_ms_per_step: Option<f64>,
+    backward_ms_per_step: Option<f64>,
+    percent: f64,
 }
 
 /// The parts' time a step, the longest first, of the run called `title`.
@@ -31,35 +41,37 @@ pub fn table(title: &str, recording: &Recording) -> Result<Report> {
         }
     }
     parts.sort_by_key(|part| std::cmp::Reverse(part.ns[0] + part.ns[1]));
-    let row = |part: &Part| {
-        let mut fields = Fields::new();
-        fields.insert("part", part.name.as_str());
-        let ms = |ns: u64| (ns > 0).then(|| whole.ms_per_step(ns));
-        fields.insert("forward_ms_per_step", ms(part.ns[0]));
-        fields.insert("backward_ms_per_step", ms(part.ns[1]));
-        let share = (part.ns[0] + part.ns[1]) as f64 / whole.whole_ns.max(1) as f64;
-        fields.insert("percent", 100.0 * share);
-        fields
-    };
+    let ms = |ns: u64| (ns > 0).then(|| whole.ms_per_step(ns));
+    let rows = parts.iter().map(|part| {
+        Fields::of(&Line {
+            part: &part.name,
+            forward_ms_per_step: ms(part.ns[0]),
+            backward_ms_per_step: ms(part.ns[1]),
+            percent: 100.0 * (part.ns[0] + part.ns[1]) as f64 / whole.whole_ns.max(1) as f64,
+        })
+    });
     Ok(Report {
-        title: format!("{title}: products and softmax by part of the model"),
+        title: format!("{title}: matmuls and softmax by part of the model"),
         columns: vec![
             Column::text("part", "Part"),
             Column::ms("forward_ms_per_step", "forward").under("A step"),
             Column::ms("backward_ms_per_step", "backward").under("A step"),
             Column::number("percent", "Time", "%", 1),
         ],
-        rows: parts.iter().map(row).collect(),
+        rows: rows.collect::<Result<_>>()?,
         notes: notes(&parts),
         ..Default::default()
     })
 }
 
-/// What the names stand for, where they need it.
+/// How the parts' names are read.
 fn notes(parts: &[Part]) -> Vec<String> {
     let mut notes = Vec::new();
     if parts.iter().any(|part| part.name.ends_with("scores")) {
-        notes.push("scores are q k^T and the gradients of q and k; values p v and the gradients of p and v.".into());
+        notes.push(
+            "scores: q k^T and the gradients of q and k. values: p v and the gradients of p and v."
+                .into(),
+        );
     }
     let is_of_forward = |part: &&Part| part.name == "lm_head" && part.ns[1] == 0;
     let has_backward = parts.iter().any(|part| part.ns[1] > 0);
@@ -69,8 +81,8 @@ fn notes(parts: &[Part]) -> Vec<String> {
     notes
 }
 
-/// What an op's products and softmax belong to. Attention's are its scores' and its values'; where a GPU's kernels do
-/// not tell these apart, they are one part, and so is all of flash attention there.
+/// The parts that an op's matmuls and softmax belong to. Attention's matmuls are scores and values; where a GPU's
+/// kernels do not tell these apart, they are one part, and so is all of flash attention there.
 fn of_row(row: &Row) -> Vec<(String, u64)> {
     if row.is_gap() {
         return Vec::new();
@@ -88,7 +100,7 @@ fn of_row(row: &Row) -> Vec<(String, u64)> {
         false => place.to_string(),
     };
     let told_ns = parts.scores_ns + parts.values_ns;
-    // What scaling has rounded away is no part.
+    // A rest that scaling has rounded away is no part.
     let rest_ns = match told_ns {
         0 => parts.products_ns,
         _ => 0,

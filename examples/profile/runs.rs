@@ -1,7 +1,7 @@
 //! The runs of a sweep: their names, labels and files.
 
 use tallow::bench::EndToEnd;
-use tallow::report::{Fields, Report, format_mib};
+use tallow::report::{Fields, Report};
 
 /// One run of the sweep.
 pub struct Run {
@@ -47,23 +47,11 @@ impl Run {
     }
 }
 
-/// A run that does not fit.
+/// Adds a run that does not fit.
 pub fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
-    let bytes = |key: &str| refusal.get(key).and_then(serde_json::Value::as_u64);
-    let mut fields = Fields::new();
-    for key in ["estimate_bytes", "available_bytes"] {
-        fields.insert(key, bytes(key));
-    }
-    let row = run.labelled("OOM", fields);
+    let keys = ["estimate_bytes", "available_bytes"].into_iter();
+    let bytes = keys.map(|key| (key, refusal.get(key).cloned()));
+    let row = run.labelled("OOM", bytes.collect());
     report.lines.push(row.clone());
     report.rows.push(row);
-    let [wanted, there] = ["estimate_bytes", "available_bytes"].map(|key| {
-        let bytes = bytes(key);
-        bytes.map_or("an unknown amount".into(), format_mib)
-    });
-    let note = format!(
-        "{}: out of memory, it wants {wanted} and {there} are there.",
-        run.title()
-    );
-    report.notes.push(note);
 }

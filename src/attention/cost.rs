@@ -1,6 +1,6 @@
 //! What both algorithms cost. They differ in what they keep.
 
-use crate::ops::cost::{Cost, Formula, cost};
+use crate::ops::cost::{Cost, Formula, cost, of_softmax};
 use crate::ops::info::OpInfo;
 use crate::ops::lowering::Lowering;
 use crate::probe::Operands;
@@ -23,14 +23,14 @@ pub(super) const fn info(
 pub(super) fn forward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
     let (scores, products) = scores_and_products(o)?;
     let written = o.output.bytes() + kept;
-    cost(products, 6.0 * scores, o.input_bytes(), written)
+    cost(products, 6.0 * scores, o.input_bytes(), written).map(of_softmax)
 }
 
 /// Reads the output's gradient, the inputs and what was kept.
 pub(super) fn backward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
     let (scores, products) = scores_and_products(o)?;
     let read = o.output.bytes() + o.input_bytes() + kept;
-    cost(2.0 * products, 5.0 * scores, read, o.input_bytes())
+    cost(2.0 * products, 5.0 * scores, read, o.input_bytes()).map(of_softmax)
 }
 
 /// How many scores, and the FLOPs of both products, q k^T and p v.

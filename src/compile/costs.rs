@@ -31,9 +31,9 @@ impl Plan {
 
     /// What a call costs, as profiles of planned runs have it: bytes are those of its operands
     /// ([`bytes_moved`](Self::bytes_moved)); FLOPs of products are its own. The other FLOPs of its part
-    /// ([`costs`](Self::costs)) are divided among the part's calls that are not products, by how many elements they
-    /// compute: scores of attention, what others write. `None` for a call of another plan whose buffers this plan does
-    /// not have.
+    /// ([`costs`](Self::costs)) are divided among the part's calls that are not products. Softmax's go to the calls that
+    /// compute scores of attention, if any. The rest is divided by how many elements the calls compute: scores of
+    /// attention, what others write. `None` for a call of another plan whose buffers this plan does not have.
     pub fn cost(&self, call: &Call) -> Option<Cost> {
         self.has(call).then(|| self.cost_of(call))
     }
@@ -41,12 +41,14 @@ impl Plan {
     /// [`cost`](Self::cost) of one of this plan's calls.
     pub(super) fn cost_of(&self, call: &Call) -> Cost {
         let [read, written] = self.bytes_read_and_written(call);
+        let (other_flops, softmax_flops) = match call.part.map(|part| &self.parts[part]) {
+            Some(part) => part.flops_of(call),
+            None => (flops_of_no_part(&call.op), 0.0),
+        };
         Cost {
             product_flops: call.op.flops(),
-            other_flops: match call.part.map(|part| &self.parts[part]) {
-                Some(part) => part.cost.other_flops * computed(call) / part.computed.max(1.0),
-                None => flops_of_no_part(&call.op),
-            },
+            other_flops,
+            softmax_flops,
             read_bytes: read as f64,
             written_bytes: written as f64,
         }
@@ -97,16 +99,36 @@ pub struct PartCost {
     pub cost: Cost,
     /// How many elements its calls compute, products left out.
     pub(super) computed: f64,
+    /// How many scores of attention its calls compute.
+    pub(super) scores: f64,
+}
+
+impl PartCost {
+    /// The FLOPs of one of its calls apart from products', and softmax's among them.
+    fn flops_of(&self, call: &Call) -> (f64, f64) {
+        let of_all = computed(call) / self.computed.max(1.0);
+        let of_softmax = match self.scores > 0.0 {
+            true => scores(call) / self.scores,
+            false => of_all,
+        };
+        let softmax = self.cost.softmax_flops * of_softmax;
+        let others = (self.cost.other_flops - self.cost.softmax_flops) * of_all;
+        (others + softmax, softmax)
+    }
+}
+
+/// How many scores of attention a call computes without writing them.
+fn scores(call: &Call) -> f64 {
+    call.op.kernel().map_or(0.0, Kernel::scores)
 }
 
 /// How many elements a call computes that its part's FLOPs but products' are divided by.
 fn computed(call: &Call) -> f64 {
-    let scores = call.op.kernel().map_or(0.0, Kernel::scores);
     if call.op.is_product() {
         return 0.0;
     }
     let written = call.writes.iter().map(|operand| operand.elements.len());
-    scores.max(written.sum::<usize>() as f64)
+    scores(call).max(written.sum::<usize>() as f64)
 }
 
 /// The parts that have calls, which get their new numbers.
@@ -117,6 +139,7 @@ pub(super) fn of_calls(mut parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<Part
     for call in calls.iter() {
         if let Some(part) = call.part {
             parts[part].computed += computed(call);
+            parts[part].scores += scores(call);
         }
     }
     for call in calls {
@@ -126,6 +149,7 @@ pub(super) fn of_calls(mut parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<Part
     let parts = parts.filter(|(number, _)| used.binary_search(number).is_ok());
     let parts = parts.map(|(_, mut part)| {
         if part.computed == 0.0 {
+            part.cost.softmax_flops = 0.0;
             part.cost.other_flops = 0.0; // what only products are left of, as where gate and up alone are recomputed
         }
         part

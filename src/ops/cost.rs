@@ -116,7 +116,16 @@ pub(crate) fn cost(products: f64, others: f64, read: f64, written: f64) -> Optio
     Some(Cost {
         product_flops: products,
         other_flops: others,
+        softmax_flops: 0.0,
         read_bytes: read,
         written_bytes: written,
     })
+}
+
+/// A cost whose FLOPs, apart from the matrix products', are all softmax's.
+pub(crate) fn of_softmax(cost: Cost) -> Cost {
+    Cost {
+        softmax_flops: cost.other_flops,
+        ..cost
+    }
 }

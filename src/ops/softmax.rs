@@ -12,7 +12,7 @@
 //! ```
 
 use super::cast::cast_for;
-use super::cost::cost;
+use super::cost::{cost, of_softmax};
 use super::cpu::{for_real, for_stored};
 use super::info::OpInfo;
 #[cfg(feature = "cuda")]
@@ -178,10 +178,10 @@ const INFO: OpInfo = OpInfo::new("softmax")
     .costing(
         "6 an element, backward 5",
         "x, p; backward p, dp, dx",
-        |o| o.elementwise(6.0),
+        |o| o.elementwise(6.0).map(of_softmax),
         Some(|o| {
             let flops = 5.0 * o.output.elements();
-            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes())
+            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes()).map(of_softmax)
         }),
     )
     .holding("scale and mask");

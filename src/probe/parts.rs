@@ -183,6 +183,8 @@ pub struct Cost {
     pub product_flops: f64,
     /// Everything else, an exponential, a root and a division counting 1.
     pub other_flops: f64,
+    /// The FLOPs among `other_flops` that belong to softmax, its scale and its mask.
+    pub softmax_flops: f64,
     /// Bytes read.
     pub read_bytes: f64,
     /// Bytes written.
@@ -208,6 +210,7 @@ impl Add for Cost {
         Self {
             product_flops: self.product_flops + other.product_flops,
             other_flops: self.other_flops + other.other_flops,
+            softmax_flops: self.softmax_flops + other.softmax_flops,
             read_bytes: self.read_bytes + other.read_bytes,
             written_bytes: self.written_bytes + other.written_bytes,
         }

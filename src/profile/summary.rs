@@ -331,6 +331,8 @@ fn own_costs(recording: &Recording, tree: &Tree<'_>) -> Vec<Option<Cost>> {
         if let (Some(owners), Some(inner)) = (owners, inner) {
             owners.product_flops = (owners.product_flops - inner.product_flops).max(0.0);
             owners.other_flops = (owners.other_flops - inner.other_flops).max(0.0);
+            let softmax_flops = (owners.softmax_flops - inner.softmax_flops).max(0.0);
+            owners.softmax_flops = softmax_flops.min(owners.other_flops);
         }
     }
     own

@@ -220,7 +220,6 @@ const CASES: &[Case] = &[
         refused: &[
             ("columns", &["--format csv --columns all"]),
             ("optimizer", &["--mode forward --optimizer candle-adamw"]),
-            ("lr", &["--mode forward forward-backward --lr 0.1"]),
             ("keep-graph", &["--mode train-step --keep-graph"]),
             (
                 "compile",
@@ -609,7 +608,7 @@ fn a_flag_with_effect_is_taken() {
             "--product-tflops",
         ),
         (
-            "e2e_benchmark --compile --precision f32 bf16-full --lr 0.1 --columns x",
+            "e2e_benchmark --compile --precision f32 bf16-full --optimizer adamw-bf16 --columns x",
             "columns",
         ),
         ("memory_estimate --batch-size 4 --columns x", "columns"),

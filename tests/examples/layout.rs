@@ -226,7 +226,7 @@ fn isolated_runs_are_each_cold() {
         assert_eq!((ended.status, ended.err.as_str()), (Some(0), ""), "{line}");
         let report: Value = serde_json::from_str(&ended.out).unwrap();
         let rows = report["rows"].as_array().unwrap().clone();
-        assert_eq!(rows.len(), 12, "{line}");
+        assert_eq!(rows.len(), 15, "{line}");
         let last = rows.last().unwrap();
         let [first, later] = ["first_step_page_faults", "later_step_page_faults"]
             .map(|key| last[key].as_f64().unwrap());

@@ -59,7 +59,6 @@ fn numbers_that_mean_nothing_are_refused_as_they_are_parsed() {
         ("compiled_benchmark", "--memory-limit-gib", amounts),
         ("e2e_benchmark", "--memory-limit-gib", amounts),
         ("e2e_benchmark", "--compile --memory-budget-gib", amounts),
-        ("e2e_benchmark", "--lr", rates),
         ("memory_estimate", "--memory-limit-gib", amounts),
         ("memory_profile", "--memory-limit-gib", amounts),
         ("memory_profile", "--compile --memory-budget-gib", amounts),

@@ -43,3 +43,8 @@ fn gpu() -> candle_core::Device {
 #[global_allocator]
 static ALLOCATOR: tallow::memory::tracker::Tracker<memory::refused::Refusing> =
     tallow::memory::tracker::Tracker::new(memory::refused::Refusing);
+
+/// Sentences of the examples, which several of their modules that tests load build on.
+#[allow(dead_code)] // examples use more of it
+#[path = "../../examples/common/words.rs"]
+mod words;

@@ -1,16 +1,18 @@
 //! `tallow::profile`: that times add up, that pictures hold what was recorded, and every refusal.
 
-#[path = "../../examples/profile/analysis.rs"]
-mod analysis;
 mod answers;
 mod balance;
 #[path = "../../examples/profile/by_part.rs"]
 mod by_part;
 mod costs;
+#[path = "../../examples/profile/figures.rs"]
+mod figures;
 mod kernels;
 mod parts;
 mod pictures;
 mod refusals;
+#[path = "../../examples/profile/answers.rs"]
+mod sentences;
 mod summary;
 
 use crate::check::bits;

@@ -195,7 +195,8 @@ impl<'a> Lower<'a> {
             ops: node.ops.clone(),
             phase: self.plan.phase,
             cost,
-            computed: 0.0, // known when the plan is whole
+            computed: 0.0, // known when the plan is complete, as are the scores
+            scores: 0.0,
         });
         Ok(())
     }

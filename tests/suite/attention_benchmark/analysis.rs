@@ -13,10 +13,8 @@ mod measured;
 #[path = "../../../examples/compiled_benchmark/why.rs"]
 #[allow(dead_code)]
 mod why;
-#[path = "../../../examples/common/words.rs"]
-#[allow(dead_code)]
-mod words;
 
+use crate::words;
 use answers::*;
 use approx::assert_relative_eq;
 use compared::{Compared, reasons};

@@ -1,11 +1,7 @@
 //! The sentences of `distributed_benchmark`, on figures that are clear, noisy or contradict each other.
 
-#[allow(dead_code)] // other examples use its rest
-#[path = "../../../examples/common/words.rs"]
-mod words;
-
 mod common {
-    pub(super) use super::words;
+    pub(super) use crate::words;
 }
 
 #[path = "../../../examples/distributed_benchmark/answers.rs"]

@@ -1,7 +1,7 @@
 //! The answers of `examples/profile`, to the handout's (a) to (e), from made up recordings.
 
-use super::analysis::Profiled;
-use super::span;
+use super::figures::{AttentionFigures, Figures, Profiled, Share, Time, Timed, Work};
+use super::{sentences, span};
 use tallow::probe::Kind;
 use tallow::profile::{Cost, Parts, Recording};
 use tallow::report::Fields;
@@ -10,18 +10,25 @@ fn stopwatch(phases: &[(&str, f64)]) -> Vec<Fields> {
     let row = |(phase, ms): &(&str, f64)| {
         let mut fields = Fields::new();
         fields.insert("phase", *phase).insert("mean_ms", *ms);
+        fields.insert("std_ms", None::<f64>).insert("n", 1);
         fields
     };
     phases.iter().map(row).collect()
 }
 
-fn answers(recording: Recording, stopwatch: Vec<Fields>) -> (Vec<String>, Fields) {
+fn figures(recording: Recording, stopwatch: Vec<Fields>) -> Figures {
     let profiled = Profiled {
         recording,
         stopwatch,
         apart: None,
     };
-    profiled.analyse().unwrap()
+    profiled.figures().unwrap()
+}
+
+/// All answers, one after the other.
+fn said(figures: &Figures) -> String {
+    let answers = sentences::answers(figures).into_iter();
+    answers.map(|answer| answer.answer + "\n").collect()
 }
 
 fn number(numbers: &Fields, key: &str) -> f64 {
@@ -31,13 +38,9 @@ fn number(numbers: &Fields, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("{key}"))
 }
 
-fn close(numbers: &Fields, expected: &[(&str, f64)]) {
-    for (key, expected) in expected {
-        let got = number(numbers, key);
-        assert!(
-            (got - expected).abs() < 1e-9,
-            "{key}: {got}, not {expected}"
-        );
+fn close(pairs: &[(f64, f64)]) {
+    for (got, expected) in pairs {
+        assert!((got - expected).abs() < 1e-9, "{got}, not {expected}");
     }
 }
 
@@ -48,32 +51,30 @@ fn answers_of_a_gpu_add_up() {
         ("backward", 5e-4),
         ("train step", 9.9e-4),
     ]);
-    let (notes, numbers) = answers(super::kernels::made_up(), timed);
-    close(
-        &numbers,
-        &[
-            ("profiled_ms_per_step", 1e-3),
-            ("kernels_ms_per_step", 330e-6),
-            ("ops_percent", 25.0),
-            ("candle_percent", 8.0),
-            ("gpu_idle_percent", 67.0),
-            ("unexplained_percent", 0.0),
-            ("products_percent_of_forward", 100.0 * 110.0 / 300.0),
-            ("products_percent_of_whole", 21.0),
-            ("softmax_percent_of_forward", 100.0 * 40.0 / 300.0),
-            ("softmax_percent_of_whole", 4.0),
-            ("attention_products_ms", 40e-6),
-            ("attention_softmax_ms", 40e-6),
-            ("attention_products_over_softmax_time", 1.0),
-        ],
-    );
-    let all = notes.join("\n");
+    let figures = figures(super::kernels::made_up(), timed);
+    let (line, attention) = (&figures.line, figures.attention.as_ref().unwrap());
+    let (busy_ms, _) = figures.busy_and_idle_ms.unwrap();
+    close(&[
+        (line.profiled_ms_per_step, 1e-3),
+        (busy_ms, 330e-6),
+        (line.ops_percent, 25.0),
+        (line.candle_percent, 8.0),
+        (line.gpu_idle_percent, 67.0),
+        (line.unexplained_percent, 0.0),
+        (line.matmul_percent_of_forward, 100.0 * 110.0 / 300.0),
+        (line.matmul_percent, 21.0),
+        (line.softmax_percent_of_forward, 100.0 * 40.0 / 300.0),
+        (line.softmax_percent, 4.0),
+        (attention.matmul_ms, 40e-6),
+        (attention.softmax_ms, 40e-6),
+    ]);
+    let all = said(&figures);
     for part in [
-        "(b) Most of forward: nvjet_tst_96x128 (of linear), 23.3%, 1 times a step.",
-        "(b) Most of forward and backward: nvjet_tst_96x128 (of linear), 21.2%, 2 times; forward's runs 2 times there.",
-        "(c) Besides products, of forward: softmax_forward_f32 13.3%, badd_f32 6.7%.",
-        "(d) Besides products, of the whole: badd_f32 7.0%, softmax_forward_f32 4.0%, set memory 1.0%.",
-        "forward 0.00 and 0.00, backward 0.00 and 0.00",
+        "The whole step matches within 1.0%. forward 0.000 ms by the profiler, 0.000 ms by the stopwatch (+0.0%)",
+        "In forward: nvjet_tst_96x128 (of linear), 23.3% of the time, 1 times a step.",
+        "It is the same in forward and backward together: nvjet_tst_96x128 (of linear), 21.2% of the time, 2 times",
+        "Parts of forward from 1% on: softmax_forward_f32 13.3%, badd_f32 6.7%.",
+        "from 1% on: badd_f32 7.0%, softmax_forward_f32 4.0%, set memory 1.0%.",
     ] {
         assert!(all.contains(part), "{part} in {all}");
     }
@@ -111,7 +112,10 @@ fn planned() -> Recording {
             call(
                 "layers.0/attention",
                 (0, 400),
-                cost(600.0, 100.0),
+                Cost {
+                    softmax_flops: 100.0,
+                    ..cost(600.0, 115.0)
+                },
                 [40, 100, 200],
             ),
             call(
@@ -130,40 +134,157 @@ fn planned() -> Recording {
 
 #[test]
 fn answers_of_a_cpu_add_up() {
-    let (notes, numbers) = answers(planned(), stopwatch(&[("train step", 1e-3)]));
-    close(
-        &numbers,
-        &[
-            ("profiled_ms_per_step", 1e-3),
-            ("ops_percent", 90.0),
-            ("between_calls_percent", 10.0),
-            ("candle_percent", 0.0),
-            ("products_percent_of_forward", 35.0),
-            ("products_percent_of_whole", 35.0),
-            ("softmax_percent_of_forward", 20.0),
-            ("attention_products_over_softmax_time", 0.5),
-            ("attention_products_over_softmax_flops", 6.0),
-        ],
+    let figures = figures(planned(), stopwatch(&[("train step", 1e-3)]));
+    let (line, attention) = (&figures.line, figures.attention.as_ref().unwrap());
+    let (scores_ms, values_ms) = attention.scores_and_values_ms.unwrap();
+    close(&[
+        (line.profiled_ms_per_step, 1e-3),
+        (line.ops_percent, 90.0),
+        (line.between_calls_percent, 10.0),
+        (line.candle_percent, 0.0),
+        (line.matmul_percent_of_forward, 35.0),
+        (line.matmul_percent, 35.0),
+        (line.softmax_percent_of_forward, 20.0),
+        (attention.matmul_ms / attention.softmax_ms, 0.5),
+        // The rope that was planned with it is no softmax.
+        (attention.matmul_flops / attention.softmax_flops, 6.0),
+        (scores_ms, 40e-6),
+        (values_ms, 60e-6),
+    ]);
+    let all = said(&figures);
+    let others = "softmax of attention 20.0%, rms_norm 20.0%, the rest of attention 10.0%, the rest of swiglu 5.0%";
+    for part in [
+        "The whole step matches within 0.0%.",
+        others,
+        "0.50 times the time of softmax with scale and mask, for 6.0 times the FLOPs",
+        "For one FLOP softmax takes 12 times as long",
+    ] {
+        assert!(all.contains(part), "{part} in {all}");
+    }
+}
+
+/// Of 10 steps.
+fn times(phase: &str, profiler: (f64, f64), stopwatch: (f64, f64)) -> Timed {
+    let time = |(mean_ms, std_ms)| Time {
+        mean_ms,
+        std_ms: Some(std_ms),
+        n: 10,
+    };
+    Timed {
+        phase: phase.into(),
+        profiler: time(profiler),
+        stopwatch: time(stopwatch),
+    }
+}
+
+#[test]
+fn a_profile_matches_or_does_not_or_cannot_be_compared() {
+    let answer = |profiler, stopwatch| {
+        let timed = [times("forward", profiler, stopwatch)];
+        sentences::matches(&timed, 100.0).unwrap()
+    };
+    for (profiler, stopwatch, words) in [
+        (
+            (10.2, 0.1),
+            (10.0, 0.1),
+            "The whole step matches within 2.0%.",
+        ),
+        (
+            (9.8, 0.1),
+            (10.0, 0.1),
+            "The whole step matches within 2.0%.",
+        ),
+        (
+            (15.0, 0.1),
+            (10.0, 0.1),
+            "They do not match (limit 10%): recording costs time. The difference is 50.00 µs for each of 100",
+        ),
+        (
+            (5.0, 0.1),
+            (10.0, 0.1),
+            "the machine was busy, or not warm, in the run with the stopwatch",
+        ),
+        ((101.5, 0.1), (10.0, 0.1), "(+915.0%)"),
+        (
+            (10.0, 0.1),
+            (26.0, 30.0),
+            "These figures do not decide whether they match",
+        ),
+    ] {
+        let got = answer(profiler, stopwatch);
+        assert!(got.contains(words), "{words} in {got}");
+        assert_eq!(
+            got.contains("do not match"),
+            words.contains("limit") || words.contains("busy") || words.contains('+')
+        );
+    }
+}
+
+#[test]
+fn what_leads_and_how_shares_change_is_said_of_the_figures() {
+    let share = |name: &str, percent, per_step| Share {
+        name: name.into(),
+        percent,
+        per_step,
+    };
+    let (forward, both) = (
+        share("linear", 60.0, 10.0),
+        share("linear backward", 40.0, 20.0),
     );
-    let all = notes.join("\n");
-    assert!(!all.contains("candle"), "{all}");
-    let others =
-        "attention's softmax 20.0%, rms_norm 20.0%, attention's rest 10.0%, swiglu's rest 5.0%";
-    assert!(all.contains(others), "{all}");
-    let one_by_one = "scores 0.000 ms a step, values 0.000, softmax 0.000";
-    assert!(all.contains(one_by_one), "{all}");
-    close(
-        &numbers,
-        &[
-            ("attention_scores_ms", 40e-6),
-            ("attention_values_ms", 60e-6),
-        ],
-    );
-    // A step against a step: the phases are the profiler's alone.
+    let answer = sentences::most_time(&forward, Some(&both));
     assert!(
-        all.contains("by the stopwatch without it (+0.0%)."),
-        "{all}"
+        answer.contains("it is another: linear backward, 40.0% of the time, 20 times a step."),
+        "{answer}"
     );
+    let answer = sentences::most_time(&forward, Some(&share("linear", 30.0, 10.0)));
+    assert!(answer.contains("It is the same"), "{answer}");
+
+    let work = |matmul_percent| Work {
+        matmul_percent,
+        ..Default::default()
+    };
+    for (whole, words) in [
+        (60.0, "10.0 points less"),
+        (85.0, "15.0 points more"),
+        (70.5, "nearly the same"),
+    ] {
+        let answer = sentences::matmul_share(&work(70.0), &work(whole), "the training step");
+        assert!(answer.contains(words), "{answer}");
+    }
+    assert_eq!(
+        sentences::besides_matmuls(&work(99.5)),
+        "Nothing takes 1% of forward."
+    );
+
+    let attention = AttentionFigures {
+        softmax_ms: 1.0,
+        matmul_ms: 2.0,
+        mask_ms: Some(1.0),
+        softmax_flops: 1e6,
+        matmul_flops: 1e6,
+        ..Default::default()
+    };
+    let answer = sentences::softmax_against_matmuls(&attention);
+    assert!(
+        answer.contains("1.00 times the time") && answer.contains("takes no longer here"),
+        "{answer}"
+    );
+}
+
+/// Shares of steps that vary as much as these do not decide.
+#[test]
+fn unsteady_steps_leave_shares_open() {
+    let with = |std_ms| Figures {
+        timed: vec![times("train step", (10.0, std_ms), (10.0, std_ms))],
+        longest_in_forward: Some(Share {
+            name: "linear".into(),
+            percent: 50.0,
+            per_step: 1.0,
+        }),
+        ..Default::default()
+    };
+    assert!(said(&with(9.0)).contains("is 90% of their mean: shares of their time do not decide."));
+    assert!(!said(&with(1.0)).contains("decide"));
 }
 
 #[test]

@@ -1,13 +1,22 @@
 //! Tables in a width: what moves, what is left out, and the exact text of the end-to-end summary.
 
+use crate::words;
 use proptest::prelude::*;
 use serde_json::json;
 use tallow::report::{Column, Fields, Format, Layout, Report};
 
 use super::rendered;
 
+#[path = "../../../examples/e2e_benchmark/answers.rs"]
+mod answers;
+#[path = "../../../examples/common/phases.rs"]
+mod phases;
 #[path = "../../../examples/e2e_benchmark/summary.rs"]
 mod summary;
+#[path = "../../../examples/e2e_benchmark/warmup.rs"]
+mod warmup;
+
+use answers::Measured;
 
 fn within(width: usize) -> Layout {
     Layout {
@@ -40,14 +49,41 @@ fn measured(length: u64, execution: &str, ms: f64) -> Vec<Fields> {
             .insert("status", "ok")
             .insert("device", "cpu");
         row.insert("mean_ms", ms * times)
-            .insert("std_ms", ms / 20.0);
+            .insert("std_ms", ms / 20.0)
+            .insert("n", 10);
+        let samples: Vec<f64> = [-1.0, 1.0]
+            .iter()
+            .cycle()
+            .take(10)
+            .map(|d| ms * (times + d / 20.0))
+            .collect();
+        row.insert("samples_ms", samples);
         row.insert("tokens_per_s", 12_345.6)
             .insert("mfu_percent", 41.5);
         row.insert("peak_bytes", length << 20)
             .insert("allocated_bytes", 3 << 20);
         row
     };
-    phases.map(row).to_vec()
+    let mut rows = phases.map(row).to_vec();
+    let update = phases::update(&rows).unwrap();
+    rows.insert(rows.len() - 1, update);
+    rows
+}
+
+#[test]
+fn backward_and_optimizer_are_added_step_by_step() {
+    let rows = measured(256, "eager", 10.0);
+    let update = phases::update(&rows).unwrap();
+    let number = |key: &str| update.get(key).unwrap().as_f64().unwrap();
+    approx::assert_relative_eq!(number("mean_ms"), 23.0, epsilon = 1e-9);
+    approx::assert_relative_eq!(number("max_ms"), 24.0, epsilon = 1e-9); // each has half a ms above its mean there
+    assert_eq!(update.get("phase"), Some(&json!("backward+optimizer")));
+    assert_eq!(update.get("tokens_per_s"), None);
+    let no_step: Vec<Fields> = rows
+        .into_iter()
+        .filter(|row| row.get("mode") != Some(&json!("train-step")))
+        .collect();
+    assert_eq!(phases::update(&no_step), None);
 }
 
 fn end_to_end(executions: &[&str]) -> Report {
@@ -62,7 +98,7 @@ fn end_to_end(executions: &[&str]) -> Report {
         }
     }
     let executions = executions.iter().map(|name| name.to_string()).collect();
-    let compared = summary::Compared::new(executions, vec!["f32".into()]);
+    let compared = summary::Compared::new(executions, vec!["f32".into()], false);
     Report {
         columns: compared.columns(false, false),
         lines: compared.lines(&rows),
@@ -77,13 +113,13 @@ fn the_summary_in_80_characters() {
 Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5;
   precision f32; execution eager; device cpu
 
-   T  Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)  Peak (MiB)
-────  ────────────  ────────────  ─────  ────────────  ─────────────  ──────────
- 256  12.80 ± 0.64  38.40 ± 0.64   3.00  44.80 ± 0.64   23.04 ± 0.64       256.0
-1024  51.20 ± 2.56   153.6 ± 2.6   3.00   179.2 ± 2.6   92.16 ± 2.56     1,024.0
+   T  Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)
+────  ────────────  ────────────  ─────  ────────────  ─────────────
+ 256  12.80 ± 0.64  38.40 ± 0.64   3.00  44.80 ± 0.64   23.04 ± 0.64
+1024  51.20 ± 2.56   153.6 ± 2.6   3.00   179.2 ± 2.6   92.16 ± 2.56
 
-1. Left out for the width (--columns all shows them): Optimizer (ms), After the
-   step (MiB), Tokens/s, MFU (%).
+1. Left out for the width (--columns all shows them): Optimizer (ms), Peak
+   (MiB), B+O (ms), Tokens/s, MFU (%), After the step (MiB).
 ";
     assert_eq!(end_to_end(&["eager"]).to_text(&within(80)), expected);
 }
@@ -98,7 +134,7 @@ fn the_summary_in_100_characters() {
 #[test]
 fn the_summary_in_160_characters() {
     let text = end_to_end(&["eager"]).to_text(&within(160));
-    let expected = "   T  Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)  Optimizer (ms)  Peak (MiB)  After the step (MiB)  Tokens/s  MFU (%)";
+    let expected = "   T  Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)  Optimizer (ms)      B+O (ms)  Peak (MiB)  Tokens/s  MFU (%)  After the step (MiB)";
     assert_eq!(text.lines().nth(2), Some(expected), "{text}");
     assert!(!text.contains("Left out"), "{text}");
 }
@@ -109,35 +145,177 @@ fn what_is_compared_stands_together_with_its_speedup() {
 Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5; precision f32;
   device cpu
 
-      F+B (ms) ───────────────────────────  Step (ms) ──────────────────────────  Peak (MiB) ─────
-   T         eager       planned  speed-up         eager       planned  speed-up    eager  planned
-────  ────────────  ────────────  ────────  ────────────  ────────────  ────────  ───────  ───────
- 256  38.40 ± 0.64  25.60 ± 0.43      1.50  44.80 ± 0.64  29.87 ± 0.43      1.50    256.0    256.0
-1024   153.6 ± 2.6   102.4 ± 1.7      1.50   179.2 ± 2.6   119.5 ± 1.7      1.50  1,024.0  1,024.0
-
-1. Left out for the width (--columns all shows them): Forward (ms), Ratio, Backward (ms), Optimizer
-   (ms), After the step (MiB), Tokens/s, MFU (%).
+                                            Time (ms) ──────────────────────────  Peak (MiB) ─────
+   T  Mode              Phase                      eager       planned  speed-up    eager  planned
+────  ────────────────  ──────────────────  ────────────  ────────────  ────────  ───────  ───────
+ 256  forward           forward             12.80 ± 0.64   8.53 ± 0.43      1.50    256.0    256.0
+ 256  forward-backward  forward             14.08 ± 0.64   9.39 ± 0.43      1.50    256.0    256.0
+ 256  forward-backward  backward            24.32 ± 0.64  16.21 ± 0.43      1.50    256.0    256.0
+ 256  forward-backward  forward+backward    38.40 ± 0.64  25.60 ± 0.43      1.50    256.0    256.0
+ 256  train-step        forward             15.36 ± 0.64  10.24 ± 0.43      1.50    256.0    256.0
+ 256  train-step        backward            23.04 ± 0.64  15.36 ± 0.43      1.50    256.0    256.0
+ 256  train-step        optimizer            6.40 ± 0.64   4.27 ± 0.43      1.50    256.0    256.0
+ 256  train-step        backward+optimizer  29.44 ± 1.35  19.63 ± 0.90      1.50    256.0    256.0
+ 256  train-step        train step          44.80 ± 0.64  29.87 ± 0.43      1.50    256.0    256.0
 ";
     let report = end_to_end(&["eager", "planned"]);
-    assert_eq!(report.to_text(&within(100)), expected);
-    let details = |executions: &[&str]| {
-        let executions = executions.iter().map(|name| name.to_string()).collect();
-        let compared = summary::Compared::new(executions, vec!["f32".into()]);
-        compared.details(&report.rows, |rows, by, field, values| {
-            assert!(
-                (field, values.len()) == ("execution", 2)
-                    && by.iter().all(|(key, _)| *key != field)
-            );
-            Report {
-                lines: rows.to_vec(),
-                ..Default::default()
-            }
-        })
-    };
-    assert_eq!(details(&["eager", "planned"]).len(), 1);
-    assert!(details(&["eager"]).is_empty());
+    let text = report.to_text(&within(100));
+    assert!(
+        text.starts_with(expected) && !text.contains("Left out"),
+        "{text}"
+    );
     let markdown = rendered(&report, Format::Markdown);
-    assert!(markdown.contains("| Forward speed-up |"), "{markdown}");
+    assert!(markdown.contains("| Time speed-up |"), "{markdown}");
+}
+
+/// What the answers say of times that are clear, noisy, and that contradict each other.
+#[test]
+fn end_to_end_answers_follow_from_the_figures() {
+    let report = end_to_end(&["eager", "planned"]);
+    let executions = vec!["eager".into(), "planned".into()];
+    let compared = summary::Compared::new(executions, vec!["f32".into()], false);
+    let all = compared.measured(&report.rows);
+    let said = answers::answers(&all, Some("How do they compare?"));
+    let answer = |i: usize| said[i].answer.as_str();
+    for (i, words) in [
+        (
+            0,
+            "T 256 eager: forward with loss 14.08 ± 0.67 ms, backward 24.32 ± 0.67 ms; backward takes 1.73x as long",
+        ),
+        (
+            1,
+            "is 1.5% to 10.5% of the mean (most: T 1024 eager: optimizer of train-step): over 5% in 8 of 36 times.",
+        ),
+        (
+            2,
+            "T 256, forward: planned is 1.50x as fast as eager, 8.53 ± 0.45 ms instead of 12.80 ± 0.67 ms",
+        ),
+        (
+            2,
+            "T 256, backward+optimizer: planned is 1.50x as fast as eager",
+        ),
+        (
+            2,
+            "T 256, train step: planned is 1.50x as fast as eager, 29.87 ± 0.45 ms instead of 44.80 ± 0.67 ms, peak 256.0 MiB instead of 256.0 MiB",
+        ),
+        (2, "and 2 more in the table."),
+    ] {
+        assert!(answer(i).contains(words), "{words} in {}", answer(i));
+    }
+
+    let run = |value: &str, samples: &[f64]| Measured {
+        value: value.into(),
+        samples_ms: samples.to_vec(),
+        ..steps(5, &[], &[])
+    };
+    let compare = |eager: &[f64], planned: &[f64]| {
+        let both = [run("eager", eager), run("planned", planned)];
+        answers::comparison(&both.iter().collect::<Vec<_>>()).unwrap()
+    };
+    let alike = compare(&[10.0, 10.2, 9.8], &[10.1, 9.9, 10.0]);
+    assert!(
+        alike.contains("planned is as fast as eager (1.00x)"),
+        "{alike}"
+    );
+    let noisy = compare(&[10.0, 90.0, 11.0], &[10.1, 9.9, 10.0]);
+    assert!(
+        noisy.contains("these figures do not decide whether planned is faster"),
+        "{noisy}"
+    );
+    let slower = compare(&[5.0, 5.1, 4.9], &[10.1, 9.9, 10.0]);
+    assert!(
+        slower.contains("planned is 0.50x as fast as eager"),
+        "{slower}"
+    );
+    let steady = run("", &[10.0, 10.1, 9.9]);
+    let variability = answers::variability(&[&steady]).unwrap();
+    assert!(variability.contains("small, at most 5%"), "{variability}");
+}
+
+/// Training steps after some warm-up.
+fn steps(warmup_steps: usize, warmup_ms: &[f64], samples_ms: &[f64]) -> Measured {
+    Measured {
+        mode: "train-step".into(),
+        phase: "train step".into(),
+        warmup_steps,
+        warmup_ms: warmup_ms.to_vec(),
+        samples_ms: samples_ms.to_vec(),
+        ..Default::default()
+    }
+}
+
+#[test]
+fn warm_up_is_judged_by_spread() {
+    let steady = [10.0, 10.1, 9.9, 10.0];
+    let longest = steps(5, &[90.0, 14.0, 10.0, 10.0, 10.0], &steady);
+    let cold = Measured {
+        first_step_page_faults: Some(1000),
+        later_step_page_faults: Some(2.0),
+        first_step_threads: Some(1),
+        ..steps(0, &[], &[100.0, 10.0, 10.1, 9.9])
+    };
+    let one = steps(1, &[90.0], &[12.0, 12.1, 11.9, 12.0]);
+    let two = steps(2, &[90.0, 12.0], &steady);
+    let runs = [cold.clone(), one, two, longest.clone()];
+    let without = warmup::without(&runs, true).unwrap();
+    for words in [
+        "It took 100.00 ms, 10.0 times the mean of the others",
+        "10.00 ± 0.10 ms into 32.50 ± 45.00 ms",
+    ] {
+        assert!(without.contains(words), "{without}");
+    }
+    let why = warmup::why(&runs).unwrap();
+    assert!(
+        why.contains("touched 1,000 new memory pages (2 in a later step), started 1 thread"),
+        "{why}"
+    );
+    let few = warmup::after_few(&runs).unwrap();
+    for words in [
+        "step 2 took 14.00 ms",
+        "after 1 12.00 ± 0.08 ms (longer)",
+        "(no difference), after 5",
+    ] {
+        assert!(few.contains(words), "{few}");
+    }
+    let enough = |runs: &[Measured]| warmup::enough(runs).unwrap();
+    let decided = enough(&runs);
+    assert!(
+        decided.starts_with("2, of those tried") && decided.contains("after 1 1.20x as long"),
+        "{decided}"
+    );
+    let alike = enough(&[steps(0, &[], &steady), longest.clone()]);
+    assert!(
+        alike.starts_with("0, of those tried: the means do not differ"),
+        "{alike}"
+    );
+
+    // One outlier decides nothing; a clear difference leaves open whether the longest is enough.
+    let outlier = steps(5, &[90.0; 5], &[10.0, 10.0, 10.0, 80.0]);
+    assert!(
+        enough(&[steps(2, &[90.0; 2], &steady), outlier])
+            .starts_with("These figures do not decide")
+    );
+    let slower = steps(2, &[90.0; 2], &[15.0, 15.1, 14.9]);
+    assert!(enough(&[slower, longest]).starts_with("More than 2: after 2 1.50x as long"));
+    let warm = steps(0, &[], &[10.0, 10.1, 9.9, 10.0]);
+    assert!(
+        warmup::without(&[warm], false)
+            .unwrap()
+            .contains("--isolate")
+    );
+    let unexplained = warmup::why(&[steps(0, &[], &[100.0, 10.0, 10.0])]).unwrap();
+    assert!(unexplained.contains("do not explain it"), "{unexplained}");
+    // Each mode has its own answers.
+    let forward = Measured {
+        mode: "forward".into(),
+        phase: "forward".into(),
+        ..cold.clone()
+    };
+    let all = warmup::answers(&[forward, cold], true);
+    assert!(
+        all.iter().any(|own| own.question.ends_with("(train step)")),
+        "{all:?}"
+    );
 }
 
 /// What does not fit has its status where its time would be, and no ratio.
@@ -154,12 +332,12 @@ fn what_did_not_run_says_so_in_its_place() {
         row.insert("status", "OOM").insert("mean_ms", None::<f64>);
     }
     rows.extend(refused);
-    let compared = summary::Compared::new(vec!["eager".into()], vec!["f32".into()]);
+    let compared = summary::Compared::new(vec!["eager".into()], vec!["f32".into()], false);
     let lines = compared.lines(&rows);
     assert_eq!(lines.len(), 2);
-    assert_eq!(lines[1].get("Forward f32"), Some(&json!("OOM")));
-    assert_eq!(lines[1].get("Ratio f32"), Some(&json!(null)));
-    assert_eq!(lines[0].get("Ratio f32"), Some(&json!(3.0)));
+    assert_eq!(lines[1].get("Forward"), Some(&json!("OOM")));
+    assert_eq!(lines[1].get("Ratio"), Some(&json!(null)));
+    assert_eq!(lines[0].get("Ratio"), Some(&json!(3.0)));
 }
 
 /// Names that agree move into the header, unless it says so already; quantities do not, and those without a value go.
@@ -255,11 +433,11 @@ fn columns_are_chosen_by_name() {
         let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
         report.select(&names).map(|()| report)
     };
-    let chosen = choose(&["step", "t"]).unwrap();
+    let chosen = choose(&["time", "t"]).unwrap();
     let headings: Vec<String> = chosen.columns.iter().map(Column::heading).collect();
     assert_eq!(
         headings,
-        ["Step eager (ms)", "Step planned (ms)", "Step speed-up", "T"]
+        ["Time eager (ms)", "Time planned (ms)", "Time speed-up", "T"]
     );
     assert!(
         rendered(&chosen, Format::Csv).contains("mean_ms"),
@@ -267,7 +445,7 @@ fn columns_are_chosen_by_name() {
     );
     let error = choose(&["T", "nonsense"]).unwrap_err().to_string();
     assert!(
-        error.contains("nonsense") && error.contains("Step speed-up"),
+        error.contains("nonsense") && error.contains("Time speed-up"),
         "{error}"
     );
 

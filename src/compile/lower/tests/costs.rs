@@ -73,6 +73,36 @@ fn of_a_transformer(
     check(&planned, checkpointing != Checkpointing::None);
 }
 
+/// A rope that is planned with attention adds nothing to the FLOPs of softmax: 4 Dh for matmuls and 6 for softmax a
+/// score, whatever the target fuses.
+#[rstest]
+fn of_softmax(
+    #[values(CPU, Target::Cuda)] target: Target,
+    #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
+) {
+    let model = TransformerConfig {
+        attention,
+        ..small(2)
+    };
+    let head_dim = (model.d_model / model.num_heads) as f64;
+    let planned = planned(target, &model, [2, 64], &in_bf16(), Recompute::default());
+    let plan = &planned.lowered.plan;
+    let mut attentions = 0;
+    for call in plan.calls() {
+        let cost = plan.cost_of(call);
+        let computes_scores = call.op.kernel().is_some_and(|kernel| kernel.scores() > 0.0);
+        if computes_scores && call.phase.name() == "forward" {
+            assert_eq!(
+                cost.product_flops / cost.softmax_flops,
+                4.0 * head_dim / 6.0
+            );
+            attentions += 1;
+        }
+        assert!(computes_scores || cost.softmax_flops == 0.0, "{call:?}");
+    }
+    assert_eq!(attentions, 2);
+}
+
 /// Gates that a memory budget has recomputed are parts, too.
 #[test]
 fn of_a_budget() {
