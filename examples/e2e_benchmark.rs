@@ -68,7 +68,7 @@ struct Flags {
     #[command(flatten, next_help_heading = "Run")]
     precision: PrecisionFlags,
 
-    /// forward, forward-backward, train-step or all; several
+    /// forward, forward-backward, train-step, all; several
     #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "all", value_name = "NAME", help_heading = "Run")]
     mode: Vec<ModeFlag>,
 

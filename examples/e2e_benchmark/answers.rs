@@ -183,28 +183,23 @@ pub fn comparison(all: &[&Measured]) -> Option<String> {
         let Some(speedup) = first.over(own) else {
             continue;
         };
-        let peaks = first
-            .peak_bytes
-            .zip(own.peak_bytes)
-            .filter(|_| own.is_step());
-        let peaks = peaks.map_or(String::new(), |(first, own)| {
-            format!(
-                ", peak {} instead of {}",
-                format_mib(own),
-                format_mib(first)
-            )
-        });
-        let name = if own.name.is_empty() {
-            String::new()
-        } else {
-            format!("{}, ", own.name)
+        let peaks = first.peak_bytes.zip(own.peak_bytes);
+        let peaks = peaks.filter(|_| own.is_step());
+        let peak = |bytes| format!(" with a peak of {}", format_mib(bytes));
+        let [first_peak, own_peak] = [peaks.map(|both| both.0), peaks.map(|both| both.1)]
+            .map(|p| p.map_or(String::new(), peak));
+        let name = match own.name.is_empty() {
+            true => String::new(),
+            false => format!("{}, ", own.name),
         };
         items.push(format!(
-            "{name}{}: {}, {} instead of {}{peaks}",
+            "{name}{}: {} {}{first_peak}, {} {}{own_peak}; {}",
             own.phase,
-            compared(&own.value, &first.value, speedup),
+            first.value,
+            ms(&first.samples_ms),
+            own.value,
             ms(&own.samples_ms),
-            ms(&first.samples_ms)
+            compared(&own.value, &first.value, speedup)
         ));
     }
     listed(&items)
