@@ -83,9 +83,9 @@ struct Flags {
     #[arg(long, default_value_t = 4, value_name = "B", value_parser = values::count())]
     batch_size: usize,
 
-    /// Tokens in a sequence
-    #[arg(long, default_value_t = 256, value_name = "T", alias = "sequence-length", value_parser = values::count())]
-    context_length: usize,
+    /// Tokens in a sequence [default: 256]
+    #[arg(long, num_args = 1, value_name = "T", alias = "sequence-length", value_parser = values::count())]
+    context_length: Vec<usize>,
 
     #[command(flatten)]
     ways: Ways,
@@ -139,7 +139,8 @@ enum Part {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let mut flags = Flags::effects().parse();
+    flags.models.fill_context(&mut flags.context_length, &[256]);
     match flags.processes.launched() {
         Some(code) => code,
         None => common::run(|| flags.run()),
@@ -209,6 +210,11 @@ impl Flags {
             })
     }
 
+    /// T: the last context length given, since a repeated flag replaces the one before.
+    fn length(&self) -> usize {
+        self.context_length.last().copied().unwrap_or_default()
+    }
+
     /// Whether one of these parts is measured.
     fn has(&self, parts: &[Part]) -> bool {
         self.part.iter().any(|part| parts.contains(part))
@@ -264,7 +270,7 @@ impl Flags {
             accounting::columns(),
         ];
         self.output.check_columns(tables)?;
-        let models = self.models.models(self.context_length, &[self.attention])?;
+        let models = self.models.models(self.length(), &[self.attention])?;
         let runs = self.part.iter().map(|part| match part {
             Part::Collectives => 3 * self.mib.len(),
             Part::Steps | Part::Memory => models.len() * self.ways.all().len(),
@@ -325,7 +331,7 @@ impl Flags {
                 fields.insert("attention", self.attention.name());
             }
             fields.insert("B of a rank", self.batch_size);
-            fields.insert("T", self.context_length);
+            fields.insert("T", self.length());
         }
         if self.part.contains(&Part::Paper) {
             fields.insert("rates", self.paper.rates_in_words());

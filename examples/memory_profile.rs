@@ -55,8 +55,8 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
     batch_size: Vec<usize>,
 
-    /// Tokens in a sequence; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "128,256,512", value_name = "N", alias = "sequence-length")]
+    /// Tokens in a sequence; several [default: 128 256 512]
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
     context_length: Vec<usize>,
 
     #[command(flatten, next_help_heading = "Run")]
@@ -115,7 +115,10 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let mut flags = Flags::effects().parse();
+    flags
+        .models
+        .fill_context(&mut flags.context_length, &[128, 256, 512]);
     common::run(|| flags.common.around(|| flags.run()))
 }
 

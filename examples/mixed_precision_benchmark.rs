@@ -50,8 +50,8 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
     batch_size: Vec<usize>,
 
-    /// Tokens in a sequence; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "64,256", value_name = "N", alias = "sequence-length")]
+    /// Tokens in a sequence; several [default: 64 256]
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
     context_length: Vec<usize>,
 
     #[command(flatten, next_help_heading = "Run")]
@@ -90,7 +90,10 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
-    let flags = flags.parse();
+    let mut flags = flags.parse();
+    flags
+        .models
+        .fill_context(&mut flags.context_length, &[64, 256]);
     common::run(|| flags.common.around(|| flags.run()))
 }
 

@@ -70,8 +70,8 @@ struct Flags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
     batch_size: Vec<usize>,
 
-    /// Tokens in a sequence; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256", value_name = "N", alias = "sequence-length")]
+    /// Tokens in a sequence; several [default: 256]
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
     context_length: Vec<usize>,
 
     /// naive or flash; several
@@ -155,7 +155,8 @@ enum ByFlag {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let mut flags = Flags::effects().parse();
+    flags.models.fill_context(&mut flags.context_length, &[256]);
     common::run(|| {
         flags.common.around(|| match flags.reference_ops {
             true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),

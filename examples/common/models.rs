@@ -12,7 +12,7 @@ use tallow::report::{Fields, group_digits};
 /// Flags of every example that measures models by preset or by sizes.
 #[derive(Args, Clone, Debug)]
 pub struct ModelFlags {
-    /// Sizes of CS336's handout of 2025 or 2026; without --size all
+    /// Sizes and context of CS336's handout, 2025 or 2026
     #[arg(long, value_enum, value_name = "YEAR", hide_possible_values = true)]
     pub handout: Option<Handout>,
 
@@ -80,6 +80,16 @@ pub struct Model {
 }
 
 impl ModelFlags {
+    /// Fills in the context lengths where none is `given`: the handout's, or else `default`.
+    pub fn fill_context(&self, given: &mut Vec<usize>, default: &[usize]) {
+        if given.is_empty() {
+            *given = match self.handout {
+                Some(Handout::Of2026) => vec![512],
+                _ => default.to_vec(),
+            };
+        }
+    }
+
     /// Whether a flag names a model or one of its sizes.
     pub fn names_a_model(&self) -> bool {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];

@@ -204,7 +204,7 @@ impl Flags {
     pub fn accounting(&self, models: &[Model]) -> Result<Report> {
         let flags = &self.accounting;
         flags.validate()?;
-        let tokens = self.batch_size as f64 * self.context_length as f64;
+        let tokens = self.batch_size as f64 * self.length() as f64;
         let layers = models.iter().map(|Model { name, config }| {
             let layers = Layers {
                 d: config.d_model as f64,

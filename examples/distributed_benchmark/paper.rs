@@ -83,7 +83,7 @@ impl Flags {
             let config = with_attention(&model.config, self.attention);
             let fitted = |rates: Rates| match self.paper.alone_ms(place, models.len())? {
                 Some(ms) => {
-                    let batch = Batch::hollow(self.batch_size, self.context_length)?;
+                    let batch = Batch::hollow(self.batch_size, self.length())?;
                     let step = self.step_config()?;
                     let (alone, _) = Step::plan_of(Target::Cuda, &config, &step, batch)?;
                     rates.fitted_to(&alone, ms / 1e3)
@@ -97,7 +97,7 @@ impl Flags {
                 if let Some(progress) = progress {
                     progress.begin(format_args!("{}, {strategy}, estimated", model.name));
                 }
-                let tokens = [self.batch_size, self.context_length];
+                let tokens = [self.batch_size, self.length()];
                 let report = plan_report(&config, tokens, &[(strategy, plan)], &ranks)?;
                 all.notes = report.notes;
                 all.rows.extend(report.rows.into_iter().map(|mut row| {

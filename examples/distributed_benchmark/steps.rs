@@ -181,7 +181,7 @@ impl Flags {
                     n: step.n,
                     exposed_ms,
                     exposed_percent: exposed_ms.map(|ms| 100.0 * ms / step.mean_ms),
-                    tokens_per_s: (1e3 * (ranks * self.batch_size * self.context_length) as f64
+                    tokens_per_s: (1e3 * (ranks * self.batch_size * self.length()) as f64
                         / step.mean_ms) as u64,
                     efficiency_percent: alone.map(|alone| 100.0 * alone.mean_ms / step.mean_ms),
                 })?;
@@ -278,13 +278,13 @@ impl Flags {
         config: &TransformerConfig,
         device: &Device,
     ) -> Result<[Tensor; 2]> {
-        let count = self.batch_size * self.context_length;
+        let count = self.batch_size * self.length();
         let vocab_size = config.vocab_size as u64;
         // Multiples of a prime, other ones on each rank.
         let ids = |offset: u64| {
             (0..count as u64).map(move |i| (((i + offset) * 7919) % vocab_size) as u32)
         };
-        let shape = (self.batch_size, self.context_length);
+        let shape = (self.batch_size, self.length());
         let start = (rank * count) as u64;
         let of = |offset| Tensor::from_iter(ids(offset), device)?.reshape(shape);
         Ok([of(start)?, of(start + 1)?])
