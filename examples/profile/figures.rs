@@ -117,11 +117,10 @@ impl Profiled {
         };
         let of = |selection: &Selection| ProfileReport::new(&self.recording, selection, grouping);
         let forward = of(&Selection::phase("forward"))?;
-        let backward = of(&Selection::phase("backward")).ok(); // `None` without ops of it
+        let backward = of(&Selection::phase("backward")).ok(); // a forward alone has none
         let whole = of(&Selection::default())?;
         let idle_ns = balance.sum_ns(|line| line.kind == LineKind::Idle);
         let ms = |ns| balance.ms_per_step(ns);
-        let has = |phase: &str| balance.lines.iter().any(|line| line.phase == phase);
         let longest = |report: &ProfileReport| {
             report
                 .rows
@@ -153,8 +152,8 @@ impl Profiled {
                 .and_then(|backward| longest_of(&forward, backward)),
             forward: of_forward,
             whole: of_whole,
-            has_backward: has("backward"),
-            has_optimizer: has("optimizer"),
+            has_backward: backward.is_some(),
+            has_optimizer: of(&Selection::phase("optimizer")).is_ok(),
             attention: self.attention()?,
         })
     }
