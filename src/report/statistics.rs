@@ -182,13 +182,14 @@ pub struct Speedup {
 /// What a [`Speedup`] shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The whole interval is over 1.
+    /// The ratio is clear, and its whole interval is over 1.
     Faster,
-    /// The whole interval is under 1.
+    /// The ratio is clear, and its whole interval is under 1.
     Slower,
-    /// The interval holds 1 and its error is within [`Speedup::CLEAR`].
+    /// The ratio is clear, and its interval holds 1.
     AsFast,
-    /// The interval holds 1 and is wider than that: these samples do not decide. More steps or a quieter machine would.
+    /// The ratio is not [clear](Speedup::is_clear): one outlier can do that, and these samples do not decide. More steps
+    /// or a quieter machine would.
     Unclear,
 }
 
@@ -219,11 +220,11 @@ impl Speedup {
     /// What the interval shows.
     pub fn verdict(&self) -> Verdict {
         let (low, high) = (self.ratio - self.error, self.ratio + self.error);
-        match () {
-            _ if low > 1.0 => Verdict::Faster,
-            _ if high < 1.0 => Verdict::Slower,
-            _ if self.is_clear() => Verdict::AsFast,
-            _ => Verdict::Unclear,
+        match self.is_clear() {
+            true if low > 1.0 => Verdict::Faster,
+            true if high < 1.0 => Verdict::Slower,
+            true => Verdict::AsFast,
+            false => Verdict::Unclear,
         }
     }
 }
