@@ -15,11 +15,12 @@ use super::cast::cast_for;
 use super::cpu::for_stored;
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
-use super::record::{CallSpec, input, run};
+use super::record::{Spec, input, run};
 use crate::graph::Attribute;
 use crate::kernels::cpu::heads::{HeadSizes, merge, split};
+use crate::probe::Operand;
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use {
     crate::kernels::cuda::{View, heads as cuda_kernel},
@@ -43,9 +44,8 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
         }
     };
     let [x] = &cast_for("split_heads", [x])?;
-    let call = CallSpec::new((batch, heads, length, head_dim), x.dtype())
-        .with("heads", Attribute::Count(heads));
-    run(&SPLIT_INFO, call, [x], || {
+    let way = Way::Split;
+    run(&SPLIT_INFO, CutHeads { way, heads }, [x], || {
         Ok(input(x)
             .reshape((batch, length, heads, head_dim))?
             .transpose(1, 2)?
@@ -63,9 +63,8 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
             .must_be("x (B, H, T, Dh)", "as split_heads returns it"));
     };
     let [x] = &cast_for("merge_heads", [x])?;
-    let call = CallSpec::new((batch, length, heads * head_dim), x.dtype())
-        .with("heads", Attribute::Count(heads));
-    run(&MERGE_INFO, call, [x], || {
+    let way = Way::Merge;
+    run(&MERGE_INFO, CutHeads { way, heads }, [x], || {
         Ok(input(x)
             .transpose(1, 2)?
             .reshape((batch, length, heads * head_dim))?)
@@ -169,5 +168,27 @@ impl Way {
         };
         let sizes = [sizes.batch, middle[0], middle[1], sizes.head_dim];
         cuda_kernel::swap(gpu, x, sizes, y)
+    }
+}
+
+/// The graph of a model keeps many of these, so they are small.
+struct CutHeads {
+    way: Way,
+    heads: usize,
+}
+
+impl Spec for CutHeads {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        let heads = self.heads;
+        let shape = match (self.way, inputs[0].dims) {
+            (Way::Split, [batch, length, width]) => vec![*batch, heads, *length, width / heads],
+            (Way::Merge, [batch, _, length, head_dim]) => vec![*batch, *length, heads * head_dim],
+            (_, dims) => dims.to_vec(), // refused before
+        };
+        (shape.into(), inputs[0].dtype)
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("heads", Attribute::Count(self.heads))]
     }
 }

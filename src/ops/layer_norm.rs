@@ -17,13 +17,11 @@ use super::dispatch::check_same_or_f32;
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
 use super::lowering::Lowering;
-use super::norm;
+use super::norm::{self, NormCall};
 use super::operand::zeros_of;
-use super::record::{CallSpec, run, wide_input};
-use crate::graph::Attribute;
+use super::record::{run, wide_input};
 use crate::kernels::{Norm, limits};
 use crate::precision::decide;
-use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, Tensor};
 
@@ -49,10 +47,10 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
-    let operand = Operand::from(x);
-    let call = CallSpec::like_first()
-        .with("eps", Attribute::Number(eps))
-        .keeping("mean and rstd", (operand.rows(), 2), operand.wide_dtype());
+    let call = NormCall {
+        norm: Norm::Layer,
+        eps,
+    };
     let y = run(&INFO, call, [x, weight, bias], || {
         reference(x, weight, bias, eps)
     })?;

@@ -16,13 +16,11 @@ use super::dispatch::check_same_or_f32;
 use super::info::{OpInfo, per_element};
 use super::linear::last_dim;
 use super::lowering::Lowering;
-use super::norm;
+use super::norm::{self, NormCall};
 use super::operand::zeros_of;
-use super::record::{CallSpec, run, wide_input};
-use crate::graph::Attribute;
+use super::record::{run, wide_input};
 use crate::kernels::{Norm, limits};
 use crate::precision::decide;
-use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, Tensor};
 
@@ -80,10 +78,7 @@ fn normed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = decide(info.op, &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
     let [x, weight] = &cast_for(info.op, [x, weight])?;
     check(info.op, x, weight)?;
-    let operand = Operand::from(x);
-    let call = CallSpec::like_first()
-        .with("eps", Attribute::Number(eps))
-        .keeping("rstd", operand.rows(), operand.wide_dtype()); // 1 / sqrt(mean(x^2) + eps) of each row
+    let call = NormCall { norm, eps };
     let y = run(info, call, [x, weight], || composed(norm, x, weight, eps))?;
     cast(&y, dtype)
 }

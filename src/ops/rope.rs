@@ -19,7 +19,7 @@ use super::dispatch::{Path, check_same_or_f32, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, on_gpu};
 use super::operand::is_half;
-use super::record::{CallSpec, by_kernels, composed, contiguous, wide_input, widen};
+use super::record::{Spec, by_kernels, composed, contiguous, wide_input, widen};
 use crate::graph::Attribute;
 use crate::kernels::cpu::rope as kernel;
 #[cfg(feature = "cuda")]
@@ -79,11 +79,11 @@ pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> 
     check(x, cos, sin)?;
     match choose(&INFO, x)? {
         Path::Kernel => {
-            let [cos, sin] = [cos, sin].map(|table| contiguous(&wide_table(table)?));
-            let mut call = CallSpec::like_first().reading(&cos?).reading(&sin?);
-            if pairs == RotaryPairs::Halves {
-                call = call.with(HALVES, Attribute::Flag(true));
-            }
+            let call = Rope {
+                cos: contiguous(&wide_table(cos)?)?,
+                sin: contiguous(&wide_table(sin)?)?,
+                pairs,
+            };
             by_kernels(&INFO, call, [x])
         }
         Path::Reference => {
@@ -263,3 +263,25 @@ pub(crate) fn in_place(
 
 /// The attribute of a rotation that is [by halves](RotaryPairs::Halves).
 pub(crate) const HALVES: &str = "by halves";
+
+/// The graph of a model keeps many of these, so they are small.
+struct Rope {
+    /// (T, Dh/2), in the type computed in.
+    cos: Tensor,
+    /// As `cos`.
+    sin: Tensor,
+    pairs: RotaryPairs,
+}
+
+impl Spec for Rope {
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        match self.pairs {
+            RotaryPairs::Adjacent => Vec::new(),
+            RotaryPairs::Halves => vec![(HALVES, Attribute::Flag(true))],
+        }
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        vec![self.cos.clone(), self.sin.clone()]
+    }
+}

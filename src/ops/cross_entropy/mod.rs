@@ -19,8 +19,8 @@ use super::cost::cost;
 use super::cpu::ids;
 use super::info::OpInfo;
 use super::linear::last_dim;
-use super::record::{CallSpec, run, wide_input};
-use crate::graph::{self, Attribute};
+use super::record::{Spec, run, wide_input};
+use crate::graph::{self, Attribute, Target};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::cross_entropy as cuda_kernel;
 use crate::kernels::limits;
@@ -80,13 +80,8 @@ pub(crate) fn reduced(
 ) -> Result<Tensor> {
     let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore, reduction)?;
-    let operand = Operand::from(logits);
-    // Not the log-sum-exp of a row: one number has no room for the digits of both.
-    let call = CallSpec::new((), operand.wide_dtype())
-        .with_all(targets.attributes())
-        .reading(&targets.ids)
-        .keeping("top and total", (operand.rows(), 2), operand.wide_dtype());
-    run(&INFO, call, [logits], || plain(logits, &targets))
+    let op = CrossEntropy(targets.clone());
+    run(&INFO, op, [logits], || plain(logits, &targets))
 }
 
 /// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy()`]) in plain candle ops.
@@ -243,4 +238,30 @@ pub(super) const INFO: OpInfo = OpInfo::new("cross_entropy")
 pub(crate) fn nothing_counts(op: &'static str, targets: usize) -> Error {
     Error::data(op, format!("{targets} targets, all ignored"))
         .must_be("at least one target that counts", "skip this batch")
+}
+
+struct CrossEntropy(Targets);
+
+impl Spec for CrossEntropy {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (().into(), inputs[0].wide_dtype())
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        self.0.attributes()
+    }
+
+    fn reads(&self) -> Vec<Tensor> {
+        vec![self.0.ids.clone()]
+    }
+
+    /// Not the log-sum-exp of a row: one number has no room for the digits of both.
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+        let logits = &inputs[0];
+        vec![(
+            "top and total",
+            (logits.rows(), 2).into(),
+            logits.wide_dtype(),
+        )]
+    }
 }

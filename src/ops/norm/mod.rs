@@ -7,13 +7,36 @@ pub(crate) use residual::ResidualNorm;
 #[cfg(feature = "cuda")]
 use super::lowering::Operands;
 use super::lowering::{Accumulate, Calls, Kernel, Named, Signature, Slices, Slot, kernel, on_gpu};
-use crate::graph::Target;
+use super::record::Spec;
+use crate::graph::{Attribute, Target};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::rows::norm as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::norm as cuda_kernel;
 use crate::kernels::{Norm, limits, workspace};
-use candle_core::{Result, WithDType};
+use crate::probe::Operand;
+use candle_core::{DType, Result, Shape, WithDType};
+
+/// A call of a norm as an op. The graph of a model keeps many of them, so they are small.
+pub(super) struct NormCall {
+    pub norm: Norm,
+    pub eps: f64,
+}
+
+impl Spec for NormCall {
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        vec![("eps", Attribute::Number(self.eps))]
+    }
+
+    /// Of each row 1 / sqrt(mean(x^2) + eps), or the mean and 1 / sqrt(var(x) + eps).
+    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+        let (rows, dtype) = (inputs[0].rows(), inputs[0].wide_dtype());
+        match self.norm {
+            Norm::Rms | Norm::OffsetRms => vec![("rstd", rows.into(), dtype)],
+            Norm::Layer => vec![("mean and rstd", (rows, 2).into(), dtype)],
+        }
+    }
+}
 
 /// Returns the forward of a norm as an op. Inputs: x, w and, for LayerNorm, b.
 pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {

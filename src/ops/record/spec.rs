@@ -49,15 +49,14 @@ pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
     }
 }
 
-/// A call as data, for ops that know all of their [`Spec`] when they are called. A graph keeps it: its lists have no
-/// spare room.
+/// A call as data, of an op that keeps nothing besides its inputs and its output. A graph keeps the call: its lists have
+/// no spare room.
 #[derive(Default)]
 pub(in crate::ops) struct CallSpec {
     /// `None` for an output like the first input.
     output: Option<(Shape, DType)>,
     attributes: Vec<(&'static str, Attribute)>,
     reads: Vec<Tensor>,
-    kept: Vec<(&'static str, Shape, DType)>,
 }
 
 impl CallSpec {
@@ -93,13 +92,6 @@ impl CallSpec {
         self.reads.push(x.clone());
         self
     }
-
-    /// With one more tensor that it keeps for backward.
-    pub fn keeping(mut self, name: &'static str, shape: impl Into<Shape>, dtype: DType) -> Self {
-        self.kept.reserve_exact(1);
-        self.kept.push((name, shape.into(), dtype));
-        self
-    }
 }
 
 impl Spec for CallSpec {
@@ -116,9 +108,5 @@ impl Spec for CallSpec {
 
     fn reads(&self) -> Vec<Tensor> {
         self.reads.clone()
-    }
-
-    fn kept(&self, _: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
-        self.kept.clone()
     }
 }
