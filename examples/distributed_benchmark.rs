@@ -164,6 +164,7 @@ impl Flags {
             .only(
                 "with --part steps, memory, paper or accounting",
                 &[
+                    "handout",
                     "size",
                     "family",
                     "d-model",

@@ -106,7 +106,7 @@ struct Flags {
     verify: bool,
 
     /// Threads of --verify
-    #[arg(long, default_value_t = 2, value_name = "N", requires = "verify", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Verification")]
+    #[arg(long, hide_short_help = true, default_value_t = 2, value_name = "N", requires = "verify", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Verification")]
     threads: u16,
 
     #[command(flatten, next_help_heading = "Output")]

@@ -84,7 +84,7 @@ struct Flags {
     #[arg(long, hide_short_help = true, help_heading = "Training")]
     compile: bool,
     /// Update each parameter in backward; needs --clip 0
-    #[arg(long, help_heading = "Training")]
+    #[arg(long, hide_short_help = true, help_heading = "Training")]
     optimizer_in_backward: bool,
     #[command(flatten)]
     files: FileFlags,

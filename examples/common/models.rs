@@ -21,7 +21,7 @@ pub struct ModelFlags {
     size: Vec<String>,
 
     /// Folders with a config.json, or org/name in the hub's cache
-    #[arg(long, num_args = 1.., value_name = "FOLDER")]
+    #[arg(long, hide_short_help = true, num_args = 1.., value_name = "FOLDER")]
     family: Vec<PathBuf>,
 
     /// Width of the residual stream, instead of the preset's

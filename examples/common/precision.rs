@@ -12,7 +12,13 @@ pub struct PrecisionFlags {
     precision: Vec<Precision>,
 
     /// Autocast's lists of ops, cuda or cpu [default: cuda]
-    #[arg(long, value_enum, value_name = "NAME", hide_possible_values = true)]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_enum,
+        value_name = "NAME",
+        hide_possible_values = true
+    )]
     autocast: Option<AutocastFlag>,
 
     /// Half precision throughout, parameters too

@@ -159,11 +159,11 @@ pub struct ExchangeFlags {
     pub strategy: Strategy,
 
     /// per-parameter, flat or overlapped
-    #[arg(long, value_enum, default_value_t = When::Overlapped, value_name = "NAME", hide_possible_values = true)]
+    #[arg(long, hide_short_help = true, value_enum, default_value_t = When::Overlapped, value_name = "NAME", hide_possible_values = true)]
     pub exchange: When,
 
     /// Size of a bucket of gradients
-    #[arg(long, default_value_t = 25.0, value_name = "MIB", value_parser = super::values::from_0)]
+    #[arg(long, hide_short_help = true, default_value_t = 25.0, value_name = "MIB", value_parser = super::values::from_0)]
     pub bucket_mib: f64,
 
     /// Exchange gradients in bf16

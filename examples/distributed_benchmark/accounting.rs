@@ -32,11 +32,21 @@ pub struct AccountingFlags {
     tensor_parallel: usize,
 
     /// C: arithmetic rate of a device in bf16, in TFLOP/s
-    #[arg(long, default_value_t = 460.0, value_name = "C")]
+    #[arg(
+        long,
+        hide_short_help = true,
+        default_value_t = 460.0,
+        value_name = "C"
+    )]
     device_tflops: f64,
 
     /// Rate of one link of a device, both directions, in GB/s
-    #[arg(long, default_value_t = 180.0, value_name = "W")]
+    #[arg(
+        long,
+        hide_short_help = true,
+        default_value_t = 180.0,
+        value_name = "W"
+    )]
     link_gb_s: f64,
 
     /// M_X and M_Y: links of a device for FSDP and for tensors

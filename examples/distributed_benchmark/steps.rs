@@ -46,7 +46,7 @@ pub struct Ways {
     without_alone: bool,
 
     /// Recompute until the arena of a step is within this
-    #[arg(long, value_name = "GIB", value_parser = values::gib)]
+    #[arg(long, hide_short_help = true, value_name = "GIB", value_parser = values::gib)]
     memory_budget_gib: Option<f64>,
 }
 

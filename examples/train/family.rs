@@ -14,7 +14,7 @@ use tallow::precision::Precision;
 use tallow::{Error, Result};
 
 #[derive(Args)]
-#[command(next_help_heading = "Family")]
+#[command(next_help_heading = "Data and model")]
 pub struct FamilyFlags {
     /// Continue from a folder's weights, or org/name in the hub's cache
     #[arg(long, value_name = "FOLDER",

@@ -43,7 +43,7 @@ pub struct DataFlags {
     pub tokens: Option<PathBuf>,
 
     /// Number of token ids of the token file
-    #[arg(long, value_name = "N", requires = "tokens")]
+    #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
     /// How the token file is laid out [default: as its magic number says]
@@ -103,7 +103,7 @@ pub struct ModelFlags {
     pub attention: Algorithm,
 
     /// Probability of dropout [default: 0, or the family's]
-    #[arg(long, value_name = "P", value_parser = values::from_0)]
+    #[arg(long, hide_short_help = true, value_name = "P", value_parser = values::from_0)]
     pub dropout: Option<f64>,
 
     /// none, block, every-N or sqrt
@@ -124,7 +124,7 @@ pub struct ModelFlags {
 #[command(next_help_heading = "Training")]
 pub struct TrainingFlags {
     /// Token that ends a document; 10 is a line break in bytes
-    #[arg(long, value_name = "ID")]
+    #[arg(long, hide_short_help = true, value_name = "ID")]
     pub separator: Option<u32>,
 
     /// Windows in a batch
@@ -142,6 +142,7 @@ pub struct TrainingFlags {
     /// Learning rate: cosine, linear or constant (no warm-up)
     #[arg(
         long,
+        hide_short_help = true,
         value_enum,
         value_name = "NAME",
         hide_possible_values = true,
@@ -162,11 +163,11 @@ pub struct TrainingFlags {
     pub min_lr: Option<f64>,
 
     /// Steps of warm-up [default: a twentieth]
-    #[arg(long, value_name = "N", alias = "warmup-steps")]
+    #[arg(long, hide_short_help = true, value_name = "N", alias = "warmup-steps")]
     pub warmup: Option<usize>,
 
     /// Decay of matrices
-    #[arg(long, value_name = "X", default_value_t = 0.1, value_parser = values::from_0)]
+    #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 0.1, value_parser = values::from_0)]
     pub weight_decay: f64,
 
     /// Store AdamW's moments in bf16, rounded stochastically
@@ -178,7 +179,7 @@ pub struct TrainingFlags {
     pub betas: Vec<f64>,
 
     /// Largest norm of the gradients, or 0
-    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = values::from_0)]
+    #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 1.0, value_parser = values::from_0)]
     pub clip: f64,
 
     /// Largest absolute value of a gradient's elements, or 0
@@ -189,7 +190,7 @@ pub struct TrainingFlags {
     pub precision: PrecisionFlags,
 
     /// Steps between evaluations
-    #[arg(long, value_name = "N", default_value_t = 250)]
+    #[arg(long, hide_short_help = true, value_name = "N", default_value_t = 250)]
     pub evaluate_every: usize,
 }
 
@@ -232,7 +233,7 @@ pub struct SampleFlags {
     pub sample: usize,
 
     /// Temperature; 0 takes the likeliest token
-    #[arg(long, value_name = "X", default_value_t = 0.8, value_parser = values::from_0)]
+    #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 0.8, value_parser = values::from_0)]
     pub temperature: f64,
 
     /// Sample from the k likeliest tokens

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 const OUTPUT: &[&str] = &["format", "output"];
 const COMMON: &[&str] = &["device", "tf32", "seed", "nvtx", "strict"];
 const MODELS: &[&str] = &[
+    "handout",
     "size",
     "family",
     "d-model",
@@ -153,6 +154,7 @@ const CASES: &[Case] = &[
             ("timeout", &["--timeout 5", "--gpus 1 --timeout 5"]),
             ("nccl-max-ctas", &["--nccl-max-ctas 5"]),
             ("mib", &["--part steps --mib 1"]),
+            ("handout", &["--part collectives --handout 2026"]),
             ("size", &["--part collectives --size tiny"]),
             ("family", &["--part collectives --family x"]),
             ("d-model", &["--part collectives --d-model 8"]),
