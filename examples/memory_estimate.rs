@@ -164,6 +164,7 @@ impl Flags {
             .only(
                 "without --verify, which has configurations of its own",
                 &[
+                    "handout",
                     "size",
                     "family",
                     "d-model",

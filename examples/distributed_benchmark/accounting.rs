@@ -287,8 +287,8 @@ impl Flags {
             });
         }
         report.notes.push(format!(
-            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division alone \
-             has all of them.",
+            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division \
+             alone has all of them.",
             flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
         ));
         Ok(report)
@@ -379,26 +379,26 @@ pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
         Answer::new(
             format!("{name}: data_parallel_calcs. How far does data parallelism scale?"),
             format!(
-                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The gradients' \
-                 all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {}, {setting}.",
+                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The \
+                 gradients' all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {}, {setting}.",
                 most(data)
             ),
         ),
         Answer::new(
             format!("{name}: fsdp_calcs. How far does FSDP scale?"),
             format!(
-                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F (N - 1) / N \
-                 / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So N <= 1 + B W / C = {} \
-                 in both.",
+                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F \
+                 (N - 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So \
+                 N <= 1 + B W / C = {} in both.",
                 most(data)
             ),
         ),
         Answer::new(
             format!("{name}: tp_calcs. How far does tensor parallelism scale?"),
             format!(
-                "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are local. (b) \
-                 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in each: 4 B D (N - 1) / N \
-                 / W. (d) So N <= 1 + w F W / (2 C) = {} forward, 1 + w F W / C = {} backward, whatever B is.",
+                "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
+                 local. (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in \
+                 each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {} forward, 1 + w F W / C = {} backward, whatever B is.",
                 most(tensor),
                 most(tensor_backward)
             ),
@@ -406,9 +406,9 @@ pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
         Answer::new(
             format!("{name}: fsdp_tp_calcs. How far do both together scale?"),
             format!(
-                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, where both \
-                 overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) = {}. (d) Where they \
-                 share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C + 2 w F + 4 B)^2 / (32 w B F) = {}.",
+                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
+                 where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) \
+                 = {}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C + 2 w F + 4 B)^2 / (32 w B F) = {}.",
                 most(data * tensor),
                 most(shared)
             ),

@@ -71,8 +71,8 @@ pub fn collectives(ranks: usize, reduced: &[Collected]) -> Vec<Answer> {
         Answer::new(
             "How does an all-reduce scale with the size of its buffer?",
             format!(
-                "From {} to {} MiB ({}) its time grows from {:.2} to {:.2} ms ({}), {growth}. The bus rate goes from {:.2} to \
-                 {:.2} GB/s.",
+                "From {} to {} MiB ({}) its time grows from {:.2} to {:.2} ms ({}), {growth}. The bus rate goes from \
+                 {:.2} to {:.2} GB/s.",
                 small.mib,
                 large.mib,
                 times(small.mib as f64, large.mib as f64),
@@ -86,8 +86,8 @@ pub fn collectives(ranks: usize, reduced: &[Collected]) -> Vec<Answer> {
         Answer::new(
             "Which ring does an all-reduce of S bytes need?",
             format!(
-                "Reduce-scatter and all-gather in turn send 2 (N - 1) / N S bytes a rank. A ring that passes whole buffers \
-                 around sends (N - 1) S, N / 2 times as much: {:.1} times with {ranks} ranks.",
+                "Reduce-scatter and all-gather in turn send 2 (N - 1) / N S bytes a rank. A ring that passes whole \
+                 buffers around sends (N - 1) S, N / 2 times as much: {:.1} times with {ranks} ranks.",
                 ranks as f64 / 2.0
             ),
         ),
@@ -180,8 +180,8 @@ fn added(alone: &Statistics, step: &Statistics) -> String {
             alone.mean_ms
         ),
         _ => format!(
-            "A step takes {:.1} ms with the exchange and {:.1} ms without: their spread hides what communication adds. More \
-             steps on a quiet machine would show it",
+            "A step takes {:.1} ms with the exchange and {:.1} ms without: their spread hides what communication \
+             adds. More steps on a quiet machine would show it",
             step.mean_ms, alone.mean_ms
         ),
     }
@@ -209,8 +209,8 @@ fn bucketed(model: &str, overlapped: Option<&Measured>, buckets: &[&Measured]) -
     Some(Answer::new(
         format!("{model}: which bucket size, and why?"),
         format!(
-            "{measured}{}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after backward is \
-             (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes.",
+            "{measured}{}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after \
+             backward is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes.",
             against.unwrap_or_default()
         ),
     ))
@@ -229,8 +229,8 @@ pub fn memory(model: &str, ranks: usize, held: &[Held]) -> Vec<Answer> {
         answers.push(Answer::new(
             format!("{model}: how much memory does a rank use with and without {strategy}?"),
             format!(
-                "After init {} instead of {}, at a step's peak {} instead of {}, after it {} instead of {}. Of these the \
-                 optimizer's state is {} instead of {}, with {ranks} ranks.",
+                "After init {} instead of {}, at a step's peak {} instead of {}, after it {} instead of {}. Of these \
+                 the optimizer's state is {} instead of {}, with {ranks} ranks.",
                 mib(own.init_bytes),
                 mib(replicated.init_bytes),
                 mib(own.peak_bytes),
@@ -245,10 +245,10 @@ pub fn memory(model: &str, ranks: usize, held: &[Held]) -> Vec<Answer> {
     if of("sharded optimizer").is_some() {
         answers.push(Answer::new(
             "How does this sharding differ from ZeRO stage 1?",
-            "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S bytes of \
-             gradients. ZeRO-1 cuts a flat buffer into equal shards: reduce-scatter, update, all-gather. Here a rank owns whole \
-             parameters: each gradient is reduced to its owner, which broadcasts the weight. So shards are equal only as far \
-             as the sizes of parameters allow.",
+            "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S \
+             bytes of gradients. ZeRO-1 cuts a flat buffer into equal shards: reduce-scatter, update, all-gather. \
+             Here a rank owns whole parameters: each gradient is reduced to its owner, which broadcasts the weight. \
+             So shards are equal only as far as the sizes of parameters allow.",
         ));
     }
     answers

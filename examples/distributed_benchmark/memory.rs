@@ -80,8 +80,8 @@ impl Flags {
             ));
         }
         report.notes = vec![
-            "After init are model and optimizer. A step's peak is just before the optimizer's update, with the plan's arena \
-             and all gradients; after it the arena stays, for the next step."
+            "After init are model and optimizer. A step's peak is just before the optimizer's update, with the \
+             plan's arena and all gradients; after it the arena stays, for the next step."
                 .into(),
         ];
         if self.ranks_as_threads()?.is_some() {

@@ -209,11 +209,11 @@ impl Flags {
                 .extend(answers::steps(&model.name, ranks, &measured));
         }
         report.notes = vec![
-            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same step on \
-             every rank at once, without an exchange."
+            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
+             step on every rank at once, without an exchange."
                 .into(),
-            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the noise where \
-             the two steps do not differ by two standard errors."
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
+             noise where the two steps do not differ by two standard errors."
                 .into(),
         ];
         if ranks == 1 {

@@ -39,18 +39,17 @@ pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()>
         ("configuration", to_string(&report.configuration)?),
         ("answers", to_string(&report.answers)?),
         ("notes", to_string(&report.notes)?),
-        ("analysis", to_string(&report.analysis)?),
         ("rows", rows(report, "    ")?),
     ];
     let details = report
         .details
         .iter()
-        .filter(|detail| !detail.rows.is_empty());
+        .filter(|detail| !detail.rows.is_empty() || !detail.answers.is_empty());
     let details = details.map(|detail| {
-        let [title, notes] = [to_string(&detail.title)?, to_string(&detail.notes)?];
-        let rows = rows(detail, "      ")?;
+        let (title, answers) = (to_string(&detail.title)?, to_string(&detail.answers)?);
+        let (notes, rows) = (to_string(&detail.notes)?, rows(detail, "      ")?);
         Ok(format!(
-            "\n    {{\"title\": {title}, \"notes\": {notes}, \"rows\": {rows}}}"
+            "\n    {{\"title\": {title}, \"answers\": {answers}, \"notes\": {notes}, \"rows\": {rows}}}"
         ))
     });
     let details = details.collect::<io::Result<Vec<_>>>()?.join(",");

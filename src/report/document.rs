@@ -10,13 +10,13 @@ use crate::{Error, Result};
 /// One content, five formats.
 ///
 /// Columns show some of the fields of the rows. Markdown shows all columns; text and LaTeX leave out the minor ones that
-/// a [`Layout`](super::Layout) or [`LATEX_COLUMNS`](super::LATEX_COLUMNS) has no place for. CSV and JSON carry every field of every row, unrounded,
-/// those that no column shows (`samples_ms`, say) after those that one does.
+/// a [`Layout`](super::Layout) or [`LATEX_COLUMNS`](super::LATEX_COLUMNS) has no place for. CSV and JSON carry every
+/// field of every row, unrounded, those that no column shows (`samples_ms`, say) after those that one does.
 ///
 /// The JSON document is
-/// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "analysis": {..}, "rows": [{..}, ..]}`, and with
-/// detail tables `"details": [{"title": "..", "notes": [..], "rows": [..]}, ..]` after the rows. All rows of a table
-/// have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
+/// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`, and with detail
+/// tables `"details": [{"title": "..", "answers": [..], "notes": [..], "rows": [..]}, ..]` after the rows. All rows of a
+/// table have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
 ///
 /// ```
 /// use tallow::report::{Column, Fields, Format, Report};
@@ -48,8 +48,6 @@ pub struct Report {
     /// What the tables show in place of the rows, where people read better in another cut ([`pivot`](super::pivot()));
     /// empty if they show the rows themselves. CSV and JSON keep to the rows.
     pub lines: Vec<Fields>,
-    /// What the rows say together, for programs: in JSON only. For people it is in the notes, in words.
-    pub analysis: Fields,
     /// What the figures say about the questions that the report was made for.
     pub answers: Vec<Answer>,
     /// Sentences that a reader needs to judge the numbers: formulas, warnings. The formats for people number them.

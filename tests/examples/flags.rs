@@ -242,6 +242,7 @@ const CASES: &[Case] = &[
         refused: &[
             ("columns", &["--format csv --columns all"]),
             ("threads", &["--threads 2"]),
+            ("handout", &["--verify --handout 2026"]),
             ("size", &["--verify --size tiny"]),
             ("family", &["--verify --family x"]),
             ("d-model", &["--verify --d-model 8"]),

@@ -44,7 +44,6 @@ fn nasty() -> Report {
         rows: vec![first, second],
         answers: vec![Answer::new("Which?", "50% & more.")],
         notes: vec!["6N|12".into()],
-        analysis: Fields::from_iter([("order", "N^2")]),
         ..Default::default()
     }
 }

@@ -82,7 +82,6 @@ fn json_exactly() {
   "configuration": {"sizes":["tiny","xl"],"seed":null},
   "answers": [{"question":"Which?","answer":"50% & more."}],
   "notes": ["6N|12"],
-  "analysis": {"order":"N^2"},
   "rows": [
     {"name":"a|b & c_d_ 5% #1 $x$ {y} ~z ^w \\ back\"q\", `t` *s* <u> [v] --n","mean_ms":1234.5678,"peak_bytes":null,"samples_ms":[1234.0,1235.1356]},
     {"name":"two\nlines é","mean_ms":null,"peak_bytes":1610612736,"samples_ms":null}
