@@ -279,8 +279,7 @@ impl Flags {
             Part::Accounting => 0,
         });
         let runs = runs.sum();
-        let mut progress = (communicator.rank() == 0).then(|| Progress::new(runs));
-        let progress = &mut progress;
+        let progress = &mut Progress::of_rank(communicator.rank(), runs);
         let mut reports = Vec::new();
         for part in &self.part {
             reports.push(match part {

@@ -17,6 +17,7 @@ pub struct Progress {
     runs: usize,
     begun: usize,
     start: Instant,
+    is_silent: bool,
 }
 
 impl Progress {
@@ -26,6 +27,15 @@ impl Progress {
             runs,
             begun: 0,
             start: Instant::now(),
+            is_silent: false,
+        }
+    }
+
+    /// Progress that only `rank` 0 of a job prints.
+    pub fn of_rank(rank: usize, runs: usize) -> Self {
+        Self {
+            is_silent: rank > 0,
+            ..Self::new(runs)
         }
     }
 
@@ -35,7 +45,9 @@ impl Progress {
         let left = left.map_or(String::new(), |s| format!(", about {s:.0} s left"));
         self.begun += 1;
         let (run, runs) = (self.begun, self.runs);
-        super::progress(format_args!("[{run}/{runs}] {title}{left}"));
+        if !self.is_silent {
+            super::progress(format_args!("[{run}/{runs}] {title}{left}"));
+        }
     }
 
     /// The seconds that the runs left take if they take as long as those so far; `None` before the first has ended.

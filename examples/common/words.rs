@@ -5,7 +5,6 @@ use tallow::report::{Fields, Speedup, Verdict, format_mib, list_in_note};
 
 /// A speed-up as a cell: the ratio of means, `unclear` where the spread leaves it without meaning, null where a side is
 /// missing.
-#[allow(dead_code)]
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
     match speedup {
         Some(speedup) if speedup.is_clear() => speedup.ratio.into(),
@@ -15,7 +14,6 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
 }
 
 /// `planned is 1.24x as fast as eager`, or that the figures do not decide and what would.
-#[allow(dead_code)]
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
@@ -79,7 +77,6 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
 }
 
 /// Which rows ran out of memory, if any, and how much each would take.
-#[allow(dead_code)] // one example says it so
 pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
     let named = rows.iter().zip(names(rows));

@@ -43,7 +43,7 @@ impl Flags {
     pub fn collectives(
         &self,
         communicator: &Communicator,
-        progress: &mut Option<Progress>,
+        progress: &mut Progress,
     ) -> Result<Report> {
         let world_size = communicator.world_size();
         let ranks = world_size as f64;
@@ -57,9 +57,7 @@ impl Flags {
             for &mib in &self.mib {
                 let bytes = mib << 20;
                 let elements = (bytes / size_of::<f32>()).next_multiple_of(world_size);
-                if let Some(progress) = progress {
-                    progress.begin(format_args!("{name}, {mib} MiB"));
-                }
+                progress.begin(format_args!("{name}, {mib} MiB"));
                 let x = Tensor::zeros(elements, DType::F32, communicator.device())?;
                 let part = x.narrow(0, 0, elements / world_size)?;
                 let timing = Stopwatch::new(communicator.device())

@@ -46,7 +46,7 @@ impl Flags {
         &self,
         communicator: &Communicator,
         models: &[Model],
-        progress: &mut Option<Progress>,
+        progress: &mut Progress,
     ) -> Result<Report> {
         let mut report = Report {
             title: "Memory of a rank".into(),
@@ -57,12 +57,10 @@ impl Flags {
             let mut held = Vec::new();
             for way in self.ways.all() {
                 let (strategy, exchange) = Way::names(way);
-                if let Some(progress) = progress {
-                    progress.begin(format_args!(
-                        "{}, memory, {strategy}, {exchange}",
-                        model.name
-                    ));
-                }
+                progress.begin(format_args!(
+                    "{}, memory, {strategy}, {exchange}",
+                    model.name
+                ));
                 let row = self.memory_of(communicator, model, way)?;
                 held.extend(row.peak_bytes.map(|peak_bytes| Held {
                     strategy,

@@ -73,7 +73,7 @@ pub fn columns() -> Vec<Column> {
 
 impl Flags {
     /// Plans the steps of a rank, and estimates their time by the rates that are given.
-    pub fn on_paper(&self, models: &[Model], progress: &mut Option<Progress>) -> Result<Report> {
+    pub fn on_paper(&self, models: &[Model], progress: &mut Progress) -> Result<Report> {
         let mut all = Report {
             title: "Estimated steps of more GPUs".into(),
             columns: columns(),
@@ -94,9 +94,7 @@ impl Flags {
             let ranks = ranks.map(|(ranks, rates)| Ok((ranks, fitted(rates)?)));
             let ranks = ranks.collect::<Result<Vec<_>>>()?;
             for (strategy, exchange, plan) in self.strategies()? {
-                if let Some(progress) = progress {
-                    progress.begin(format_args!("{}, {strategy}, estimated", model.name));
-                }
+                progress.begin(format_args!("{}, {strategy}, estimated", model.name));
                 let tokens = [self.batch_size, self.length()];
                 let report = plan_report(&config, tokens, &[(strategy, plan)], &ranks)?;
                 all.notes = report.notes;

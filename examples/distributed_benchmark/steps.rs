@@ -145,7 +145,7 @@ impl Flags {
         &self,
         communicator: &Communicator,
         models: &[Model],
-        progress: &mut Option<Progress>,
+        progress: &mut Progress,
     ) -> Result<Report> {
         let mut report = Report {
             title: "Training steps".into(),
@@ -158,9 +158,7 @@ impl Flags {
             for way in self.ways.all() {
                 let (strategy, exchange) = Way::names(way);
                 let title = format!("{} {strategy} {exchange}", model.name);
-                if let Some(progress) = progress {
-                    progress.begin(&title);
-                }
+                progress.begin(&title);
                 let traces = models.len() * self.ways.all().len();
                 let trace = self.trace.as_ref();
                 let trace = trace.map(|path| named(path, &title, traces));
