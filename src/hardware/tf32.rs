@@ -10,7 +10,8 @@ pub fn tf32(device: &Device) -> bool {
     gemm_reduced_precision_f32() && cuda::has_tf32(device)
 }
 
-/// Switches TF32 on or off for products of f32 on NVIDIA GPUs. Off, as it is to begin with, f32 is exact f32.
+/// Switches TF32 on or off for products of f32 on NVIDIA GPUs. Off, as it is to begin with, products
+/// have f32's accuracy.
 ///
 /// TF32 has f32's range and 10 of its 23 bits of mantissa. Both factors of a product are rounded to it, which is an
 /// error of at most 2^-11 each; tensor cores multiply, and add up in f32. Results, and all that is no product, stay

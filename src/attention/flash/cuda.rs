@@ -6,7 +6,7 @@ use crate::kernels::cuda::flash_attention as kernel;
 use crate::ops::cuda::gpu;
 use candle_core::{Result, Tensor};
 
-/// Whether there is a kernel for such a call on q's GPU, in TF32 or exact.
+/// Whether there is a kernel for such a call on q's GPU, in TF32 or with f32's accuracy.
 pub(super) fn has_kernel(
     q: &Tensor,
     shapes: &Shapes,

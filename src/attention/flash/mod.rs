@@ -48,9 +48,10 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
 ///
 /// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a GPU with probabilities and score
-/// gradients rounded before they are multiplied; there, products of f32 are exact or TF32 as [`hardware::set_tf32`]
-/// says, in backward as they were in forward. A query that sees no key gets zeros, and passes no gradient; so do all
-/// where Tk is 0. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
+/// gradients rounded before they are multiplied. A GPU multiplies f32 on tensor cores: each product as three of TF32,
+/// which are off by 2^-24 of it as a rule and by 2^-21 at most, or as one where [`hardware::set_tf32`] says so.
+/// Backward multiplies as forward did. A query that sees no key gets zeros, and passes no gradient; so do all where Tk
+/// is 0. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
 /// `scaled_dot_product_attention`.
 ///
 /// What is not finite reaches nothing that the mask hides from it, and finite inputs give finite results; on a GPU

@@ -6,8 +6,8 @@
 //! for them).
 //!
 //! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three.
-//! All compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 exactly or in TF32, as they
-//! are told.
+//! All compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 with f32's accuracy or in
+//! TF32, as they are told.
 //!
 //! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its
 //! kernel is loaded it may be captured in a graph, whose launches read the buffers each time: what changes between them

@@ -76,7 +76,7 @@ fn what_is_not_finite_stays_near(
 /// Heads in groups; queries without a key, tails of tiles, and more tiles than one on both sides.
 #[rstest]
 #[ignore = "needs a CUDA device"]
-fn exact_f32(
+fn in_f32(
     #[values(4, 16, 28, 32, 64, 96, 128, 256)] head_dim: usize,
     #[values((1, 1), (37, 5), (5, 37), (129, 65), (130, 197))] lengths: (usize, usize),
     #[values(None, Some(0.7))] scale: Option<f64>,
@@ -109,11 +109,12 @@ fn packed(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
     }
 }
 
-/// Scores of a hundred and more, in exact f32.
+/// Scores of a hundred and more. (Three products of TF32 in place of one are off by more than f32's rounding, which
+/// shows where a score is a sum of few.)
 #[test]
 #[ignore = "needs a CUDA device"]
 fn wide_scores() {
-    no_worse_than_naive(ON_CARD, 1.6);
+    no_worse_than_naive(ON_CARD, 2.0);
 }
 
 /// No keys, or none of something else: zeros, minus infinity, and as many zeros for gradients as there are elements.

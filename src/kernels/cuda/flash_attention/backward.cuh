@@ -3,7 +3,8 @@
 //
 //   KEYS         keys in a tile
 //   QUERIES      queries in a tile
-//   STATISTICS   numbers of a query: lse log2(e) and delta, or both and what rounding took from the first
+//   STATISTICS   numbers of a query. Of a tile of queries these are lse log2(e) and delta, query by query, and with
+//                three a query what rounding took from the first, of all queries
 
 #ifndef STATISTICS
 #define STATISTICS 2
@@ -133,9 +134,11 @@ extern "C" __global__ void __launch_bounds__(256)
 #elif STATISTICS == 3
         // The product's rounding, the factor's, and what forward's took.
         const float rest = lse == -INFINITE ? 0 : arguments.lse[heads * sizes.queries + row_in_all] * LOG2_E;
-        float* statistics = arguments.statistics + 3 * row;
-        statistics[0] = lse_in_log2, statistics[1] = delta;
-        statistics[2] = lse == -INFINITE ? 0 : fmaf(lse, LOG2_E, -lse_in_log2) + fmaf(lse, LOG2_E_REST, rest);
+        const int place = query % QUERIES;
+        float* statistics = arguments.statistics + (row - place) * 3;
+        statistics[2 * place] = lse_in_log2, statistics[2 * place + 1] = delta;
+        statistics[2 * QUERIES + place] =
+            lse == -INFINITE ? 0 : fmaf(lse, LOG2_E, -lse_in_log2) + fmaf(lse, LOG2_E_REST, rest);
 #else
         reinterpret_cast<float2*>(arguments.statistics)[row] = make_float2(lse_in_log2, delta);
 #endif

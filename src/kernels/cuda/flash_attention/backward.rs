@@ -68,10 +68,8 @@ pub(crate) struct Gradients<'a> {
 
 /// The kernels for every GPU, as they are compiled for such a call.
 fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
-    match (dtype, tf32) {
-        (DType::F32, false) => return super::f32::backward(head_dim),
-        (DType::F32, true) => return super::tf32::backward(head_dim),
-        _ => {}
+    if dtype == DType::F32 {
+        return super::f32::backward(head_dim, tf32);
     }
     let tiles = tiles::Backward::new(head_dim);
     let threads = 32 * tiles.warps;

@@ -73,10 +73,8 @@ impl Outputs<'_> {
 /// The kernel for every GPU, as it is compiled for such a call.
 fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    match (dtype, tf32) {
-        (DType::F32, false) => return super::f32::forward(head_dim),
-        (DType::F32, true) => return super::tf32::forward(head_dim),
-        _ => {}
+    if dtype == DType::F32 {
+        return super::f32::forward(head_dim, tf32);
     }
     let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
     Form {
@@ -98,7 +96,7 @@ fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::For
 /// Numbers from which Hopper's blocks draw their work.
 const TICKETS: usize = 2;
 
-/// Attention of q, k and v, products of f32 in TF32 or exact. `workspace`
+/// Attention of q, k and v, products of f32 in TF32 or with f32's accuracy. `workspace`
 /// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside
 /// one another need their own.
 pub(crate) fn forward(

@@ -1,12 +1,12 @@
-//! Flash attention, in f16, bf16 and TF32 on tensor cores, in f32 by f32's own products: what is computed is
-//! FlashAttention-2's, forward and backward, with everything added up in f32 and the same bits every run.
+//! Flash attention on tensor cores, in f16, bf16, f32 and TF32: what is computed is FlashAttention-2's, forward and
+//! backward, with everything added up in f32 and the same bits every run.
 //!
 //! Two sets of kernels for half precision. `forward.cu` and `backward.cu` use what every GPU since compute capability
 //! 8.0 has (mma.sync, cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy
 //! engine, warpgroups that copy and warpgroups that multiply). lse is the same, so a forward of one goes with a
-//! backward of the other. For heads in f32 two sets, on every such GPU, as the caller says: exact [`f32`](self::f32),
-//! or [`tf32`]. Their lse is that of the scores as they were computed, so forward and backward of one call are of one
-//! set.
+//! backward of the other. For heads in f32 one set, for every such GPU ([`f32`](self::f32)), with products in TF32 or
+//! of f32's accuracy. lse is that of the scores as they were computed, so forward and backward of one call are of one
+//! accuracy.
 //!
 //! What lives here: which kernel, compiled with which tile sizes, for a head dimension ([`tiles`]), and the launches
 //! ([`forward`], [`backward`]). What does not: padding and copying what the kernels cannot take; see [`takes`].
@@ -16,7 +16,6 @@ mod backward;
 mod f32;
 mod form;
 mod forward;
-mod tf32;
 mod tiles;
 mod workspace;
 

@@ -1,15 +1,16 @@
-// Flash attention, backward, in exact f32: dq, dk and dv from the log-sum-exps of forward, by FMA on CUDA cores. Behind
-// ../common.cuh, ../backward.cuh, tiles.cuh, backward.cuh and fma.cuh, with ELEMENT=f32.
+// Flash attention, backward, of f32 on tensor cores: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80
+// and up). Behind ../common.cuh, ../backward.cuh and products.cuh, with ELEMENT=f32. How PRODUCTS
+// multiply f32 is said there.
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (2, B, H, Tq): f32, and what rounding took from it;  rounded_off: null
+//   lse (2, B, H, Tq): f32, and what rounding took from it, which is nothing beside TF32's rounding;  rounded_off: null
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
 // Scratch, all of it written before it is read:
-//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 3): f32, lse log2(e), delta, what rounding took from the first
+//   statistics (B, H, ceil(Tq / QUERIES), STATISTICS * QUERIES): f32, see ../backward.cuh
 //   turns (B, H, ceil(Tq / QUERIES)) and one more: int
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
@@ -21,54 +22,65 @@
 //                           dynamic shared memory    BACKWARD_SHARED bytes
 //   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 256
 //
-// A block has KEYS keys and walks over the queries of all heads that share them. Its warps are on two sides, each laid
-// over all the keys: the left side computes S^T, P^T and dV, the right side dP^T, dS^T and dK, from the same places of
-// the same lanes, so that P^T goes over by a read of one's own places. dV and dK stay in registers. dQ, for which all
-// dS^T of the block is needed, is computed by both sides; the next queries are copied meanwhile. Its sum over blocks is
-// taken in the order of the keys: a block adds to a tile of dq_sums when it is its turn, so the bits are the same each
-// time. Blocks take their work by ticket in the order of keys, so who is waited for runs already, a tile ahead.
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that
+// share them. A warp has 16 keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors of dV
+// and dK in the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the keys
+// runs over warps and blocks; the next queries are copied meanwhile. That sum is taken in the order of the keys: a
+// block adds to a tile of dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by
+// ticket in the order of keys, so who is waited for runs already, a tile ahead.
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef WARPS
-#define WARPS (HEAD_DIM >= 128 ? 8 : 4)
-#endif
-#ifndef DQ_ROW_WARPS // of the warps, laid over the rows of dQ; the others over its columns
-#define DQ_ROW_WARPS (HEAD_DIM >= 128 || HEAD_DIM == 32 ? 2 : 4)
+#ifndef SHARE // warps that have the same keys and share the columns of dK and dV
+#define SHARE (HEAD_DIM == 256 ? 2 : 1)
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM (HEAD_DIM >= 128 ? 1 : 2)
+#define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
 #endif
-constexpr int THREADS = 32 * WARPS, SIDE = WARPS / 2; // SIDE: warps of one
-constexpr int M = KEYS / SIDE / 4, N = QUERIES / 8;   // keys and queries of a lane
-typedef Exchanged<N> Exchange;
-// A lane's rows (places of an exchanged row) and columns of dQ.
-constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS, DQ_WARP_DIMS = HEAD_DIM / DQ_COLUMN_WARPS;
-constexpr int DQ_LANES = DQ_WARP_DIMS / 4 % 8 == 0 ? 8 : DQ_WARP_DIMS / 4 & -(DQ_WARP_DIMS / 4); // along a row
-constexpr int DQ_ROWS = QUERIES / DQ_ROW_WARPS / (32 / DQ_LANES), DQ_DIMS = DQ_WARP_DIMS / DQ_LANES;
-constexpr int BACKWARD_SHARED =
-    (2 * (KEYS + QUERIES) * PITCH + 2 * KEYS * Exchange::PITCH + STATISTICS * QUERIES) * 4 + 16;
-static_assert(STATISTICS == 3, "lse, delta, and what rounding took from lse");
-static_assert(KEYS % (4 * SIDE) == 0 && QUERIES % 32 == 0, "tiles of whole blocks");
-static_assert(DQ_DIMS % 4 == 0 && (DQ_ROWS == 2 || DQ_ROWS % 4 == 0) && N % 4 == 0, "dQ in whole vectors");
+constexpr int WARPS = KEYS / 16 * SHARE, THREADS = 32 * WARPS;
+constexpr int N = QUERIES / 8;              // blocks of 8 queries
+constexpr int WARP_DIMS = HEAD_DIM / SHARE; // columns of dK and dV that a warp has
+constexpr int DS_PITCH = QUERIES + 4;       // floats from row to row of dS^T
+constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES; // of 32 x GROUP_DIMS
+constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + KEYS * DS_PITCH + STATISTICS * QUERIES) * 4 + 16;
+static_assert(STATISTICS == (PRODUCTS == 3 ? 3 : 2), "lse, delta, and what rounding took from lse where that counts");
+static_assert(KEYS % 16 == 0 && QUERIES % 32 == 0 && WARP_DIMS % GROUP_DIMS == 0, "tiles of whole blocks");
+
+// Starts to copy a tile of Q and dO (QUERIES, PITCH), of the query_tiles that a head has, and their
+// statistics.
+__device__ __forceinline__ void copy_queries(const BackwardArguments& arguments, Place from, int query_tiles,
+                                             float* q_tile, float* d_out_tile, float* statistics) {
+    const Sizes& sizes = arguments.sizes;
+    const int batch = from.head / sizes.heads, head = from.head % sizes.heads, first = from.tile * QUERIES;
+    const Strides &of_q = arguments.q_strides, &of_d_out = arguments.d_out_strides;
+    const E* q = arguments.q + batch * of_q.batch + head * of_q.head + first * of_q.row;
+    const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + first * of_d_out.row;
+    const int rows = sizes.queries - first;
+    copy_tile<QUERIES, THREADS, Padded>(shared_address(q_tile), q, of_q.row, rows, sizes.head_dim);
+    copy_tile<QUERIES, THREADS, Padded>(shared_address(d_out_tile), d_out, of_d_out.row, rows, sizes.head_dim);
+    const float* source =
+        arguments.statistics + (long long)STATISTICS * QUERIES * (from.head * query_tiles + from.tile);
+    for (int i = threadIdx.x; i < STATISTICS * QUERIES / 4; i += THREADS)
+        copy_chunk(shared_address(statistics) + i * 16, source + 4 * i, true);
+    end_group();
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int lane_row = row_of(lane), lane_column = column_of(lane);
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
     const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
     const int group = sizes.heads / sizes.kv_heads;
 
-    float* const k_tile = reinterpret_cast<float*>(shared);     // (KEYS, PITCH)
-    float* const v_tile = k_tile + KEYS * PITCH;                // (KEYS, PITCH)
-    float* const q_tile = v_tile + KEYS * PITCH;                // (QUERIES, PITCH)
-    float* const d_out_tile = q_tile + QUERIES * PITCH;         // (QUERIES, PITCH)
-    float* const p_tile = d_out_tile + QUERIES * PITCH;         // P^T (KEYS, Exchange::PITCH)
-    float* const ds_tile = p_tile + KEYS * Exchange::PITCH;     // dS^T (KEYS, Exchange::PITCH)
-    float* const statistics = ds_tile + KEYS * Exchange::PITCH; // (QUERIES, STATISTICS)
+    float* const k_tile = reinterpret_cast<float*>(shared); // (KEYS, PITCH)
+    float* const v_tile = k_tile + KEYS * PITCH;            // (KEYS, PITCH)
+    float* const q_tile = v_tile + KEYS * PITCH;            // (QUERIES, PITCH)
+    float* const d_out_tile = q_tile + QUERIES * PITCH;     // (QUERIES, PITCH)
+    float* const ds_tile = d_out_tile + QUERIES * PITCH;    // dS^T (KEYS, DS_PITCH)
+    float* const statistics = ds_tile + KEYS * DS_PITCH;    // (STATISTICS * QUERIES)
     int* const ticket = reinterpret_cast<int*>(statistics + STATISTICS * QUERIES);
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
@@ -93,65 +105,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     copy_tile<KEYS, THREADS, Padded>(shared_address(k_tile), k, of_k.row, keys, dim);
     copy_tile<KEYS, THREADS, Padded>(shared_address(v_tile), v, of_v.row, keys, dim);
     end_group();
-    if (steps > 0) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
+    if (steps > 0) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
 
-    // This lane's rows and columns of the products of its side.
-    const bool right = warp >= SIDE;
-    const int warp_key = warp % SIDE * 4 * M, lane_key = warp_key + lane_row;
-    const float* const my_keys = (right ? v_tile : k_tile) + lane_key * PITCH;
-    const float* const my_queries = (right ? d_out_tile : q_tile) + lane_column * PITCH;
-    const float* const factor = (right ? q_tile : d_out_tile) + lane_column * WIDTH;
-    float* const my_p = p_tile + lane_key * Exchange::PITCH;
-    float* const my_ds = ds_tile + lane_key * Exchange::PITCH;
-    const float* const my_statistics = statistics + STATISTICS * lane_column;
+    // This warp's keys, and its columns of dK and dV.
+    const int warp_key = warp / SHARE * 16, warp_dim = warp % SHARE * WARP_DIMS;
+    const u32 k_left = left_blocks(k_tile + warp_key * PITCH, lane),
+              v_left = left_blocks(v_tile + warp_key * PITCH, lane);
+    const u32 q_right = right_blocks(q_tile, lane), d_out_right = right_blocks(d_out_tile, lane);
+    const int in_group = quad_column * PITCH + quad_row * GROUP; // read_group's place
+    const float *const my_q = q_tile + in_group + warp_dim, *const my_d_out = d_out_tile + in_group + warp_dim;
+    float* const my_ds = ds_tile + (warp_key + quad_row) * DS_PITCH + quad_column;
     const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
-    // And of dQ.
-    const int dq_place =
-        warp / DQ_COLUMN_WARPS * (QUERIES / DQ_ROW_WARPS) + (lane_row | lane_column / DQ_LANES * 4) * DQ_ROWS;
-    const int dq_dim = warp % DQ_COLUMN_WARPS * DQ_WARP_DIMS + lane_column % DQ_LANES * 4;
 
-    float gradient[M][DIMS] = {}; // of V on the left, of K on the right
+    float dk[1][WARP_DIMS / 8][4] = {}, dv[1][WARP_DIMS / 8][4] = {};
 
-    // dQ from dS, added to dq_sums.
+    // dQ from dS, added to dq_sums. Of 32 rows a lane reads four neighbours at once: row i of two blocks of 16 is 4 i,
+    // and row 8 + i is 4 i + 1, in the first; 4 i + 2 and 4 i + 3 in the second.
     auto multiply_dq = [&](int number) {
         const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
-        float dq[DQ_ROWS][DQ_DIMS] = {};
-#pragma unroll 8
-        for (int key = 0; key < KEYS; key++) {
-            float x[DQ_ROWS], y[DQ_DIMS];
-            const float* row = ds_tile + key * Exchange::PITCH + dq_place;
-            if (DQ_ROWS == 2) {
-                const float2 z = *reinterpret_cast<const float2*>(row);
-                x[0] = z.x, x[1] = z.y;
+        for (int tile = warp; tile < DQ_TILES; tile += WARPS) {
+            const int first = tile / DQ_COLUMN_TILES * 32 + quad_row * 4, column = tile % DQ_COLUMN_TILES * GROUP_DIMS;
+            const float* left = ds_tile + quad_column * DS_PITCH + first;
+            const float* right = k_tile + in_group + column;
+            float dq[2][GROUP][4] = {};
+#pragma unroll 4
+            for (int key = 0; key < KEYS; key += 8) {
+                Factor<4> a[2];
+                Factor<2> b[GROUP];
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    const float4 x = read4(left + (key + odd) * DS_PITCH);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) a[i / 2].set(odd * 2 + i % 2, part(x, i));
+                }
+                read_group(b, right + key * PITCH);
+                multiply_blocks(dq, a, b);
             }
+            float* sums = arguments.dq_sums + ((long long)number * QUERIES + first) * HEAD_DIM + column;
 #pragma unroll
-            for (int m = 0; m + 4 <= DQ_ROWS; m += 4) {
-                const float4 z = read4(row + m);
-#pragma unroll
-                for (int i = 0; i < 4; i++) x[m + i] = part(z, i);
-            }
-#pragma unroll
-            for (int n = 0; n < DQ_DIMS; n += 4) {
-                const float4 z = read4(k_tile + key * PITCH + dq_dim + n * DQ_LANES);
-#pragma unroll
-                for (int i = 0; i < 4; i++) y[n + i] = part(z, i);
-            }
-#pragma unroll
-            for (int n = 0; n < DQ_DIMS; n++)
-#pragma unroll
-                for (int m = 0; m < DQ_ROWS; m++) dq[m][n] = fmaf(x[m], y[n], dq[m][n]);
+            for (int i = 0; i < 4; i++)
+                each_four(dq[i / 2], i % 2, lane, [&](int at, const float (&x)[4]) {
+                    float* to = sums + i * HEAD_DIM + at;
+                    if (is_first) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+                    else add_to(to, x);
+                });
         }
-        float* sums = arguments.dq_sums + (long long)number * (QUERIES * HEAD_DIM) + dq_dim;
-#pragma unroll
-        for (int m = 0; m < DQ_ROWS; m++)
-#pragma unroll
-            for (int n = 0; n < DQ_DIMS; n += 4) {
-                float* to = sums + Exchange::row(dq_place + m) * HEAD_DIM + n * DQ_LANES;
-                const float x[4] = {dq[m][n], dq[m][n + 1], dq[m][n + 2], dq[m][n + 3]};
-                if (is_first) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-                else add_to(to, x);
-            }
     };
 
     int* const turns = arguments.turns;
@@ -161,6 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
         next.advance(first_tile, end_tile);
         wait_groups<0>();
+        if (step == 0) {
+            round_tile<KEYS, THREADS>(k_tile);
+            round_tile<KEYS, THREADS>(v_tile);
+        }
+        round_tile<QUERIES, THREADS>(q_tile);
+        round_tile<QUERIES, THREADS>(d_out_tile);
         __syncthreads(); // Q and dO of this step have arrived, dQ of the one before is added
         int turn = 0;
         if (threadIdx.x == 0) {
@@ -169,87 +174,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (step > 0) write_turn(turns + sums_before, key_tile + 1);
         }
 
-        float s[M][N] = {}; // S^T or dP^T
-        multiply_rows(s, my_keys, my_queries);
-        if (!right) {
-            if (SOFT_CAP) {
+        float s[1][N][4] = {}, dp[1][N][4] = {}; // S^T, dP^T: keys, queries
+        multiply_rows(s, k_left, q_right);
+        multiply_rows(dp, v_left, d_out_right);
+        if (SOFT_CAP) {
 #pragma unroll
-                for (int m = 0; m < M; m++) cap_scores(s[m], sizes);
-            }
-            // Do all queries of the tile see all keys of the warp?
-            if (first_query + sizes.offset < first_key + warp_key + 4 * M - 1 || keys < KEYS) {
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    const int key = lane_key + m * 4;
-                    // The first query, counted from this lane's first, that sees the key.
-                    const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
-                                        first_query - lane_column;
-#pragma unroll
-                    for (int n = 0; n < N; n++) s[m][n] = n * 8 >= visible ? s[m][n] : -INFINITE;
-                }
-            }
-            // Do some begin after keys of the warp?
-            if (FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key) {
-#pragma unroll
-                for (int n = 0; n < N; n++) {
-                    const int first = first_keys.of(first_query + lane_column + n * 8) - first_key - lane_key;
-#pragma unroll
-                    for (int m = 0; m < M; m++) s[m][n] = m * 4 >= first ? s[m][n] : -INFINITE;
-                }
-            }
-            if (SOFT_CAP) {
-                // The slopes lie where dS is to be.
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    float slopes[N];
-#pragma unroll
-                    for (int n = 0; n < N; n++) slopes[n] = cap_slope(s[m][n]);
-                    Exchange::write(my_ds + m * 4 * Exchange::PITCH, lane_column, slopes);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                const float lse = my_statistics[n * 8 * STATISTICS], rest = my_statistics[n * 8 * STATISTICS + 2];
-#pragma unroll
-                for (int m = 0; m < M; m++) s[m][n] = power_of_2(fmaf(s[m][n], to_log2, -lse) - rest);
-                if (DROPOUT) {
-                    // What is dropped is written with a minus. Each lane of a column draws eight of the warp's keys.
-                    u32 mine = 0;
-                    if (lane_row < M / 2)
-                        mine = dropped.eight_keys(head_in_all, first_query + lane_column + n * 8,
-                                                  first_key + warp_key + lane_row * 8);
-#pragma unroll
-                    for (int m = 0; m < M; m++) {
-                        const u32 stay = __shfl_sync(~0u, mine, lane_of(m / 2, lane_column));
-                        if (!(stay >> (m % 2 * 4 + lane_row) & 1)) s[m][n] = -s[m][n];
-                    }
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < M; m++) Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
+            for (int n = 0; n < N; n++) cap_scores(s[0][n], sizes);
         }
-        __syncthreads(); // P is written
-        if (right) {
-            float delta[N];
+
+        // Do all queries of the tile see all keys of the warp?
+        if (first_query + sizes.offset < first_key + warp_key + 15 || keys < KEYS) {
 #pragma unroll
-            for (int n = 0; n < N; n++) delta[n] = my_statistics[n * 8 * STATISTICS + 1];
+            for (int i = 0; i < 4; i++) {
+                const int key = warp_key + quad_row + i / 2 * 8;
+                // The first query, counted from this thread's first, that sees the key.
+                const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
+                                    first_query - quad_column - i % 2;
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                float p[N], slopes[N];
-                Exchange::read(p, my_p + m * 4 * Exchange::PITCH, lane_column);
-                if (SOFT_CAP) Exchange::read(slopes, my_ds + m * 4 * Exchange::PITCH, lane_column);
-#pragma unroll
-                for (int n = 0; n < N; n++) {
-                    if (DROPOUT) s[m][n] = p[n] < 0 ? 0 : s[m][n] * arguments.dropout.scale;
-                    s[m][n] = (DROPOUT ? fabsf(p[n]) : p[n]) * (s[m][n] - delta[n]);
-                    if (SOFT_CAP) s[m][n] *= slopes[n];
-                }
-                Exchange::write(my_ds + m * 4 * Exchange::PITCH, lane_column, s[m]);
+                for (int n = 0; n < N; n++) s[0][n][i] = n * 8 >= visible ? s[0][n][i] : -INFINITE;
             }
-            __syncwarp();
         }
-        if (DROPOUT && !right) multiply_columns<M, N, true>(gradient, my_p, factor);
-        else multiply_columns<M, N>(gradient, right ? my_ds : my_p, factor);
+        // Do some begin after keys of the warp?
+        if (FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key) {
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    // Counted from this thread's first key.
+                    const int query = first_query + n * 8 + quad_column + odd;
+                    const int first = first_keys.of(query) - first_key - warp_key - quad_row;
+                    if (0 < first) s[0][n][odd] = -INFINITE;
+                    if (8 < first) s[0][n][odd + 2] = -INFINITE;
+                }
+        }
+        u32 stay[2];
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (DROPOUT && n % 2 == 0)
+                dropped.by_keys(stay, head_in_all, first_key + warp_key, first_query + n * 8, lane);
+            const float4 row = read4(statistics + (n * 8 + quad_column) * 2); // lse, delta, lse, delta
+            float2 rest = make_float2(0, 0); // of either lse
+            if (PRODUCTS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float exponent = fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x);
+                if (PRODUCTS == 3) exponent -= i % 2 ? rest.y : rest.x;
+                const float p = power_of_2(exponent);
+                const bool stays = !DROPOUT || stay[n % 2] >> 8 * (i % 2 * 2 + i / 2) & 1;
+                const float of_dp = DROPOUT ? stays ? dp[0][n][i] * arguments.dropout.scale : 0 : dp[0][n][i];
+                const float slope = SOFT_CAP ? cap_slope(s[0][n][i]) : 1;
+                s[0][n][i] = stays ? rounded(p) : 0;
+                dp[0][n][i] = rounded(p * (of_dp - (i % 2 ? row.w : row.y)) * slope);
+            }
+            if (SHARE == 1 || warp_dim == 0) {
+                *reinterpret_cast<float2*>(my_ds + n * 8) = make_float2(dp[0][n][0], dp[0][n][1]);
+                *reinterpret_cast<float2*>(my_ds + n * 8 + 8 * DS_PITCH) = make_float2(dp[0][n][2], dp[0][n][3]);
+            }
+        }
+        multiply_result(dv, s, my_d_out);
+        multiply_result(dk, dp, my_q);
 
         if (threadIdx.x == 0 && turn < key_tile) {
             do turn = read_turn(turns + sums_now);
@@ -257,21 +240,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             fence();
         }
         __syncthreads(); // dS is written, Q and dO are not read any more, and it is this block's turn
-        if (step + 1 < steps) copy_queries<THREADS>(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
+        if (step + 1 < steps) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
         multiply_dq(sums_now);
     }
     wait_groups<0>();
     __syncthreads();
     if (threadIdx.x == 0 && steps > 0) fence(), write_turn(turns + sums_now, key_tile + 1);
 
-    const Strides& of_gradient = right ? arguments.dk_strides : arguments.dv_strides;
-    E* rows = (right ? arguments.dk : arguments.dv) + batch * of_gradient.batch + kv_head * of_gradient.head +
-              (first_key + lane_key) * of_gradient.row;
+    const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
+    E* dk_rows = arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + first_key * of_dk.row + warp_dim;
+    E* dv_rows = arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + first_key * of_dv.row + warp_dim;
 #pragma unroll
-    for (int m = 0; m < M; m++)
-        if (lane_key + 4 * m < keys)
-            write_row(rows + 4 * m * of_gradient.row, gradient[m], lane_column, dim,
-                      right     ? sizes.scale
-                      : DROPOUT ? arguments.dropout.scale
-                                : 1);
+    for (int half = 0; half < 2; half++) {
+        const int key = warp_key + quad_row + half * 8;
+        if (key >= keys) continue;
+        write_row(dk_rows + key * of_dk.row, dk[0], half, lane, dim - warp_dim, sizes.scale);
+        write_row(dv_rows + key * of_dv.row, dv[0], half, lane, dim - warp_dim, DROPOUT ? arguments.dropout.scale : 1);
+    }
+}
+
+// dq from its sums.
+//
+//   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
+//   grid  ceil(Tq / QUERIES) * B * H        block  256
+
+extern "C" __global__ void __launch_bounds__(256)
+    JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    const Sizes& sizes = arguments.sizes;
+    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES);
+    const int head_in_all = blockIdx.x / query_tiles, first = blockIdx.x % query_tiles * QUERIES;
+    const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+    const Strides& of_dq = arguments.dq_strides;
+    E* dq = arguments.dq + batch * of_dq.batch + head * of_dq.head + first * of_dq.row;
+    const float4* sums =
+        reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * (QUERIES * CHUNKS);
+    // No block has come to queries that see no key.
+    const FirstKeys first_keys(arguments.first_keys, sizes, batch);
+    const bool seen = arguments.turns[blockIdx.x] > first_to_meet(first_keys, sizes, first / QUERIES);
+    for (int i = threadIdx.x; i < QUERIES * CHUNKS; i += 256) {
+        const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
+        if (first + row >= sizes.queries || column >= sizes.head_dim) continue;
+        float4 x = make_float4(0, 0, 0, 0);
+        if (seen) x = sums[i];
+        *reinterpret_cast<float4*>(dq + row * of_dq.row + column) =
+            make_float4(x.x * sizes.scale, x.y * sizes.scale, x.z * sizes.scale, x.w * sizes.scale);
+    }
 }

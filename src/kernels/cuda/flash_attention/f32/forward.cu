@@ -1,5 +1,6 @@
-// Flash attention, forward, in exact f32: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by FMA on
-// CUDA cores. Behind ../common.cuh, forward.cuh, tiles.cuh and fma.cuh, with ELEMENT=f32.
+// Flash attention, forward, of f32 on tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on
+// mma.sync (sm_80 and up). Behind ../common.cuh and products.cuh, with ELEMENT=f32. How PRODUCTS multiply f32 is said
+// there.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
@@ -8,38 +9,98 @@
 //   dropout: see dropped.cuh; lse is that of all probabilities
 //
 // A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
-// V. A warp has ROWS / WARPS rows; S and O stay in its registers, P goes from lane to lane through rows of shared
-// memory that are the warp's own. Values are copied while S is computed, the next keys while P V is. The walk begins at
-// the first key of the block's first row.
+// V. A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied
+// meanwhile. The walk begins at the first key of the block's first row.
 //
 // grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 // dynamic shared memory  FORWARD_SHARED bytes
 // 4 B H Tq Tk Dh FLOPs (half of them where causal).
 
+#ifndef ROWS // queries of a block
+#define ROWS 128
+#endif
 #ifndef COLUMNS
-#define COLUMNS (HEAD_DIM == 96 || HEAD_DIM == 256 ? 32 : 64)
+#define COLUMNS (HEAD_DIM == 256 ? 16 : 64)
 #endif
 #ifndef WARPS
-#define WARPS (HEAD_DIM >= 128 ? 8 : 4)
+#define WARPS (HEAD_DIM <= 64 ? 4 : 8)
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM (HEAD_DIM >= 128 ? 1 : 2)
+#define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = ROWS / WARPS / 4, N = COLUMNS / 8; // rows and keys of a lane
-typedef Exchanged<N> Exchange;
-constexpr int FORWARD_SHARED = ((ROWS + 2 * COLUMNS) * PITCH + ROWS * Exchange::PITCH) * 4;
+constexpr int M = ROWS / WARPS / 16, N = COLUMNS / 8; // blocks of 16 rows that a warp has, of 8 keys
+constexpr int TILE = COLUMNS * PITCH;                 // floats
+constexpr int FORWARD_SHARED = (ROWS * PITCH + 4 * TILE) * 4;
 // The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
 constexpr float SLACK = 8.0f;
-static_assert(ROWS % (4 * WARPS) == 0 && COLUMNS % 32 == 0, "tiles of whole blocks");
+static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0, "tiles of whole blocks");
+
+struct ForwardArguments {
+    const E *q, *k, *v;
+    E *out, *rounding_error; // rounded_off: null, since nothing is rounded
+    float* lse;              // (2, B, H, Tq)
+    Strides q_strides, k_strides, v_strides, out_strides;
+    Sizes sizes;
+    const u32* first_keys; // null without FIRST_KEYS
+    DropoutArguments dropout;
+};
+
+// ROWS queries of one head, or those that are left, and the keys that they see.
+struct RowBlock {
+    int head_in_all, batch, head, first_row, rows;
+    int seen; // keys that the last of them sees
+    FirstKeys first_keys;
+    const E *q, *k, *v;
+    __device__ __forceinline__ explicit RowBlock(const ForwardArguments& arguments) {
+        const Sizes& sizes = arguments.sizes;
+        // The latest queries first: with a causal mask they see most keys.
+        const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
+        int row_tile;
+        place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+        first_row = (row_tiles - 1 - row_tile) * ROWS;
+        batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
+        rows = min(ROWS, sizes.queries - first_row);
+
+        const int kv_head = head / (sizes.heads / sizes.kv_heads);
+        const Strides &of_q = arguments.q_strides, &of_k = arguments.k_strides, &of_v = arguments.v_strides;
+        q = arguments.q + batch * of_q.batch + head * of_q.head + first_row * of_q.row;
+        k = arguments.k + batch * of_k.batch + kv_head * of_k.head;
+        v = arguments.v + batch * of_v.batch + kv_head * of_v.head;
+        seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
+        first_keys = FirstKeys(arguments.first_keys, sizes, batch);
+    }
+    // Where the first of them goes.
+    __device__ __forceinline__ E* out(const ForwardArguments& arguments) const {
+        const Strides& of_out = arguments.out_strides;
+        return arguments.out + batch * of_out.batch + head * of_out.head + first_row * of_out.row;
+    }
+};
+
+// Writes the log-sum-exp of a row whose exponentials are relative to the `largest` score (already times scale log2(e))
+// and add up to `total`; and, a tensor further on, what rounding took from it: an error of lse is one of the whole row
+// in backward.
+__device__ __forceinline__ void write_lse(const ForwardArguments& arguments, const RowBlock& block, int row,
+                                          float largest, float total) {
+    const Sizes& sizes = arguments.sizes;
+    const float logarithm = log2f(total), sum = __fadd_rn(largest, logarithm); // in units of ln 2
+    const float of_logarithm = __fsub_rn(sum, largest);
+    const float rest = __fadd_rn(__fsub_rn(largest, __fsub_rn(sum, of_logarithm)), __fsub_rn(logarithm, of_logarithm));
+    const float lse = __fmul_rn(sum, LN_2);
+    const bool sees = total != 0;
+    float* to = arguments.lse + (long long)block.head_in_all * sizes.queries + block.first_row + row;
+    to[0] = sees ? lse : -INFINITE;
+    to[(long long)sizes.batch * sizes.heads * sizes.queries] =
+        sees ? fmaf(sum, LN_2, -lse) + fmaf(sum, LN_2_REST, rest * LN_2) : 0;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     JOIN(flash_forward_, ELEMENT)(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int lane_row = row_of(lane), lane_column = column_of(lane);
+    const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
 
     const RowBlock block(arguments);
@@ -47,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
 
     // Keys that the warp's last row sees, and keys that all of its rows see.
-    const int warp_row = warp * 4 * M;
-    const int warp_seen = min(sizes.keys, first_row + warp_row + 4 * M + sizes.offset);
+    const int warp_row = warp * 16 * M;
+    const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
     const int tiles = CEIL_DIV(block.seen, COLUMNS);
     // The first tile that the block sees; keys before the first that the warp sees, and such as some of its rows do not
@@ -56,136 +117,161 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const FirstKeys& first_keys = block.first_keys;
     const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
     const int warp_first = first_keys.of(first_row + warp_row);
-    const int warp_last_first = first_keys.of(first_row + warp_row + 4 * M - 1);
+    const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M - 1);
 
-    float* const q_tile = reinterpret_cast<float*>(shared); // (ROWS, PITCH)
-    float* const k_tile = q_tile + ROWS * PITCH;            // (COLUMNS, PITCH)
-    float* const v_tile = k_tile + COLUMNS * PITCH;         // (COLUMNS, PITCH)
-    float* const p_tile = v_tile + COLUMNS * PITCH;         // (ROWS, Exchange::PITCH)
-    const u32 q_target = shared_address(q_tile), k_target = shared_address(k_tile), v_target = shared_address(v_tile);
+    float* const q_tile = reinterpret_cast<float*>(shared);                            // (ROWS, PITCH)
+    float *const k_tiles = q_tile + ROWS * PITCH, *const v_tiles = k_tiles + 2 * TILE; // (2, COLUMNS, PITCH)
+    const u32 k_target = shared_address(k_tiles), v_target = shared_address(v_tiles);
 
-    copy_tile<ROWS, THREADS, Padded>(q_target, block.q, arguments.q_strides.row, rows, dim);
+    copy_tile<ROWS, THREADS, Padded>(shared_address(q_tile), block.q, arguments.q_strides.row, rows, dim);
     if (first_tile < tiles) {
+        const u32 to = first_tile % 2 * TILE * 4;
         const int first = first_tile * COLUMNS;
-        copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k + first * k_stride, k_stride, sizes.keys - first, dim);
+        const int left = sizes.keys - first;
+        copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + first * k_stride, k_stride, left, dim);
+        copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + first * v_stride, v_stride, left, dim);
     }
     end_group();
 
-    const float* const my_q = q_tile + (warp_row + lane_row) * PITCH;
-    const float* const my_k = k_tile + lane_column * PITCH;
-    const float* const my_v = v_tile + lane_column * WIDTH;
-    float* const my_p = p_tile + (warp_row + lane_row) * Exchange::PITCH;
+    const u32 q_blocks = left_blocks(q_tile + warp_row * PITCH, lane), k_blocks = right_blocks(k_tiles, lane);
+    const float* const my_v = v_tiles + quad_column * PITCH + quad_row * GROUP;
     const float to_log2 = exponent_of_score(sizes), slack = SLACK / to_log2;
     const Dropped dropped(arguments.dropout, sizes);
 
-    float o[M][DIMS] = {}, largest[M], sum[M]; // of rows 4 m; the sum of this lane's columns
+    float o[M][HEAD_DIM / 8][4] = {};
+    float largest[M][2], sum[M][2]; // of rows quad_row and quad_row + 8; the sum of this thread's columns
 #pragma unroll
-    for (int m = 0; m < M; m++) largest[m] = -INFINITE, sum[m] = 0;
+    for (int m = 0; m < M; m++) {
+        largest[m][0] = largest[m][1] = -INFINITE;
+        sum[m][0] = sum[m][1] = 0;
+    }
 
     for (int tile = first_tile; tile < tiles; tile++) {
-        const int first_key = tile * COLUMNS;
-        const bool working = first_key < warp_seen && (!FIRST_KEYS || first_key + COLUMNS > warp_first);
+        const int first_key = tile * COLUMNS, stage = tile % 2 * TILE;
         wait_groups<0>();
-        __syncthreads(); // the keys have arrived for all, and all are done with the values before
-        copy_tile<COLUMNS, THREADS, Padded>(v_target, block.v + first_key * v_stride, v_stride, sizes.keys - first_key,
-                                            dim);
-        end_group();
-
-        if (working) {
-            float s[M][N] = {};
-            multiply_rows(s, my_q, my_k);
-            if (SOFT_CAP) {
-#pragma unroll
-                for (int m = 0; m < M; m++) cap_scores(s[m], sizes);
-            }
-
-            if (first_key + COLUMNS > unmasked) {
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    const int row = first_row + warp_row + lane_row + 4 * m;
-                    const int visible = min(sizes.keys, row + 1 + sizes.offset) - first_key - lane_column;
-#pragma unroll
-                    for (int n = 0; n < N; n++) s[m][n] = n * 8 < visible ? s[m][n] : -INFINITE;
-                }
-            }
-            if (FIRST_KEYS && first_key < warp_last_first) {
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    const int row = first_row + warp_row + lane_row + 4 * m;
-                    const int hidden = first_keys.of(row) - first_key - lane_column;
-#pragma unroll
-                    for (int n = 0; n < N; n++) s[m][n] = n * 8 >= hidden ? s[m][n] : -INFINITE;
-                }
-            }
-
-            // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the
-            // slack.
-            bool grown = false;
-            float now[M];
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                now[m] = s[m][0];
-#pragma unroll
-                for (int n = 1; n < N; n++) now[m] = fmaxf(now[m], s[m][n]);
-                grown |= now[m] > largest[m] + slack;
-            }
-            if (__any_sync(~0u, grown)) {
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    const float most = fmaxf(largest[m], most_over_columns(now[m]));
-                    const float factor = power_of_2((largest[m] - (most == -INFINITE ? 0 : most)) * to_log2);
-                    largest[m] = most;
-                    sum[m] *= factor;
-#pragma unroll
-                    for (int i = 0; i < DIMS; i++) o[m][i] *= factor;
-                }
-            }
-
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
-                const float less = largest[m] == -INFINITE ? 0 : -largest[m] * to_log2;
-#pragma unroll
-                for (int n = 0; n < N; n++) s[m][n] = power_of_2(fmaf(s[m][n], to_log2, less));
-                float tile_sum = s[m][0];
-#pragma unroll
-                for (int n = 1; n < N; n++) tile_sum += s[m][n];
-                sum[m] += tile_sum;
-                if (DROPOUT) {
-                    // Each lane of a row draws the n-th eight keys for one n.
-                    u32 mine = 0;
-                    if (lane_column < N)
-                        mine = dropped.eight_keys(block.head_in_all, first_row + warp_row + lane_row + 4 * m,
-                                                  first_key + lane_column * 8);
-#pragma unroll
-                    for (int n = 0; n < N; n++) {
-                        const u32 stay = __shfl_sync(~0u, mine, lane_of(lane_row, n));
-                        if (!(stay >> lane_column & 1)) s[m][n] = 0;
-                    }
-                }
-                Exchange::write(my_p + m * 4 * Exchange::PITCH, lane_column, s[m]);
-            }
-        }
-
-        wait_groups<0>();
-        __syncthreads(); // the values have arrived for all, and all are done with the keys; P is written
+        if (tile == first_tile) round_tile<ROWS, THREADS>(q_tile);
+        round_tile<COLUMNS, THREADS>(k_tiles + stage);
+        round_tile<COLUMNS, THREADS>(v_tiles + stage);
+        __syncthreads(); // this tile has arrived for all, and all are done with the one before
         if (tile + 1 < tiles) {
             const int next = first_key + COLUMNS;
-            copy_tile<COLUMNS, THREADS, Padded>(k_target, block.k + next * k_stride, k_stride, sizes.keys - next, dim);
+            const u32 to = (TILE - stage) * 4;
+            copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + next * k_stride, k_stride, sizes.keys - next,
+                                                dim);
+            copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + next * v_stride, v_stride, sizes.keys - next,
+                                                dim);
             end_group();
         }
-        if (working) multiply_columns<M, N>(o, my_p, my_v);
+        if (first_key >= warp_seen) continue;
+        if (FIRST_KEYS && first_key + COLUMNS <= warp_first) continue;
+
+        float s[M][N][4] = {};
+        multiply_rows(s, q_blocks, k_blocks + stage * 4);
+
+        if (SOFT_CAP) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n++) cap_scores(s[m][n], sizes);
+        }
+        if (first_key + COLUMNS > unmasked) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = first_row + warp_row + m * 16 + quad_row + i / 2 * 8;
+                    const int visible = min(sizes.keys, row + 1 + sizes.offset) - first_key - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < N; n++) s[m][n][i] = n * 8 < visible ? s[m][n][i] : -INFINITE;
+                }
+        }
+        if (FIRST_KEYS && first_key < warp_last_first) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = first_row + warp_row + m * 16 + quad_row + i / 2 * 8;
+                    const int hidden = first_keys.of(row) - first_key - quad_column - i % 2;
+#pragma unroll
+                    for (int n = 0; n < N; n++) s[m][n][i] = n * 8 >= hidden ? s[m][n][i] : -INFINITE;
+                }
+        }
+
+        // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+        float now[M][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float most = -INFINITE;
+#pragma unroll
+                for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                now[m][half] = most;
+                grown |= most > largest[m][half] + slack;
+            }
+        if (__any_sync(~0u, grown)) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float most = fmaxf(largest[m][half], now[m][half]);
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                    const float factor = power_of_2((largest[m][half] - (most == -INFINITE ? 0 : most)) * to_log2);
+                    largest[m][half] = most;
+                    sum[m][half] *= factor;
+#pragma unroll
+                    for (int n = 0; n < HEAD_DIM / 8; n++) {
+                        o[m][n][half * 2] *= factor;
+                        o[m][n][half * 2 + 1] *= factor;
+                    }
+                }
+        }
+
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
+                const float less = largest[m][half] == -INFINITE ? 0 : -largest[m][half] * to_log2;
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int i = half * 2; i < half * 2 + 2; i++) {
+                        const float p = power_of_2(fmaf(s[m][n][i], to_log2, less));
+                        sum[m][half] += p;
+                        s[m][n][i] = rounded(p);
+                    }
+            }
+        if (DROPOUT) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n += 2) {
+                    const u32 stay =
+                        dropped.by_queries(block.head_in_all, first_row + warp_row + m * 16, first_key + n * 8, lane);
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        if (!(stay >> (8 * (i / 4 * 2 + i / 2 % 2) + i % 2) & 1)) s[m][n + i / 4][i % 4] = 0;
+                }
+        }
+        multiply_result(o, s, my_v + stage);
     }
     wait_groups<0>();
 
     E* out = block.out(arguments);
 #pragma unroll
-    for (int m = 0; m < M; m++) {
-        const int row = warp_row + lane_row + 4 * m;
-        const float total = sum_over_columns(sum[m]);
-        if (row >= rows) continue;
-        if (lane_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m], to_log2), total);
-        write_row(out + row * arguments.out_strides.row, o[m], lane_column, dim,
-                  total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total);
-    }
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float total = sum[m][half];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            const int row = warp_row + m * 16 + quad_row + half * 8;
+            if (row >= rows) continue;
+            if (quad_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m][half], to_log2), total);
+            write_row(out + row * arguments.out_strides.row, o[m], half, lane, dim,
+                      total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total);
+        }
 }

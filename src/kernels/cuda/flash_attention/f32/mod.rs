@@ -1,4 +1,5 @@
-//! Flash attention in exact f32: every product is one of f32, by fused multiply-adds on CUDA cores.
+//! Flash attention of heads in f32, on tensor cores: products in TF32, or each as three of them, which is about as
+//! near as f32's own.
 //!
 //! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches,
 //! which are those of the kernels for every GPU.
@@ -15,9 +16,7 @@ const FORWARD: Source = Source {
         include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
-        include_str!("forward.cuh"),
-        include_str!("tiles.cuh"),
-        include_str!("fma.cuh"),
+        include_str!("products.cuh"),
         include_str!("forward.cu"),
     ],
 };
@@ -29,21 +28,14 @@ const BACKWARD: Source = Source {
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
         include_str!("../backward.cuh"),
-        include_str!("tiles.cuh"),
-        include_str!("backward.cuh"),
-        include_str!("fma.cuh"),
+        include_str!("products.cuh"),
         include_str!("backward.cu"),
     ],
 };
 
-/// Floats from row to row of a tile in shared memory: a chunk of 16 bytes more than a row, against bank conflicts.
-pub(super) fn pitch(columns: usize) -> usize {
-    columns + 4
-}
-
 /// The forward for a compiled head dimension.
-pub(super) fn forward(head_dim: usize) -> Forward {
-    let tiles = tiles::Forward::new(head_dim);
+pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
+    let tiles = tiles::Forward::new(head_dim, tf32);
     Forward {
         source: &FORWARD,
         rows: tiles.rows,
@@ -54,13 +46,13 @@ pub(super) fn forward(head_dim: usize) -> Forward {
 }
 
 /// The backward for a compiled head dimension.
-pub(super) fn backward(head_dim: usize) -> Backward {
-    let tiles = tiles::Backward::new(head_dim);
+pub(super) fn backward(head_dim: usize, tf32: bool) -> Backward {
+    let tiles = tiles::Backward::new(head_dim, tf32);
     Backward {
         source: &BACKWARD,
         keys: tiles.keys,
         queries: tiles.queries,
-        threads: 32 * tiles.warps,
+        threads: 32 * tiles.warps(),
         shared_bytes: tiles.shared_bytes(head_dim),
         finish: (256, 0),
         tiles: tiles.definitions(),

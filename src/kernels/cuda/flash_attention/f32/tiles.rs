@@ -1,10 +1,20 @@
 //! Tile sizes by head dimension, each the fastest of those tried on an H200.
 
-use super::pitch;
 use crate::kernels::cuda::source::Definition;
+
+/// Floats from row to row of a tile in shared memory: a chunk of 16 bytes more than a row, against bank conflicts.
+fn pitch(columns: usize) -> usize {
+    columns + 4
+}
+
+/// Products of TF32 that stand for one.
+fn products(tf32: bool) -> usize {
+    if tf32 { 1 } else { 3 }
+}
 
 /// Of `forward.cu`.
 pub(super) struct Forward {
+    tf32: bool,
     pub rows: usize,
     columns: usize,
     pub warps: usize,
@@ -12,14 +22,16 @@ pub(super) struct Forward {
 }
 
 impl Forward {
-    pub(super) fn new(head_dim: usize) -> Self {
+    pub(super) fn new(head_dim: usize, tf32: bool) -> Self {
         let (columns, warps, blocks_per_sm) = match head_dim {
+            256 => (16, 8, 1),
+            96 | 128 if tf32 => (64, 8, 1),
+            128 => (32, 8, 1),
             96 => (32, 4, 2),
-            128 => (64, 8, 1),
-            256 => (32, 8, 1),
             _ => (64, 4, 2),
         };
         Self {
+            tf32,
             rows: 128,
             columns,
             warps,
@@ -29,6 +41,7 @@ impl Forward {
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
+            Definition::Size("PRODUCTS", products(self.tf32)),
             Definition::Size("ROWS", self.rows),
             Definition::Size("COLUMNS", self.columns),
             Definition::Size("WARPS", self.warps),
@@ -36,58 +49,63 @@ impl Forward {
         ]
     }
 
-    /// Q, K and V, and P on its way from lane to lane.
+    /// Q, and K and V twice.
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
-        let heads = (self.rows + 2 * self.columns) * pitch(head_dim);
-        4 * (heads + self.rows * pitch(self.columns))
+        4 * (self.rows + 4 * self.columns) * pitch(head_dim)
     }
 }
 
-/// Numbers that `backward.cu` has of a query: lse, delta, and what rounding took from lse.
-const STATISTICS: usize = 3;
-
 /// Of `backward.cu`.
 pub(super) struct Backward {
+    tf32: bool,
     pub keys: usize,
     pub queries: usize,
-    pub warps: usize,
-    dq_row_warps: usize,
+    share: usize,
     blocks_per_sm: usize,
 }
 
 impl Backward {
-    pub(super) fn new(head_dim: usize) -> Self {
-        let (queries, warps, dq_row_warps, blocks_per_sm) = match head_dim {
-            32 => (64, 4, 2, 2),
-            96 => (32, 4, 4, 2),
-            128 => (64, 8, 2, 1),
-            256 => (32, 8, 2, 1),
-            _ => (64, 4, 4, 2),
+    pub(super) fn new(head_dim: usize, tf32: bool) -> Self {
+        let (queries, share, blocks_per_sm) = match head_dim {
+            16 | 32 => (128, 1, 2),
+            64 => (64, 1, 2),
+            256 => (32, 2, 1),
+            _ => (32, 1, 2),
         };
         Self {
+            tf32,
             keys: 64,
             queries,
-            warps,
-            dq_row_warps,
+            share,
             blocks_per_sm,
         }
     }
 
+    /// 16 keys each, or those and a share of the columns.
+    pub(super) fn warps(&self) -> usize {
+        self.keys / 16 * self.share
+    }
+
+    /// Numbers of a query: lse, delta, and what rounding took from lse, which is nothing beside TF32's rounding.
+    fn statistics(&self) -> usize {
+        if self.tf32 { 2 } else { 3 }
+    }
+
     pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
+            Definition::Size("PRODUCTS", products(self.tf32)),
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
-            Definition::Size("STATISTICS", STATISTICS),
-            Definition::Size("WARPS", self.warps),
-            Definition::Size("DQ_ROW_WARPS", self.dq_row_warps),
+            Definition::Size("STATISTICS", self.statistics()),
+            Definition::Size("SHARE", self.share),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
         ]
     }
 
-    /// K, V, Q and dO, P and dS on their way, statistics of the queries, and a ticket.
+    /// K, V, Q and dO, dS on its way, statistics of the queries, and a ticket.
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
         let heads = 2 * (self.keys + self.queries) * pitch(head_dim);
-        let exchanged = 2 * self.keys * pitch(self.queries);
-        4 * (heads + exchanged + STATISTICS * self.queries) + 16
+        let d_scores = self.keys * pitch(self.queries);
+        4 * (heads + d_scores + self.statistics() * self.queries) + 16
     }
 }

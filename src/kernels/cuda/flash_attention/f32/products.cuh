@@ -1,20 +1,50 @@
-// Products of tiles of f32 by tensor cores, whose factors are TF32: f32's range, 11 significant bits. Behind tiles.cuh
-// of f32.
+// Tiles of f32 in shared memory, and their products on tensor cores, whose factors are TF32: f32's range, 11
+// significant bits. Behind common.cuh, with ELEMENT=f32.
 //
-// Each factor is rounded once: Q, K, V and dO by the threads that have copied them, P and dS where they are made.
-// Tensor cores cut sums off rather than round them, so no more than a tile is summed on them; the sums of tiles are
-// added to each other by the CUDA cores.
+//   PRODUCTS  1: each factor is rounded to TF32 once. Q, K, V and dO are rounded by the threads that have copied them,
+//                P and dS where they are made
+//             3: each factor is the sum of two TF32, high and low, and a product is three: low high + high low + high
+//                high. They are off by 2^-24 of the product as a rule, by 2^-21 at most. (PyTorch's memory-efficient
+//                attention multiplies f32 so.) An infinite factor, or one within 2^-12 of f32's largest, gives NaN
+//
+// Tensor cores cut sums off rather than round them. So no more than a tile is summed on them, of three products no
+// more than eight columns; these sums are added up by the CUDA cores.
+
+#ifndef PRODUCTS
+#define PRODUCTS 1
+#endif
+static_assert(PRODUCTS == 1 || PRODUCTS == 3, "TF32, or f32");
+
+// Floats from row to row of a tile of Q, K, V or dO: an odd number of chunks, so that eight neighbouring rows have the
+// same chunk in eight different groups of banks.
+constexpr int PITCH = HEAD_DIM + CHUNK;
+static_assert(sizeof(E) == 4 && HEAD_DIM % 16 == 0, "rows of f32, of an even number of chunks");
+
+// Where such a tile has its chunks, for copy_tile.
+struct Padded {
+    static __device__ __forceinline__ u32 at(int row, int chunk) { return (row * PITCH + chunk * CHUNK) * 4; }
+};
+
+__device__ __forceinline__ float4 read4(const float* x) { return *reinterpret_cast<const float4*>(x); }
+__device__ __forceinline__ float part(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+__device__ __forceinline__ u32 shared_address(const void* x) { return (u32)__cvta_generic_to_shared(x); }
 
 // The nearest TF32, of ties the one away from zero; a NaN stays one.
-__device__ __forceinline__ float rounded(float x) {
+__device__ __forceinline__ float to_tf32(float x) {
     u32 r;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
     return __uint_as_float(r);
 }
 
+// What is multiplied in place of a result x.
+__device__ __forceinline__ float rounded(float x) { return PRODUCTS == 1 ? to_tf32(x) : x; }
+
 // Rounds what copy_tile<LENGTH, THREADS, Padded> has copied, by the threads that have copied it: after wait_groups,
 // before the barrier.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(float* tile) {
+    if (PRODUCTS == 3) return;
     constexpr int PASS = THREADS / LANES; // rows
     float* x = tile + threadIdx.x / LANES * PITCH + threadIdx.x % LANES * CHUNK;
 #pragma unroll
@@ -24,25 +54,50 @@ template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(fl
         for (int group = 0; group < GROUPS; group++) {
             float4* to = reinterpret_cast<float4*>(x + i * PASS * PITCH + group * LANES * CHUNK);
             const float4 y = *to;
-            *to = make_float4(rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w));
+            *to = make_float4(to_tf32(y.x), to_tf32(y.y), to_tf32(y.z), to_tf32(y.w));
         }
     }
 }
 
-// c (16, 8) += a (16, 8) b (8, 8)
-__device__ __forceinline__ void multiply_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// N numbers of a factor. A number is high, or high + low where a product is three.
+template <int N> struct Factor {
+    u32 high[N], low[N];
+    __device__ __forceinline__ void set(int i, u32 bits) {
+        high[i] = bits;
+        if (PRODUCTS == 3) {
+            constexpr u32 KEPT = 0xffffe000u;
+            high[i] = (bits + 0x1000) & KEPT; // the nearest, as to_tf32 has it, but in fewer cycles
+            // Of 12 bits, the last is cut off. The difference of a NaN is one, and so is that of an infinity.
+            low[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high[i])) & KEPT;
+        }
+    }
+    __device__ __forceinline__ void set(int i, float x) { set(i, __float_as_uint(x)); }
+};
+
+__device__ __forceinline__ void multiply_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// c (16, 8) += a (16, 8) b (8, 8)
+__device__ __forceinline__ void multiply_block(float (&c)[4], const Factor<4>& a, const Factor<2>& b) {
+    if (PRODUCTS == 1) return multiply_tf32(c, a.high, b.high);
+    float sum[4] = {}; // the small products first
+    multiply_tf32(sum, a.low, b.high);
+    multiply_tf32(sum, a.high, b.low);
+    multiply_tf32(sum, a.high, b.high);
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] += sum[i];
 }
 
 // c[m][n] += a[m] b[n]
 template <int M, int N>
-__device__ __forceinline__ void multiply_blocks(float (&c)[M][N][4], const u32 (&a)[M][4], const u32 (&b)[N][2]) {
+__device__ __forceinline__ void multiply_blocks(float (&c)[M][N][4], const Factor<4> (&a)[M], const Factor<2> (&b)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int m = 0; m < M; m++) multiply_tf32(c[m][n], a[m], b[n][0], b[n][1]);
+        for (int m = 0; m < M; m++) multiply_block(c[m][n], a[m], b[n]);
 }
 
 // Where a lane reads blocks of a tile by ldmatrix: 16 rows, 2 chunks. In order: rows 0-7 left, 8-15 left, 0-7 right,
@@ -59,17 +114,25 @@ __device__ __forceinline__ u32 right_blocks(const float* tile, int lane) {
 template <int M, int N> __device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b) {
 #pragma unroll 4
     for (int d = 0; d < HEAD_DIM; d += 8) {
-        u32 left[M][4];
+        Factor<4> left[M];
 #pragma unroll
-        for (int m = 0; m < M; m++) load_matrices(left[m], a + Padded::at(m * 16, 0) + d * 4);
+        for (int m = 0; m < M; m++) {
+            u32 block[4];
+            load_matrices(block, a + Padded::at(m * 16, 0) + d * 4);
+#pragma unroll
+            for (int i = 0; i < 4; i++) left[m].set(i, block[i]);
+        }
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            u32 right[4]; // two blocks
-            load_matrices(right, b + Padded::at(n * 8, 0) + d * 4);
+            u32 blocks[4]; // two
+            load_matrices(blocks, b + Padded::at(n * 8, 0) + d * 4);
+            Factor<2> right[2];
+#pragma unroll
+            for (int i = 0; i < 4; i++) right[i / 2].set(i % 2, blocks[i]);
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int m = 0; m < M; m++) multiply_tf32(s[m][n + i], left[m], right[2 * i], right[2 * i + 1]);
+                for (int m = 0; m < M; m++) multiply_block(s[m][n + i], left[m], right[i]);
         }
     }
 }
@@ -82,16 +145,16 @@ static_assert(HEAD_DIM % GROUP_DIMS == 0, "whole groups");
 
 // The blocks of a group, of 8 rows: `row` is the lane's first, 2 (lane % 4), at its first column, GROUP (lane / 4). The
 // rows go in the order in which a lane has the columns of a result: 0, 2, 4, 6, 1, 3, 5, 7.
-__device__ __forceinline__ void read_group(u32 (&b)[GROUP][2], const float* row) {
+__device__ __forceinline__ void read_group(Factor<2> (&b)[GROUP], const float* row) {
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
         if (GROUP == 4) {
             const float4 x = read4(row + odd * PITCH);
 #pragma unroll
-            for (int i = 0; i < GROUP; i++) b[i][odd] = __float_as_uint(part(x, i));
+            for (int i = 0; i < GROUP; i++) b[i].set(odd, part(x, i));
         } else {
             const float2 x = *reinterpret_cast<const float2*>(row + odd * PITCH);
-            b[0][odd] = __float_as_uint(x.x), b[1][odd] = __float_as_uint(x.y);
+            b[0].set(odd, x.x), b[1].set(odd, x.y);
         }
     }
 }
@@ -105,11 +168,12 @@ __device__ __forceinline__ void multiply_result(float (&o)[M][N][4], const float
         float sum[M][GROUP][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            u32 a[M][4], b[GROUP][2];
+            Factor<4> a[M];
+            Factor<2> b[GROUP];
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) a[m][i] = __float_as_uint(p[m][step][i % 2 * 2 + i / 2]); // 0, 2, 1, 3
+                for (int i = 0; i < 4; i++) a[m].set(i, p[m][step][i % 2 * 2 + i / 2]); // 0, 2, 1, 3
             read_group(b, v + step * 8 * PITCH + group * GROUP_DIMS);
             multiply_blocks(sum, a, b);
         }
