@@ -1,6 +1,6 @@
 //! What every example prints, in the width of its reader's terminal.
 
-use super::process::{example, run};
+use super::process::{example, report, run};
 use super::stdout::SHORT;
 use serde_json::Value;
 
@@ -123,10 +123,7 @@ fn notes_are_short_sentences() {
         }
     }
     for line in commands() {
-        let ended = run(example(&format!("{line} --format json")));
-        let report: Value =
-            serde_json::from_str(&ended.out).unwrap_or_else(|e| panic!("{line}: {e}"));
-        check(line, &report);
+        check(line, &report(line));
     }
 }
 
@@ -276,8 +273,7 @@ fn details_get_files_of_their_own_as_csv() {
 fn planned_steps_have_phases() {
     let line =
         "compiled_benchmark --config 1-8-16-1-2 --steps 3 --rounds 2 --vocab-size 100 --d-ff 24";
-    let ended = run(example(&format!("{line} --format json")));
-    let report: Value = serde_json::from_str(&ended.out).unwrap();
+    let report = report(line);
     assert_eq!(report["configuration"]["vocabulary"], "100");
     let rows = report["rows"].as_array().unwrap();
     for execution in ["eager", "planned"] {

@@ -8,4 +8,5 @@ mod memory;
 mod outputs;
 mod process;
 mod refusals;
+mod runs;
 mod stdout;

@@ -200,10 +200,18 @@ fn paths_need_not_be_text() {
     assert!(path.is_file());
 }
 
-/// A terminal that is closed, as the shell tells its jobs: the run is saved, and goes on with `--resume`.
+/// A terminal that is closed, as the shell tells its jobs, and a run that is to end: it is saved, its lock is gone, and
+/// it goes on with `--resume`.
 #[cfg(unix)]
 #[test]
-fn a_hangup_saves_the_run() {
+fn a_signal_saves_the_run() {
+    for signal in [libc::SIGHUP, libc::SIGTERM] {
+        saved_at(signal);
+    }
+}
+
+#[cfg(unix)]
+fn saved_at(signal: i32) {
     use std::process::Stdio;
     let folder = tempfile::tempdir().unwrap();
     let [checkpoint, curve] = ["run.safetensors", "loss.csv"].map(|name| folder.path().join(name));
@@ -221,8 +229,9 @@ fn a_hangup_saves_the_run() {
         }
     }
     // SAFETY: a process that this one started and has not waited for.
-    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGHUP) }, 0);
-    assert_eq!(child.wait().unwrap().code(), Some(129));
+    assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+    assert_eq!(child.wait().unwrap().code(), Some(128 + signal));
+    assert!(!folder.path().join("run.safetensors.lock").exists());
     let bytes = std::fs::read(&checkpoint).unwrap();
     let text = String::from_utf8_lossy(&bytes);
     let (_, after) = text.split_once(r#"\"step\":"#).unwrap();

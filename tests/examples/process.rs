@@ -1,5 +1,6 @@
 //! An example as a process.
 
+use serde_json::Value;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -79,6 +80,14 @@ pub fn run(command: Command) -> Ended {
     let ended = run_into(command, File::create(&out).unwrap().into());
     let out = String::from_utf8_lossy(&fs::read(out).unwrap()).into_owned();
     Ended { out, ..ended }
+}
+
+/// What an example reports as JSON.
+#[track_caller]
+pub fn report(line: &str) -> Value {
+    let ended = run(example(&format!("{line} --format json")));
+    assert_eq!(ended.status, Some(0), "{line}: {ended:?}");
+    serde_json::from_str(&ended.out).unwrap_or_else(|error| panic!("{line}: {error}"))
 }
 
 /// Whether it ended with `status`, in a message that has `words`.

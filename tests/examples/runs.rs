@@ -1,0 +1,187 @@
+//! Examples run for what they are for: how many rows of each kind they print, and the files that they write.
+
+use super::process::{assert_refused, example, report, run};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// A model of two layers, which takes some milliseconds a step.
+const TWO_LAYERS: &str =
+    "--d-model 32 --d-ff 64 --num-layers 2 --num-heads 2 --vocab-size 50 --context-length 16";
+
+/// How many rows of a report have all of these values.
+fn count(report: &Value, values: &[(&str, &str)]) -> usize {
+    let rows = report["rows"].as_array().unwrap().iter();
+    rows.filter(|row| values.iter().all(|(key, value)| row[*key] == *value))
+        .count()
+}
+
+/// Whether a file is there that begins with `start` and has `words`.
+#[track_caller]
+fn assert_file(path: &Path, start: &str, words: &str) {
+    let bytes = fs::read(path).unwrap();
+    let text = String::from_utf8_lossy(&bytes);
+    assert!(bytes.starts_with(start.as_bytes()), "{path:?}");
+    assert!(text.contains(words), "{words} is not in {path:?}");
+}
+
+#[test]
+fn every_phase_is_timed() {
+    let report = report(
+        "e2e_benchmark --d-model 64 --d-ff 176 --num-layers 2 --num-heads 4 --vocab-size 256 --batch-size 2 \
+         --context-length 32 --attention naive flash --warmup-steps 1 --steps 3 --strict",
+    );
+    assert_eq!(count(&report, &[("status", "ok")]), 18);
+    for phase in [
+        "forward",
+        "backward",
+        "optimizer",
+        "backward+optimizer",
+        "forward+backward",
+        "train step",
+    ] {
+        assert!(count(&report, &[("phase", phase)]) >= 2, "{phase}");
+    }
+}
+
+#[test]
+fn checkpoints_and_precisions() {
+    let line = format!(
+        "e2e_benchmark {TWO_LAYERS} --steps 2 --mode train-step --checkpoint none block sqrt --precision f32 bf16"
+    );
+    let steps = [("phase", "train step"), ("status", "ok")];
+    assert_eq!(count(&report(&line), &steps), 6);
+    let line = format!("e2e_benchmark {TWO_LAYERS} --steps 2 --compile --precision f32,bf16,f16");
+    let planned = [("execution", "planned"), ("status", "ok")];
+    assert_eq!(count(&report(&line), &planned), 27);
+}
+
+#[test]
+fn what_does_not_fit_is_a_row() {
+    for (line, rows) in [
+        (
+            "e2e_benchmark --size 10b --mode train-step --memory-limit-gib 8",
+            1,
+        ),
+        ("memory_profile --size 2.7b --memory-limit-gib 4", 6),
+        ("compiled_benchmark --size 10b --memory-limit-gib 8", 6),
+    ] {
+        let found = count(&report(line), &[("status", "OOM")]);
+        assert_eq!(found, rows, "{line}");
+    }
+}
+
+/// Measured, out of memory, unsupported; growth with T, and the picture.
+#[test]
+fn attention_by_context_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("plot.svg");
+    let report_of = report(&format!(
+        "attention_benchmark --context-length 32 64 128 4096 --head-dim 8 --steps 3 --warmup-steps 1 \
+         --memory-limit-gib 0.1 --compare naive flash planned planned-flash --strict --plot {}",
+        plot.display()
+    ));
+    assert_eq!(count(&report_of, &[("status", "ok")]), 42);
+    assert_eq!(count(&report_of, &[("status", "OOM")]), 2);
+    assert!(report_of.to_string().contains("memory T^"));
+    assert_file(&plot, "<svg", "</svg>");
+    let report = report(
+        "attention_benchmark --module --num-heads 1 --context-length 16 --d-model 64 512 --steps 3 --warmup-steps 1",
+    );
+    assert!(count(&report, &[("status", "unsupported")]) > 0);
+}
+
+/// The exercise's four sums, and the toy model's table with its numbers.
+#[test]
+fn mixed_precision() {
+    let sums = run(example("mixed_precision_accumulation")).out;
+    for sum in ["10.00013351", "9.95312500", "10.00213623", "4.00000000"] {
+        assert!(sums.contains(sum), "{sum}");
+    }
+    let table = run(example("toy_model_dtypes --format csv")).out;
+    assert!(
+        table
+            .lines()
+            .any(|line| line == "layer norm,f32,f32,f16,bf16")
+    );
+    let details = report("toy_model_dtypes").to_string();
+    assert_eq!(details.matches(r#""variance":"inf""#).count(), 3);
+    let line = format!("mixed_precision_benchmark {TWO_LAYERS} --rounds 1 --steps 2 --drop-casts");
+    assert!(report(&line).to_string().contains("bf16-dropping-casts"));
+}
+
+#[test]
+fn profiles() {
+    let folder = tempfile::tempdir().unwrap();
+    let [trace, flame] = ["trace.json", "flame.svg"].map(|name| folder.path().join(name));
+    let line = format!("profile {TWO_LAYERS} --steps 2 --mode train-step");
+    let ops = report(&format!(
+        "{line} --trace {} --flame-graph {}",
+        trace.display(),
+        flame.display()
+    ));
+    assert!(ops.to_string().contains("swiglu_linear"));
+    assert_file(&trace, "{", "traceEvents");
+    assert_file(&flame, "<", "</svg>");
+    let planned = report(&format!("{line} --compile=only"));
+    assert!(count(&planned, &[("execution", "planned")]) > 0);
+}
+
+/// By prediction and by measurement, with its files.
+#[test]
+fn memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let [timeline, snapshot] = ["step.png", "step.json"].map(|name| folder.path().join(name));
+    let report_of = report(&format!(
+        "memory_profile {TWO_LAYERS} --mode train-step --checkpoint block --timeline {} --snapshot {}",
+        timeline.display(),
+        snapshot.display()
+    ));
+    assert_eq!(
+        count(&report_of, &[("mode", "train-step"), ("status", "ok")]),
+        1
+    );
+    assert!(fs::read(&timeline).unwrap().starts_with(b"\x89PNG"));
+    assert_file(&snapshot, "{", "device_traces");
+    let estimate = report("memory_estimate --size small --memory-limit-gib 8");
+    assert!(estimate.to_string().contains("residual"));
+}
+
+#[test]
+fn planned_beside_eager() {
+    let report_of = report("compiled_benchmark --config 2-16-32-2-2 --steps 2 --rounds 1");
+    assert_eq!(count(&report_of, &[("status", "ok")]), 18);
+    assert!(
+        report_of
+            .to_string()
+            .contains("Speed-ups of planned over eager")
+    );
+}
+
+/// A model that is not ours, eager and planned: the same losses.
+#[test]
+fn a_model_of_ones_own() {
+    let loss = |way: &str| {
+        let report = report(&format!("custom_model {way} --steps 3"));
+        let rows = report.to_string();
+        let (_, after) = rows.split_once(r#""last loss":"#).unwrap();
+        after.split([',', '}']).next().unwrap().to_string()
+    };
+    assert_eq!(loss(""), loss("--planned"));
+}
+
+/// Trained, and trained on.
+#[test]
+fn training_resumes() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!(
+        "train --d-model 32 --num-layers 1 --num-heads 2 --sample 20 --schedule-steps 10 --checkpoint {}",
+        folder.path().join("run.safetensors").display()
+    );
+    let first = run(example(&format!("{line} --steps 10")));
+    assert_eq!(first.status, Some(0), "{first:?}");
+    let again = format!("{line} --steps 12");
+    assert_refused(&again, &run(example(&again)), 1, "run.safetensors");
+    let on = run(example(&format!("{again} --resume")));
+    assert_eq!(on.status, Some(0), "{on:?}");
+}
