@@ -1,4 +1,4 @@
-//! Attention chosen by name.
+//! The algorithm of attention, selected by name.
 
 use super::{AttentionConfig, flash, naive};
 use crate::{Error, Result};
@@ -6,26 +6,26 @@ use candle_core::Tensor;
 use std::fmt;
 use std::str::FromStr;
 
-/// Which algorithm computes attention; the result is the same up to rounding.
+/// The algorithm that computes attention. Results differ only by rounding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
 pub enum Algorithm {
-    /// [`naive()`]: the probabilities in memory, O(Tq Tk).
+    /// [`naive()`]: saves the probabilities, O(Tq Tk) memory.
     #[default]
     Naive,
-    /// [`flash()`]: tile by tile, O(Tq + Tk).
+    /// [`flash()`]: works tile by tile, O(Tq + Tk) memory.
     Flash,
 }
 
 impl Algorithm {
-    /// All of them.
+    /// All algorithms.
     pub const ALL: [Self; 2] = [Self::Naive, Self::Flash];
 
-    /// Attention by this algorithm; see there for shapes.
+    /// Computes attention; [`naive()`] and [`flash()`] list the shapes.
     ///
     /// # Errors
-    /// Those of the algorithm.
+    /// The errors of the algorithm.
     pub fn attend(
         self,
         q: &Tensor,
@@ -39,7 +39,7 @@ impl Algorithm {
         }
     }
 
-    /// As flags and reports name it.
+    /// Returns the name in flags and reports: "naive" or "flash".
     pub fn name(self) -> &'static str {
         match self {
             Self::Naive => "naive",
@@ -62,7 +62,7 @@ impl FromStr for Algorithm {
         known.ok_or_else(|| {
             Error::config("attention", "algorithm", format!("{name:?}")).must_be(
                 "naive or flash",
-                "flash takes less memory, and less time from a few hundred keys up",
+                "flash needs less memory, and less time from a few hundred keys on",
             )
         })
     }

@@ -1,4 +1,4 @@
-//! Results that are there already, as an op of candle's graph.
+//! An op of candle's graph whose output is already computed.
 
 use crate::ops::record::{Made, Op, Spec, Storages, exactly};
 use crate::probe::Operand;
@@ -7,13 +7,13 @@ use candle_core::{
     CpuStorage, CudaStorage, DType, MetalStorage, Result, Shape, Storage, Tensor, bail,
 };
 
-/// A forward pass of q, k and v that is done, with its backward: one op however many it took. candle would keep every
-/// intermediate tensor of a graph alive, and walks it by recursion.
+/// An op with inputs q, k and v, a finished output and a custom backward. It replaces the ops that computed the output:
+/// candle would keep all of their intermediate tensors alive, and walks a graph recursively.
 pub(super) struct Computed<F> {
     pub(super) name: &'static str,
-    /// What the op's output is to be.
+    /// The output of the op.
     pub(super) out: Tensor,
-    /// The gradients of q, k and v from these and from out's gradient, in any dtype.
+    /// Computes the gradients of q, k and v, in any dtype, from q, k, v and the output's gradient.
     pub(super) backward: F,
 }
 

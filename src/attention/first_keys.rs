@@ -1,4 +1,4 @@
-//! The first key that each query sees: documents packed into one sequence.
+//! The first key that each query attends to: documents packed into one sequence.
 
 use super::AttentionConfig;
 use super::shapes::Shapes;
@@ -9,18 +9,17 @@ use candle_core::{DType, Device, Shape, Tensor};
 
 const OP: &str = "attention::FirstKeys";
 
-/// The first key that each query sees, beside what the mask leaves: u32 (B, Tq), never falling along a sequence. All
-/// heads have the same.
+/// The first key that each query attends to, in addition to the mask: u32 (B, Tq), not decreasing along a sequence, the
+/// same for all heads.
 ///
-/// With [`Mask::Causal`](super::Mask::Causal), several documents in one sequence attend each to itself alone; positions
-/// count on through them, which rotary attention does not notice. Tiles of keys that a whole tile of queries does not
-/// see are not computed by [`flash`](super::flash()), forward or backward, so that the time is about that of the
-/// documents one by one. [`naive`](super::naive()) leaves out keys that no query of a block sees
-/// on the CPU, and computes all scores on a GPU. What a loss should not learn, the first token
-/// of a document from the last of the one before, its targets ignore
+/// With [`Mask::Causal`](super::Mask::Causal) and documents packed into one sequence, each document attends only to
+/// itself. Positions are counted through the whole sequence, which makes no difference to rotary embeddings.
+/// [`flash`](super::flash()) skips tiles of keys that no query of a tile attends to, forward and backward, so its time
+/// is about that of the separate documents. [`naive`](super::naive()) skips them on the CPU; on a GPU it computes all
+/// scores. The loss should ignore the target at a document's last token, which is the next document's first token
 /// ([`ops::linear_cross_entropy_ignoring`](crate::ops::linear_cross_entropy_ignoring)).
 ///
-/// In a plan it may be an [input](Self::input), so that each run has other documents.
+/// In a plan they may be an [input](Self::input), so that each run has other documents.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -47,7 +46,7 @@ const OP: &str = "attention::FirstKeys";
 #[derive(Clone, Debug)]
 pub struct FirstKeys(Tensor);
 
-/// The same tensor, not one with the same elements: those may be a GPU's.
+/// Two are equal if they share the tensor. Elements are not compared, since they may be on a GPU.
 impl PartialEq for FirstKeys {
     fn eq(&self, other: &Self) -> bool {
         self.0.id() == other.0.id()
@@ -55,11 +54,11 @@ impl PartialEq for FirstKeys {
 }
 
 impl FirstKeys {
-    /// Of a tensor (B, Tq) in u32, which stays where it is. (Any dimensions before the last, if they are q's before its
-    /// heads.)
+    /// Takes first keys from a u32 tensor (B, Tq), or with as many leading dimensions as q has before its heads. The
+    /// tensor stays on its device.
     ///
     /// # Errors
-    /// Another dtype; no dimension; a first key that lies before that of the query before.
+    /// Another dtype; a scalar; first keys that decrease along a sequence.
     pub fn new(first_keys: &Tensor) -> Result<Self> {
         if first_keys.dtype() != DType::U32 {
             return Err(Error::dtype(OP, first_keys.dtype().as_str())
@@ -75,8 +74,8 @@ impl FirstKeys {
         Ok(Self(first_keys.contiguous()?))
     }
 
-    /// Of documents in tokens (B, T) u32 or i64, each of which ends with the token `separator`, or with its sequence.
-    /// On the tokens' device.
+    /// Finds the documents in tokens (B, T), u32 or i64: each ends with the token `separator` or at the end of its
+    /// sequence. The result is on the tokens' device.
     ///
     /// # Errors
     /// Tokens of another dtype or rank.
@@ -107,7 +106,7 @@ impl FirstKeys {
         Ok(Self(first_keys.to_device(tokens.device())?))
     }
 
-    /// Of documents of these lengths, for each sequence in order; the lengths of a sequence sum to T. On the CPU.
+    /// Builds first keys from the documents' lengths in each sequence, which sum to T. The result is on the CPU.
     ///
     /// ```
     /// use tallow::attention::FirstKeys;
@@ -133,8 +132,8 @@ impl FirstKeys {
                 let sum_of = |sum: &Option<usize>| sum.map_or("too many".into(), |n| n.to_string());
                 let sums: Vec<String> = sums.iter().map(sum_of).collect();
                 return Err(Error::shape(OP, sums.join(", ")).must_be(
-                    "documents that are as many tokens together in each sequence",
-                    "end a sequence with a document of padding",
+                    "lengths with the same sum in each sequence",
+                    "add a document of padding to the shorter sequences",
                 ));
             }
         };
@@ -150,7 +149,7 @@ impl FirstKeys {
         Ok(Self(Tensor::from_vec(first_keys, shape, &Device::Cpu)?))
     }
 
-    /// An input of a plan by this name: a tensor (B, Tq) u32 that each run is given, and checks.
+    /// Declares first keys as an input of a plan: each run passes a u32 tensor (B, Tq) by this name, and checks it.
     ///
     /// # Errors
     /// As [`graph::input`](crate::graph::input()).
@@ -158,25 +157,25 @@ impl FirstKeys {
         Self::new(&graph::input(name, shape, DType::U32)?)
     }
 
-    /// First keys (B, Tq) without elements, for predictions: only a trace can read them.
+    /// Returns first keys (B, Tq) as a meta tensor, for estimates: only a trace can read them.
     pub(crate) fn hollow(batch: usize, length: usize) -> Result<Self> {
         Ok(Self(graph::constant((batch, length), DType::U32)?))
     }
 
-    /// The same on another device: best where attention is, which else copies them each time.
+    /// Copies the first keys to another device. Attention on another device than theirs copies them in each call.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         Ok(Self(self.0.to_device(device)?))
     }
 
-    /// u32 (B, Tq).
+    /// Returns the u32 tensor (B, Tq).
     pub fn tensor(&self) -> &Tensor {
         &self.0
     }
 
-    /// Checks that there is one for each query of q (..., H, Tq, Dh).
+    /// Checks that there is a first key for each query of q (..., H, Tq, Dh).
     pub(super) fn check_shape(&self, op: &'static str, q: &Tensor) -> Result<()> {
         let wanted = match q.dims() {
             [leading @ .., _, queries, _] => [leading, &[*queries]].concat(),
@@ -192,13 +191,13 @@ impl FirstKeys {
         }
     }
 
-    /// On the host, sequence after sequence.
+    /// Copies the first keys to the host, in order.
     fn to_host(&self) -> candle_core::Result<Vec<u32>> {
         self.0.flatten_all()?.to_vec1()
     }
 }
 
-/// An error unless the first keys (.., Tq), u32, never fall.
+/// Checks that first keys (.., Tq), u32, do not decrease along a sequence.
 pub(crate) fn check(op: &'static str, first_keys: &Tensor) -> Result<()> {
     let length = first_keys.dims().last().copied().unwrap_or(1).max(1);
     let all = inside_storage(op, first_keys)?
@@ -209,24 +208,24 @@ pub(crate) fn check(op: &'static str, first_keys: &Tensor) -> Result<()> {
             return Err(Error::Order {
                 op,
                 problem: format!(
-                    "in sequence {sequence} query {} sees from key {} on, query {} before it from {}",
+                    "in sequence {sequence} the first key of query {} is {}, that of query {} is {}",
                     i + 1,
                     first_keys[i + 1],
                     i,
                     first_keys[i]
                 ),
-                hint: "a first key never lies before that of the query before".into(),
+                hint: "first keys must not decrease from one query to the next".into(),
             });
         }
     }
     Ok(())
 }
 
-/// Which keys the queries of each sequence see, on the host: for references.
+/// The visible keys of each query, on the host, for reference implementations.
 pub(super) struct HostSeen {
     mask: super::Mask,
     shapes: Shapes,
-    /// (B, Tq), or nothing.
+    /// (B, Tq), or empty.
     first_keys: Vec<u32>,
 }
 
@@ -242,7 +241,7 @@ impl HostSeen {
         })
     }
 
-    /// How many sequences differ: B, or 1 where the mask says it all.
+    /// Returns the number of different sequences: B, or 1 without first keys.
     pub(super) fn sequences(&self) -> usize {
         if self.first_keys.is_empty() {
             1
@@ -259,7 +258,7 @@ impl HostSeen {
         sizes.seen(&self.first_keys, sequence)
     }
 
-    /// 1 where a query sees a key, else 0: u8 (B H, Tq, Tk), or (Tq, Tk) where the mask says it all.
+    /// Returns 1 where a query attends to a key, else 0: u8 (B H, Tq, Tk), or (Tq, Tk) without first keys.
     pub(super) fn tensor(&self, device: &Device) -> candle_core::Result<Tensor> {
         let Shapes {
             batch,

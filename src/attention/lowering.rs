@@ -1,4 +1,4 @@
-//! What lowerings of attention have in common: operands, and sizes as kernels have them.
+//! Operands, sizes and attributes that the lowerings of both algorithms share.
 
 use super::SOFT_CAP;
 use crate::graph::Attribute;
@@ -17,25 +17,26 @@ const INPUTS: [(&str, Slot); 3] = [
     ("k", Slot::Input(1)),
     ("v", Slot::Input(2)),
 ];
-/// What an op reads of so many tensors beside q, k and v, by number: first keys, and then the key of dropout.
+/// Returns which of `count` extra inputs are the first keys and the dropout key.
 pub(crate) fn reads(count: usize, drops: bool) -> [Option<usize>; 2] {
     let key = if drops { count.checked_sub(1) } else { None };
     [key.unwrap_or(count).checked_sub(1), key]
 }
 
+/// Returns which extra inputs of an op are the first keys and the dropout key.
 fn reads_of(signature: &Signature<'_>) -> [Option<usize>; 2] {
     let drops = of_attributes(signature.attributes).is_some();
     reads(signature.reads.len(), drops)
 }
 
-/// [`INPUTS`], and what the op reads beside.
+/// Returns q, k and v and the extra inputs.
 pub(super) fn inputs(signature: &Signature<'_>) -> Named<Slot> {
     let [first_keys, key] = reads_of(signature).map(|read| read.map(Slot::Read));
     let inputs = Named::from(INPUTS).with_some("first_keys", first_keys);
     inputs.with_some("dropout_key", key)
 }
 
-/// Calls of which a run checks the first keys, if the op reads them.
+/// Returns an empty list of calls, which checks the first keys in each run if there are any.
 pub(super) fn checked(signature: &Signature<'_>) -> Calls {
     match reads_of(signature)[0] {
         None => Calls::default(),
@@ -43,12 +44,12 @@ pub(super) fn checked(signature: &Signature<'_>) -> Calls {
     }
 }
 
-/// The first keys of a call, (B, Tq), or nothing.
+/// Returns the first keys (B, Tq); empty if there are none.
 pub(super) fn first_keys<'a>(s: &Slices<'a>) -> Result<&'a [u32]> {
     Ok(s.some_x("first_keys")?.unwrap_or_default())
 }
 
-/// Which probabilities of a call with so many keys stay, if some are dropped.
+/// Returns the dropout mask of a call with `keys` keys, if it has dropout.
 pub(super) fn dropout_mask(
     dropout: Option<Dropout>,
     s: &Slices<'_>,
@@ -58,7 +59,7 @@ pub(super) fn dropout_mask(
     mask.transpose()
 }
 
-/// The same on a GPU.
+/// Returns the dropout of a call on a GPU, if it has any.
 #[cfg(feature = "cuda")]
 pub(super) fn dropped<'a>(
     dropout: Option<Dropout>,
@@ -77,7 +78,7 @@ pub(super) const GRADIENTS: [(&str, Slot); 3] = [
     ("dv", Slot::Gradient(2)),
 ];
 
-/// (leading, length, width) of q, k or v; two dimensions are one head.
+/// Returns (product of the leading dimensions, length, width) of q, k or v.
 pub(super) fn matrices(dims: &[usize]) -> [usize; 3] {
     match *dims {
         [ref leading @ .., length, width] => [leading.iter().product(), length, width],
@@ -85,7 +86,7 @@ pub(super) fn matrices(dims: &[usize]) -> [usize; 3] {
     }
 }
 
-/// Adds the sizes and FLOPs of a call; `passes` counts pairs of matmuls.
+/// Adds the sizes and FLOPs of a call to its kernel; `passes` counts pairs of matmuls.
 pub(super) fn sized_as(kernel: Kernel, signature: &Signature<'_>, passes: f64) -> Kernel {
     let [q, k, v] = [0, 1, 2].map(|i| matrices(signature.inputs[i].dims));
     let batch = match signature.inputs[0].dims {
@@ -100,14 +101,14 @@ pub(super) fn sized_as(kernel: Kernel, signature: &Signature<'_>, passes: f64) -
         keys: k[1],
         head_dim: q[2],
         value_dim: v[2],
-        mask: Mask::Full, // the attributes say which, and the scale and the cap
+        mask: Mask::Full, // mask, scale and cap are attributes
         scale: 1.0,
         soft_cap: None,
     };
     sized(kernel, &sizes, signature.attributes, passes)
 }
 
-/// Adds sizes, FLOPs and the attributes, which have the mask, the scale and the cap.
+/// Adds sizes, FLOPs and attributes (mask, scale, cap) to a kernel.
 pub(super) fn sized(
     kernel: Kernel,
     sizes: &Sizes,
@@ -131,7 +132,7 @@ pub(super) fn sized(
         .scoring(scores)
 }
 
-/// With what it takes for itself on the CPU.
+/// Adds the scratch memory that the kernel needs on the CPU.
 pub(super) fn with_workspace(
     kernel: Kernel,
     workspace: impl FnOnce(&Sizes) -> Workspace,
@@ -142,6 +143,7 @@ pub(super) fn with_workspace(
     }
 }
 
+/// Returns the sizes of a planned call.
 pub(super) fn sizes(k: &Kernel) -> Result<Sizes> {
     Ok(Sizes {
         batch: k.count("batch")?,

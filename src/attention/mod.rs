@@ -1,9 +1,8 @@
-//! Scaled dot-product attention of queries, keys and values that are split into heads already.
+//! Scaled dot-product attention on queries, keys and values that are already split into heads.
 //!
-//! Two algorithms compute the same result: [`naive()`] keeps the probabilities in memory, [`flash()`] computes them
-//! tile by tile and recomputes them in backward. Both take the same [`AttentionConfig`]; [`Algorithm`] chooses between
-//! them at run time. The projections around attention are in
-//! [`nn::CausalSelfAttention`](crate::nn::CausalSelfAttention), the single ops in [`ops`](crate::ops).
+//! Two algorithms compute the same result. [`naive()`] saves the probabilities for backward; [`flash()`] computes them
+//! tile by tile and recomputes them in backward. Both take an [`AttentionConfig`]; [`Algorithm`] selects one at run
+//! time. [`nn::CausalSelfAttention`](crate::nn::CausalSelfAttention) adds the projections.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -47,43 +46,43 @@ use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 pub(crate) use flash::lowering::planned_flash_sizes;
 
-/// How to attend; it means the same to every algorithm.
+/// The configuration of an attention call: mask, scale, soft cap, first keys and dropout.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AttentionConfig {
-    /// Which keys a query sees.
+    /// The mask: the keys that each query attends to.
     pub mask: Mask,
-    /// What the scores are multiplied by; `None` is 1 / sqrt(Dh).
+    /// The factor of the scores q k^T; `None` means 1 / sqrt(Dh).
     pub scale: Option<f64>,
-    /// The soft cap C of the scaled scores: each score becomes `C tanh(score / C)`, as by
-    /// [`ops::soft_cap`](crate::ops::soft_cap()). `None` is no cap.
+    /// The soft cap C: each scaled score becomes `C tanh(score / C)`, as in
+    /// [`ops::soft_cap`](crate::ops::soft_cap()). `None` means no cap.
     pub soft_cap: Option<f64>,
-    /// The first key that each query sees, of those that the mask leaves; `None` is the first of all.
+    /// The first key that each query attends to, in addition to the mask; `None` means key 0.
     pub first_keys: Option<FirstKeys>,
-    /// Which probabilities are dropped, in training, after their softmax: those of a query and a key as
-    /// [`dropout`](crate::ops::dropout()) has them of a tensor (..., H, Tq, Tk), by every algorithm. `None` drops none.
+    /// Dropout of the probabilities, after the softmax. Every algorithm drops the elements that
+    /// [`dropout`](crate::ops::dropout()) drops of a tensor (..., H, Tq, Tk). `None` drops none.
     pub dropout: Option<Dropout>,
 }
 
 impl AttentionConfig {
-    /// The scale for heads of `head_dim` elements.
+    /// Returns the scale for heads of dimension `head_dim`.
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
     }
 
-    /// What ops read beside q, k and v: first keys, and then the key of dropout.
+    /// Returns the extra inputs of a call: the first keys, then the dropout key.
     fn reads(&self) -> Vec<Tensor> {
         let first_keys = self.first_keys.iter().map(FirstKeys::tensor);
         let keys = self.dropout.iter().map(|dropout| dropout.key.tensor());
         first_keys.chain(keys).cloned().collect()
     }
 
-    /// The parameters of a call of these sizes, as a trace writes them down.
+    /// Returns the attributes that a trace records for a call.
     fn attributes(&self, sizes: &Sizes) -> Vec<(&'static str, Attribute)> {
         attributes(sizes, self.dropout.as_ref().map(Dropout::kernel))
     }
 }
 
-/// The parameters of a call, as a trace writes them down.
+/// Returns the attributes that a trace records for a call.
 fn attributes(sizes: &Sizes, dropout: Option<kernels::Dropout>) -> Vec<(&'static str, Attribute)> {
     let attributes = [
         ("scale", Attribute::Number(sizes.scale)),
@@ -98,5 +97,5 @@ fn attributes(sizes: &Sizes, dropout: Option<kernels::Dropout>) -> Vec<(&'static
         .collect()
 }
 
-/// The attribute of calls whose scores are capped.
+/// The attribute that holds the soft cap.
 pub(crate) const SOFT_CAP: &str = "soft_cap";

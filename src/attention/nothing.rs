@@ -1,4 +1,4 @@
-//! Attention of nothing, or to nothing: no batch, heads, queries, keys or values.
+//! Attention with a dimension of 0: no batch, heads, queries, keys or values.
 
 use super::computed::Computed;
 use super::shapes::Shapes;
@@ -6,8 +6,7 @@ use crate::Result;
 use crate::ops::{check_float, record::apply, with_last_dim};
 use candle_core::{DType, Tensor};
 
-/// Zeros for out, and for every gradient: a sum over no keys. Nothing is launched, which a GPU's driver would refuse
-/// for a grid of no blocks. None where there is something to attend to.
+/// Returns zeros, whose gradients are zeros, if a dimension is 0. No kernel is launched: CUDA refuses an empty grid.
 pub(super) fn nothing(
     name: &'static str,
     shapes: &Shapes,
@@ -33,7 +32,7 @@ pub(super) fn nothing(
     Ok(Some(apply(&[q, k, v], op)?))
 }
 
-/// The log-sum-exp of no scores, for each query.
+/// Returns the log-sum-exp of no scores, -inf, for each query.
 pub(super) fn lse_of_nothing(q: &Tensor) -> Result<Tensor> {
     let shape = &q.dims()[..q.rank() - 1];
     let dtype = match q.dtype() {

@@ -1,4 +1,4 @@
-//! Both algorithms in plain candle ops: their specifications.
+//! Reference implementations of attention, composed of candle's own ops.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

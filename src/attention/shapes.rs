@@ -1,4 +1,4 @@
-//! What q, k and v must be to each other.
+//! Validation of the shapes of q, k and v.
 
 use super::AttentionConfig;
 use crate::kernels::attention::Sizes;
@@ -25,7 +25,7 @@ pub(crate) struct Shapes {
     pub value_dim: usize,
 }
 
-/// A tensor's dimensions as (leading, heads, length, head dimension); two dimensions are one head.
+/// Returns a tensor's dimensions as (leading, heads, length, head dimension); two dimensions are one head.
 fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
     match x.dims() {
         [leading @ .., heads, length, dim] => Some((leading, *heads, *length, *dim)),
@@ -35,7 +35,7 @@ fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
 }
 
 impl Shapes {
-    /// With how they attend, as kernels take them.
+    /// Returns the sizes that kernels take, with mask, scale and cap.
     pub(crate) fn sizes(&self, config: &AttentionConfig) -> Sizes {
         Sizes {
             batch: self.batch,
@@ -113,7 +113,7 @@ impl Shapes {
         })
     }
 
-    /// Whether out has no elements, or there are no keys to sum over.
+    /// Whether the output is empty, or there are no keys.
     pub(crate) fn is_empty(&self) -> bool {
         let Self {
             batch,

@@ -1,4 +1,4 @@
-//! What the kernels on a GPU take.
+//! Requirements of the GPU kernels on their operands.
 
 use crate::attention::AttentionConfig;
 use crate::attention::shapes::Shapes;
@@ -6,7 +6,7 @@ use crate::kernels::cuda::flash_attention as kernel;
 use crate::ops::cuda::gpu;
 use candle_core::{Result, Tensor};
 
-/// Whether there is a kernel for such a call on q's GPU, in TF32 or with f32's accuracy.
+/// Whether q's GPU has a kernel for a call, with f32 multiplied in TF32 or with f32's accuracy.
 pub(super) fn has_kernel(
     q: &Tensor,
     shapes: &Shapes,
@@ -17,7 +17,8 @@ pub(super) fn has_kernel(
     gpu(q).is_ok_and(|gpu| kernel::takes(gpu, q.dtype(), tf32, &sizes))
 }
 
-/// x (B, H, T, Dh) as the kernels can read it, copied if it lies otherwise: rows of whole 16 bytes, at 16 bytes.
+/// Returns x (B, H, T, Dh) with rows that are aligned to 16 bytes and whole multiples of them; copies x if they are
+/// not.
 pub(super) fn aligned_or_copied(x: Tensor) -> Result<Tensor> {
     let layout = x.layout();
     let vector = 16 / x.dtype().size_in_bytes(); // elements

@@ -1,4 +1,4 @@
-//! Flash attention as calls of kernels, on heads as they lie.
+//! The lowering of flash attention to kernel calls; heads may have any strides.
 
 use crate::attention::lowering::{
     GRADIENTS, checked, dropout_mask, first_keys, inputs, sized_as, sizes, with_workspace,
@@ -50,7 +50,7 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
     },
 };
 
-/// Forward and backward, as reports call them.
+/// The names of forward and backward in reports.
 const KERNELS: [&str; 2] = ["flash_attention", "flash_attention_backward"];
 
 /// Returns the forward kernel, without sizes.
@@ -72,7 +72,7 @@ pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
     is_flash.then(|| sizes(kernel).ok()).flatten()
 }
 
-/// What is kept: lse, and in half precision what rounding took from out.
+/// Returns what is saved for backward: lse, and in half precision the rounding error of the output.
 fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
     let names = ["lse", "rounding_error"].into_iter();
     names
@@ -80,7 +80,7 @@ fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
         .collect()
 }
 
-/// What the kernels write beside, on a GPU.
+/// Allocates the scratch memory of the kernels on a GPU.
 fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> Option<Slot> {
     (signature.target == Target::Cuda).then(|| calls.scratch(&[words], DType::U32))
 }
@@ -151,7 +151,7 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Writes out, lse, in half precision rounding_error (what rounding took from out), and a workspace.
+/// Writes out, lse, in half precision the rounding error of out, and scratch memory.
 #[cfg(feature = "cuda")]
 fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
@@ -173,8 +173,8 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     gpu_kernel::forward(l.gpu, &sizes, l.tf32(k), inputs, outputs, workspace)
 }
 
-/// Reads d_out, q, k, v, out, lse and, in half precision, what rounding took from out; writes dq, dk, dv and a
-/// workspace.
+/// Reads d_out, q, k, v, out, lse and, in half precision, the rounding error of out. Writes dq, dk, dv and scratch
+/// memory.
 #[cfg(feature = "cuda")]
 fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
@@ -198,7 +198,7 @@ fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     gpu_kernel::backward(l.gpu, &sizes, l.tf32(k), inputs, gradients, workspace)
 }
 
-/// What is read as `name`: heads by their strides, or one after another.
+/// Returns the operand `name` as heads, contiguous if it has no strides.
 fn heads<'a, T: Stored>(s: &Slices<'a>, name: &str, dims: [usize; 4]) -> Result<Heads<'a, T>> {
     let (data, strides) = s.lying(name)?;
     let [_, heads, rows, width] = dims;
@@ -207,12 +207,12 @@ fn heads<'a, T: Stored>(s: &Slices<'a>, name: &str, dims: [usize; 4]) -> Result<
     Ok(Heads { data, strides })
 }
 
-/// (B, H, Tq, Dh).
+/// Returns (B, H, Tq, Dh).
 fn of_queries(sizes: &Sizes) -> [usize; 4] {
     [sizes.batch, sizes.heads, sizes.queries, sizes.head_dim]
 }
 
-/// (B, Hkv, Tk, Dh).
+/// Returns (B, Hkv, Tk, Dh).
 fn of_keys(sizes: &Sizes) -> [usize; 4] {
     [sizes.batch, sizes.kv_heads, sizes.keys, sizes.head_dim]
 }

@@ -1,7 +1,7 @@
 //! FlashAttention-2: attention tile by tile, with no tensor of size Tq Tk in memory.
 //!
-//! [`flash()`] and [`flash_with_lse`] are one op with a kernel; [`reference()`] is the same algorithm in plain candle
-//! ops, and its specification.
+//! [`flash()`] and [`flash_with_lse`] are one op with kernels; [`reference()`] is the same algorithm composed of
+//! candle's own ops.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -28,7 +28,7 @@ use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::flash";
 
-/// What is known of it.
+/// The description of the op: lowering, cost and fallback.
 pub(crate) const INFO: OpInfo = cost::info(
     NAME,
     lowering::LOWERING,
@@ -38,41 +38,48 @@ pub(crate) const INFO: OpInfo = cost::info(
 )
 .with_composed_backward(reference::backward_workspace);
 
-/// The largest head dimension that [`flash()`] takes.
+/// The largest head dimension of [`flash()`].
 pub const MAX_HEAD_DIM: usize = 256;
 
-/// `out = softmax(scale q k^T) v` without scores or probabilities in memory: q (B, H, Tq, Dh), k and v (B, Hkv, Tk,
-/// Dh), out (B, H, Tq, Dh), Dh up to [`FLASH_MAX_HEAD_DIM`](super::FLASH_MAX_HEAD_DIM).
+/// Computes `out = softmax(scale q k^T) v` without a tensor of scores or probabilities.
 ///
-/// Hkv divides H: each head of k and v serves H / Hkv heads of q in a row (grouped queries). Any number of leading
-/// dimensions will do in B's place, if they agree; two dimensions are one head. Strides are taken as they come.
+/// Shapes: q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh), with Dh up to
+/// [`FLASH_MAX_HEAD_DIM`](super::FLASH_MAX_HEAD_DIM). B may be any number of leading dimensions, the same in all three;
+/// a tensor of two dimensions is one head. Hkv divides H: each head of k and v serves H / Hkv consecutive heads of q
+/// (grouped-query attention). Any strides are accepted. A query that attends to no key has an output and gradients of
+/// zero; so has every query if Tk is 0.
 ///
-/// f32, f64, f16 and bf16; half precision is computed in f32 and rounded once, on a GPU with probabilities and score
-/// gradients rounded before they are multiplied. A GPU multiplies f32 on tensor cores: each product as three of TF32,
-/// which are off by 2^-24 of it as a rule and by 2^-21 at most, or as one where [`hardware::set_tf32`] says so.
-/// Backward multiplies as forward did. A query that sees no key gets zeros, and passes no gradient; so do all where Tk
-/// is 0. A NaN in q stays in its row of the output. Autocast: lower under both policies, as PyTorch's
+/// # Precision
+/// f32, f64, f16 and bf16. Half precision is computed in f32 and rounded once; on a GPU the probabilities and their
+/// gradients are rounded too, before they are multiplied. A GPU multiplies f32 on tensor cores: each product is three
+/// of TF32, off by 2^-24 of its value as a rule and by 2^-21 at most, or a single one with [`hardware::set_tf32`].
+/// Backward multiplies as forward did. Autocast lowers the inputs under both policies, as it does for PyTorch's
 /// `scaled_dot_product_attention`.
 ///
-/// What is not finite reaches nothing that the mask hides from it, and finite inputs give finite results; on a GPU
-/// within limits, as in PyTorch's fused attention. Its products are of whole tiles, with zeros where the mask hides: an
-/// infinity or a NaN may show in the up to 320 rows before it (out, dq) or after it (dk, dv) that share a tile with it,
-/// and in gradients of keys in a tile of queries that see none. Scores are scaled and subtracted in one multiply-add:
-/// from some 1e9 its rounding is an exponent that overflows.
+/// # NaN and infinity
+/// A NaN in q stays in its row of the output. A NaN or an infinity never reaches an element that the mask hides from
+/// it, and finite inputs give finite results. On a GPU there are two exceptions, as in PyTorch's fused attention. Tiles
+/// are multiplied whole, with zeros where the mask hides: a NaN or an infinity may reach up to 320 rows in front of it
+/// (out, dq) or behind it (dk, dv) in the same tile, and gradients of keys in a tile of queries that attend to none of
+/// them. Scores are scaled and subtracted in one multiply-add, whose rounding overflows the exponential from scores of
+/// about 1e9 on.
 ///
-/// Differentiable in q, k and v. Kept for backward: q, k, v, out and, of every query, the log-sum-exp of its scores (4
-/// bytes; 8 in f64), and what rounding took from it (as much again), or in half precision what rounding took from out:
-/// the gradients would inherit either error. Backward recomputes the probabilities, tile by tile: `delta = sum(dO O)`,
-/// `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`. 4 B
-/// H Tq Tk Dh FLOPs forward, two and a half times that backward; tiles that the mask or [first keys](super::FirstKeys)
-/// hide are not computed.
+/// # Backward
+/// Differentiable in q, k and v. Saved for backward: q, k, v, out, the log-sum-exp of each query's scores (4 bytes; 8
+/// in f64), and its rounding error (as much again) or, in half precision, the rounding error of out. Without these
+/// corrections every gradient would inherit the errors. The probabilities are recomputed tile by tile:
+/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
+/// `dK = scale dS^T Q`.
 ///
-/// With a [soft cap](AttentionConfig::soft_cap) C of the scores S, `C tanh(S / C)` takes their place, and backward has
-/// `dS (1 - tanh(S / C)^2)` in that of dS.
+/// With a [soft cap](AttentionConfig::soft_cap) C, `C tanh(S / C)` replaces the scores S, and `dS (1 - tanh(S / C)^2)`
+/// replaces dS. With [dropout](AttentionConfig::dropout) nothing more is saved: backward draws the dropped elements
+/// again from the key. The log-sum-exp is taken before dropout.
 ///
-/// With [dropout](AttentionConfig::dropout) of the probabilities nothing more is kept: which ones are dropped is drawn
-/// again in backward, from the key. `lse` is that of all.
+/// # Cost
+/// 4 B H Tq Tk Dh FLOPs forward, 10 B H Tq Tk Dh backward. Tiles that the mask or the
+/// [first keys](super::FirstKeys) hide are skipped.
 ///
+/// # Source
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
 /// 2.
 ///
@@ -89,16 +96,16 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// ```
 ///
 /// # Errors
-/// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0 or over the limit, mixed
-/// dtypes or devices; first keys of another shape; a soft cap that is not positive and finite; a dropout that is no
-/// probability.
+/// Shapes that do not match; an H that Hkv does not divide; a Dh of 0 or above the limit; mixed dtypes or devices;
+/// first keys of another shape; a soft cap that is not positive and finite; a dropout probability outside [0, 1).
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
 
-/// As [`flash()`], with `lse = log(sum(exp(scores)))` of every query beside it: (B, H, Tq), in f32 (f64 for f64).
+/// Computes [`flash()`] and the log-sum-exp of each query's scores, `lse = log(sum(exp(scores)))`.
 ///
-/// -inf for a query that sees no key. `lse` carries no gradient: it is a constant to whatever is computed from it.
+/// lse has the shape (B, H, Tq), in f32, or in f64 for f64. It is -inf for a query that attends to no key. No gradient
+/// flows through it.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -162,7 +169,7 @@ pub fn flash_with_lse(
     Ok((out.reshape(q.shape())?, lse))
 }
 
-/// x (..., heads, T, Dh) as (B, heads, T, Dh).
+/// Reshapes x (..., heads, T, Dh) to (B, heads, T, Dh).
 fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
     match *x.dims() {
         [_, _, _, _] => Ok(x.clone()),
@@ -177,7 +184,7 @@ fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
     }
 }
 
-/// Checks what [`flash()`] takes.
+/// Checks the arguments of [`flash()`].
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Shapes> {
     let shapes = Shapes::of(NAME, q, k, v, config)?;
     if let Some(dropout) = &config.dropout {
@@ -191,7 +198,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result
                 "{} for q and k, {} for v",
                 shapes.head_dim, shapes.value_dim
             ),
-            hint: "attention::naive takes any".into(),
+            hint: "use attention::naive, which has no such limit".into(),
         });
     }
     Ok(shapes)

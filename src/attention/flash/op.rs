@@ -1,4 +1,4 @@
-//! What a call is.
+//! Flash attention as an op of the graph.
 
 #[cfg(feature = "cuda")]
 use super::cuda;
@@ -11,15 +11,14 @@ use crate::probe::Operand;
 use candle_core::{DType, Result, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
-/// One call.
+/// A call of flash attention.
 pub(super) struct Flash {
     pub sizes: Sizes,
     pub config: AttentionConfig,
-    /// Whether products of f32 are TF32: on a GPU, in backward as in forward, whatever the switch says by then. lse is
-    /// that of the scores as they were computed.
+    /// Whether a GPU multiplies f32 in TF32. Backward follows forward, even if the switch has changed since: lse
+    /// belongs to the scores that forward computed.
     pub tf32: bool,
-    /// Where the log-sum-exps and, behind them, what rounding took from them are left: (parts, B, H, Tq), of
-    /// [`flash_lse_parts`].
+    /// Receives the log-sum-exps and their rounding errors: (parts, B, H, Tq), with [`flash_lse_parts`] parts.
     pub lse: Arc<OnceLock<Tensor>>,
 }
 
@@ -36,7 +35,7 @@ impl Spec for Flash {
         self.config.reads()
     }
 
-    /// lse, and in half precision what rounding took from the output, (B, H, Tq, Dh).
+    /// lse, and in half precision the rounding error of the output (B, H, Tq, Dh).
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, sizes) = (&inputs[0], &self.sizes);
         let parts = flash_lse_parts(q.dtype);
@@ -50,7 +49,7 @@ impl Spec for Flash {
 
     fn has_kept(&self, kept: &[Tensor]) {
         if let Some(lse) = kept.first() {
-            let _ = self.lse.set(lse.clone()); // the same, where backward had forward run again
+            let _ = self.lse.set(lse.clone()); // the same value if backward ran forward again
         }
     }
 

@@ -1,4 +1,4 @@
-//! Operands of attention's kernels on GPUs as heads, whether these are in the rows of positions or one after another.
+//! Operands of attention's GPU kernels as strided heads, for both layouts: (B, T, H Dh) and (B, H, T, Dh).
 
 use super::are;
 use crate::kernels::attention::Sizes;
@@ -6,9 +6,9 @@ use crate::kernels::cuda::View;
 use crate::kernels::cuda::flash_attention::Heads;
 use crate::ops::lowering::{Kernel, Named};
 
-/// The operands q, k and v, and the packed one in their place.
+/// The names of q, k and v, and of the packed operand that replaces them.
 pub(in crate::attention) const QKV: ([&str; 3], &str) = (["q", "k", "v"], "qkv");
-/// Their gradients.
+/// The names of their gradients.
 pub(in crate::attention) const DQKV: ([&str; 3], &str) = (["dq", "dk", "dv"], "dqkv");
 
 /// Returns an operand in the layout of q: in rows (B, T, H Dh), or of these dimensions.

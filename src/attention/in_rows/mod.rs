@@ -53,7 +53,7 @@ impl InRows {
         }
         let qkv = self.operands(&["qkv"], &["q", "k", "v"], Slot::Input);
         self.rotate(&mut calls, &qkv, false);
-        let reads = qkv.and(self.beside(signature));
+        let reads = qkv.and(self.extra_reads(signature));
         let mut writes = Named::from([("out", Slot::Output)]);
         if self.is_naive {
             writes.push("p", Slot::Kept(0));
@@ -86,7 +86,7 @@ impl InRows {
         let gradients = self.operands(&["dqkv"], &["dq", "dk", "dv"], Slot::Gradient);
         let qkv = self.operands(&["qkv"], &["q", "k", "v"], Slot::Input);
         let reads = Named::from([("d_out", Slot::OutputGradient)]);
-        let mut reads = reads.and(qkv).and(self.beside(signature));
+        let mut reads = reads.and(qkv).and(self.extra_reads(signature));
         let mut writes = gradients.clone();
         if self.is_naive {
             reads.push("p", Slot::Kept(0));
@@ -128,14 +128,14 @@ impl InRows {
     /// Returns which reads are the first keys and the key of dropout; they follow the angles.
     fn reads(&self, signature: &Signature<'_>) -> [Option<usize>; 2] {
         let angles = if self.by_halves.is_some() { 2 } else { 0 };
-        let beside = reads(signature.reads.len() - angles, self.dropout.is_some());
-        beside.map(|read| Some(angles + read?))
+        let extra = reads(signature.reads.len() - angles, self.dropout.is_some());
+        extra.map(|read| Some(angles + read?))
     }
 
-    fn beside(&self, signature: &Signature<'_>) -> Named<Slot> {
+    fn extra_reads(&self, signature: &Signature<'_>) -> Named<Slot> {
         let [first_keys, key] = self.reads(signature).map(|read| read.map(Slot::Read));
-        let beside = Named::from([]).with_some("first_keys", first_keys);
-        beside.with_some("dropout_key", key)
+        let reads = Named::from([]).with_some("first_keys", first_keys);
+        reads.with_some("dropout_key", key)
     }
 
     /// Returns q, k and v or their gradients, or the packed operand.

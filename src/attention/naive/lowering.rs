@@ -1,4 +1,4 @@
-//! Naive attention as calls of kernels, on heads one after another.
+//! The lowering of naive attention to kernel calls, on contiguous heads.
 
 use super::op::workspaces;
 #[cfg(feature = "cuda")]

@@ -10,10 +10,10 @@ use crate::ops::info::OpInfo;
 use crate::ops::record::{composed, widen};
 use candle_core::{D, DType, Device, Tensor};
 
-/// As an op, which is timed and planned as part of another.
+/// The description of the log-sum-exp as an op: it is timed and planned as a part of attention.
 pub(super) const LSE: OpInfo = OpInfo::new("attention::naive lse");
 
-/// The log-sum-exp of every query's scores in plain candle ops: (..., H, Tq), a constant.
+/// Computes the log-sum-exp (..., H, Tq) of each query's scores with candle's own ops. No gradient flows through it.
 pub(super) fn reference(
     q: &Tensor,
     k: &Tensor,
@@ -44,7 +44,7 @@ pub(super) fn reference(
         let scores = scores.reshape((heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
         let seen = HostSeen::new(config, &shapes)?.tensor(q.device())?;
         let seen = seen.broadcast_as(scores.shape())?;
-        // Chosen, not multiplied away: a hidden NaN or infinity has no say. Finite: a row that sees nothing is 0 / 1.
+        // Selected rather than multiplied: a hidden NaN does not spread. Finite: a row without visible keys sums to 0.
         let low = if wide == DType::F64 { -1e300 } else { -1e38 };
         let low = Tensor::full(low, scores.shape(), &Device::Cpu)?.to_dtype(wide)?;
         let scores = seen.where_cond(&scores, &low.to_device(q.device())?)?;

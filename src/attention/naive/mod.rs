@@ -1,6 +1,6 @@
 //! Attention with all scores and probabilities in memory: scores, softmax, weighted sum.
 //!
-//! [`naive()`] is one op; [`reference()`] composes it of three, and is its specification.
+//! [`naive()`] is one op with kernels; [`reference()`] composes it of three ops.
 
 pub(super) mod lowering;
 mod lse;
@@ -25,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 
 pub(super) const NAME: &str = "attention::naive";
 
-/// What is known of it.
+/// The description of the op: lowering and cost.
 pub(crate) const INFO: OpInfo = cost::info(
     NAME,
     lowering::LOWERING,
@@ -34,34 +34,38 @@ pub(crate) const INFO: OpInfo = cost::info(
     |o| cost::backward(o, cost::probability_bytes(o)?),
 );
 
-/// `out = softmax(scale q k^T) v`, with the probabilities in memory: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh),
-/// v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv).
+/// Computes `out = softmax(scale q k^T) v` and saves the probabilities for backward.
 ///
-/// The dimensions before the heads are the same in all three, and as
-/// many as there are; (T, Dh) alone is one head.
+/// Shapes: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh), v (..., Hkv, Tk, Dv), out (..., H, Tq, Dv). The leading dimensions
+/// are the same in all three; a tensor of two dimensions is one head. Hkv divides H: head h of q attends to head
+/// `h / (H / Hkv)` of k and v, which are not copied (grouped-query attention; multi-query attention if Hkv is 1). If Tk
+/// is 0, out and the gradients are zeros.
 ///
-/// With Hkv heads of k and v, a divisor of H, head h of q meets head `h / (H / Hkv)` of theirs: grouped-query
-/// attention, and multi-query attention where Hkv is 1. Nothing is copied for it.
+/// # Backward
+/// Differentiable in q, k and v. Saved for backward: q, k, v and the probabilities p, B H Tq Tk elements.
+/// [`flash`](super::flash()) does not save these. `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`,
+/// `dq = ds k`, `dk = ds^T q`; dk and dv are summed over the heads that share them.
 ///
-/// Differentiable in q, k and v. Kept for backward, beside them: the probabilities p, B H Tq Tk elements. That is the
-/// cost which tiled attention ([`flash`](super::flash())) removes. Backward: `dv = p^T dout`, `dp = dout v^T`,
-/// `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`, dk and dv summed over the heads that share them. 4 B H
-/// Tq Tk Dh FLOPs forward, twice that backward, if every key is seen. Without keys out is zeros, and so are gradients.
+/// # Precision and memory
+/// On the CPU, 64 queries at a time go through scores, softmax and weighted sum, with the keys that any of them attends
+/// to; the rest of p is zeros. p is f32 for half precision, otherwise gradients would inherit its rounding.
 ///
-/// On the CPU 64 queries at a time go through scores, softmax and weighted sum, with the keys that one of them sees:
-/// the rest of p is zeros. p is f32 for half precision, or gradients would inherit its rounding. On a GPU products are
-/// cuBLAS's, with sums in f32. Scores and the gradients of p are f32 in every dtype; p and the scores' gradients are in
-/// the dtype of q, k and v, as they are multiplied with those. In f32 p takes the scores' place, and backward has the
-/// gradients of as many heads at once as 1 GiB holds; in half precision both have scores of as many heads as 32 MiB
-/// hold in f32, one at least. Beyond 1,024 tokens blocks of queries and keys that a mask hides are left out there,
-/// unless heads share keys.
+/// On a GPU, cuBLAS computes the matmuls, with sums in f32. Scores and dp are f32 in every dtype; p and ds have the
+/// dtype of q, k and v. In f32, p overwrites the scores, and backward holds dp of as many heads as fit in 1 GiB. In
+/// half precision, forward and backward hold scores of as many heads as fit in 32 MiB of f32, at least one. Beyond
+/// 1,024 tokens, blocks of queries and keys that the mask hides are skipped, unless heads share keys.
 ///
-/// With [dropout](AttentionConfig::dropout) of the probabilities or a [soft cap](AttentionConfig::soft_cap) of the
-/// scores it is three ops and one for each, in f32 also for half precision ([`reference()`]): slower, and with the
-/// scores in memory beside the probabilities.
+/// With [dropout](AttentionConfig::dropout) or a [soft cap](AttentionConfig::soft_cap) it is composed of separate ops,
+/// in f32 also for half precision ([`reference()`]). This is slower, and saves the scores in addition to the
+/// probabilities.
 ///
-/// Autocast: lower under both policies, as PyTorch's `scaled_dot_product_attention`; the softmax inside is part of it.
+/// Autocast lowers the inputs under both policies, as it does for PyTorch's `scaled_dot_product_attention`; the softmax
+/// inside is part of the op.
 ///
+/// # Cost
+/// 4 B H Tq Tk Dh FLOPs forward and 8 B H Tq Tk Dh backward, without a mask.
+///
+/// # Source
 /// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized
 /// Multi-Query Transformer Models from Multi-Head Checkpoints", 2023, section 2.2.
 ///
@@ -81,20 +85,20 @@ pub(crate) const INFO: OpInfo = cost::info(
 /// ```
 ///
 /// # Errors
-/// Shapes that do not fit each other, heads that kv heads do not divide, a head dimension of 0, mixed dtypes or
-/// devices; first keys of another shape; a soft cap that is not positive and finite.
+/// Shapes that do not match; an H that Hkv does not divide; a Dh of 0; mixed dtypes or devices; first keys of another
+/// shape; a soft cap that is not positive and finite.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
-    keeping(q, k, v, config, None)
+    naive_into(q, k, v, config, None)
 }
 
-/// As [`naive()`], with `lse = log(sum(exp(scores)))` of every query beside it: (..., H, Tq), in f32 (f64 for f64).
+/// Computes [`naive()`] and the log-sum-exp of each query's scores, `lse = log(sum(exp(scores)))`.
 ///
-/// -inf for a query that sees no key. `lse` carries no gradient: it is a constant to whatever is computed from it, as
-/// [`flash_with_lse`](super::flash_with_lse)'s is.
+/// lse has the shape (..., H, Tq), in f32, or in f64 for f64. It is -inf for a query that attends to no key. No
+/// gradient flows through it.
 ///
-/// On the CPU the kernel writes it beside the probabilities. On a GPU it has no kernel: candle's own ops compute it
-/// from all scores at once, which [`ops::fallbacks`] lists as `attention::naive lse`. In a
-/// [trace](crate::graph::trace()) it is such a composition too, which cannot be planned.
+/// On the CPU the kernel writes it together with the probabilities. On a GPU there is no kernel for it: candle's own
+/// ops compute it from the tensor of all scores, which [`ops::fallbacks`] lists as `attention::naive lse`. In a
+/// [trace](crate::graph::trace()) it is composed so too, and cannot be planned.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -119,7 +123,7 @@ pub fn naive_with_lse(
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     let has_kernel = choose(&lse::LSE, q)? == Path::Kernel && !graph::is_tracing();
     let kept = has_kernel.then(Arc::<OnceLock<Tensor>>::default);
-    let out = keeping(q, k, v, config, kept.clone())?;
+    let out = naive_into(q, k, v, config, kept.clone())?;
     let lse = match kept.and_then(|kept| kept.get().cloned()) {
         Some(lse) => lse,
         None => lse::reference(q, k, v, config)?,
@@ -127,8 +131,8 @@ pub fn naive_with_lse(
     Ok((out, lse))
 }
 
-/// [`naive()`], whose kernel leaves the log-sum-exps in `lse` if there is a place for them.
-fn keeping(
+/// Computes [`naive()`]; the kernel stores the log-sum-exps in `lse` if it is given.
+fn naive_into(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -152,7 +156,7 @@ fn keeping(
     }
 }
 
-/// [`reference()`], converted to what is computed in, and back, by this crate's op.
+/// Computes [`reference()`] in f32 or f64, with [`ops::cast`] at both ends.
 fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     without_autocast(|| {
         let wide = |x: &Tensor| ops::cast(x, Operand::from(x).wide_dtype());
@@ -161,13 +165,13 @@ fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Res
     })
 }
 
-/// [`naive`] as three ops, the scores a tensor of their own: `matmul_transposed`, `softmax` with scale and mask,
-/// `matmul`; with [`soft_cap`](ops::soft_cap()) of the scores before the second and [`dropout`](ops::dropout()) of the
-/// probabilities before the last, where there is any. Half precision is widened to f32 before the first and rounded
-/// once after the last, in backward too.
+/// Computes [`naive`] as three ops: [`ops::matmul_transposed`], [`ops::softmax`] with scale and mask, [`ops::matmul`].
 ///
-/// Heads of q that share one of k and v are one matrix for the products, their rows one below the other: each row meets
-/// the same keys and values, and their gradients sum over all rows.
+/// A [`soft_cap`](ops::soft_cap()) follows the first op and [`dropout`](ops::dropout()) the second, if they are
+/// configured. Half precision is widened to f32 before the first op and rounded once after the last, in backward too.
+///
+/// Heads of q that share a head of k and v are stacked into one matrix: their rows are multiplied by the same keys and
+/// values, whose gradients sum over all rows.
 ///
 /// # Errors
 /// As [`naive`].

@@ -1,4 +1,4 @@
-//! What a call is, and what memory it takes.
+//! Naive attention as an op of the graph, and its scratch memory.
 
 use crate::attention::attributes;
 use crate::graph::{Attribute, Target};
@@ -11,7 +11,7 @@ use crate::probe::Operand;
 use candle_core::{DType, Shape, Tensor};
 use std::sync::{Arc, OnceLock};
 
-/// What forward and backward take for themselves on the CPU.
+/// Returns the scratch memory of forward and backward on the CPU.
 pub(super) fn workspaces(sizes: &Sizes, dtype: DType) -> [Workspace; 2] {
     let [forward, backward] = scratch_elements(sizes, rayon::current_num_threads());
     let element_bytes = dtype.size_in_bytes().max(4);
@@ -31,12 +31,12 @@ pub(super) fn workspaces(sizes: &Sizes, dtype: DType) -> [Workspace; 2] {
     ]
 }
 
-/// One call.
+/// A call of naive attention.
 pub(super) struct Naive {
     pub(super) sizes: Sizes,
-    /// The first keys, where there are any.
+    /// The first keys, if there are any.
     pub(super) reads: Vec<Tensor>,
-    /// Where the log-sum-exps are left, (..., H, Tq), if they are wanted: on the CPU.
+    /// Receives the log-sum-exps (..., H, Tq) if they are requested (on the CPU only).
     pub(super) lse: Option<Arc<OnceLock<Tensor>>>,
 }
 

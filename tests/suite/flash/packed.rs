@@ -241,7 +241,7 @@ fn what_is_refused() {
         assert!(text.contains(named), "{text}");
     };
     let falling = u32s(&[0, 1, 1, 0, 2, 1], &[2, 3]);
-    let named = "in sequence 1 query 2 sees from key 1 on, query 1 before it from 2";
+    let named = "in sequence 1 the first key of query 2 is 1, that of query 1 is 2";
     refused(FirstKeys::new(&falling).unwrap_err(), named);
     refused(
         FirstKeys::new(&tensor(&[0.0], &[1], DType::F32)).unwrap_err(),

@@ -1,12 +1,12 @@
-//! FlashAttention-2 in plain tensor ops, tile by tile: what the kernels compute, to be read beside the paper.
+//! FlashAttention-2 in plain tensor ops, tile by tile: the algorithm of the kernels, in the order of the paper.
 //!
 //! Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. Line numbers are
 //! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and
 //! B_c are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
-//! Not in its listings: the scale, the soft cap, the masks, dropout, queries that see no key, and query heads that
-//! share a key head. The heads of such a group are further rows of a query tile, since they meet the same keys; the
-//! sums over a tile's rows then add up the group's part of dk and dv by themselves.
+//! Its listings leave out the scale, the soft cap, the masks, dropout, queries that attend to no key, and query heads
+//! that share a key head. The heads of such a group are additional rows of a query tile, since they attend to the same
+//! keys. The sums over a tile's rows then include the sum over the group's heads that dk and dv need.
 
 mod seen;
 
@@ -33,11 +33,10 @@ const Q_TILE: usize = 64;
 /// Keys in a tile; the last may have fewer.
 const K_TILE: usize = 64;
 
-/// [`flash_with_lse`](super::flash_with_lse) in plain candle ops, on any device: the specification of the kernels.
+/// Computes [`flash_with_lse`](super::flash_with_lse) with candle's own ops, on any device.
 ///
-/// Half precision is widened to f32 inside, and out and the gradients are rounded once; backward uses the unrounded
-/// out. Differentiable in q, k and v as one op of candle's graph, however many tiles there are; lse carries no
-/// gradient.
+/// Half precision is computed in f32; out and the gradients are rounded once, and backward uses the unrounded out.
+/// Differentiable in q, k and v, as one op of candle's graph. No gradient flows through lse.
 ///
 /// # Errors
 /// As [`flash`](super::flash()).
@@ -90,7 +89,7 @@ pub fn reference(
     Ok((apply(&[q, k, v], op)?, lse_of_rows))
 }
 
-/// What a trace is told of a call, which candle's ops cannot compute of hollow tensors.
+/// The attributes and saved tensors that a trace records for a call. (It does not run the tiles on meta tensors.)
 struct Traced {
     shapes: Shapes,
     config: AttentionConfig,
@@ -105,7 +104,7 @@ impl Spec for Traced {
         self.config.attributes(&self.shapes.sizes(&self.config))
     }
 
-    /// out as it was computed, and the maxima and sums that are lse.
+    /// The unrounded out, and the maxima and sums of the softmax.
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, shapes) = (&inputs[0], &self.shapes);
         let softmax = (2, shapes.batch, shapes.heads, shapes.queries);
@@ -116,7 +115,7 @@ impl Spec for Traced {
     }
 }
 
-/// What backward takes: the gradients, tile by tile, before they are put together.
+/// Returns the memory of backward: the gradients of all tiles, before they are concatenated.
 pub(super) fn backward_workspace(signature: &Signature<'_>) -> Workspace {
     let inputs = &signature.inputs;
     Workspace {
@@ -127,28 +126,29 @@ pub(super) fn backward_workspace(signature: &Signature<'_>) -> Workspace {
     }
 }
 
-/// What backward computes the probabilities from: the maximum of each query's scores and the sum of their exponentials
-/// relative to it, (G, R, Tq, 1). The paper's L is one number, and rounding it is an error of a whole row of P.
+/// The maximum of each query's scores and the sum of their exponentials relative to it, (G, R, Tq, 1). Backward
+/// recomputes the probabilities from them. The paper stores both as one number L, whose rounding error scales a row of
+/// P.
 struct Softmax {
     max: Tensor,
     sum: Tensor,
 }
 
 impl Softmax {
-    /// Line 13 of Algorithm 1.
+    /// Returns the log-sum-exps: line 13 of Algorithm 1.
     fn lse(&self) -> candle_core::Result<Tensor> {
         &self.max + self.sum.log()?
     }
 }
 
-/// What to compute. Inside, with G = B Hkv and R = H / Hkv, q is (G, R, Tq, Dh) and k and v are (G, Tk, Dh); a tile of
-/// Br queries is (G, R Br, Dh).
+/// The parameters of one call. With G = B Hkv and R = H / Hkv, q is viewed as (G, R, Tq, Dh), k and v as (G, Tk, Dh),
+/// and a tile of Br queries as (G, R Br, Dh).
 struct Attention {
     shapes: Shapes,
     seen: HostSeen,
     scale: f64,
     soft_cap: Option<f64>,
-    /// Which probabilities (B H Tq, Tk) stay, where some are dropped.
+    /// The dropout mask of the probabilities (B H Tq, Tk), if there is dropout.
     dropout: Option<DropoutMask>,
 }
 
@@ -279,7 +279,7 @@ impl Attention {
         stay.where_cond(&(x * mask.scale())?, &x.zeros_like()?)
     }
 
-    /// Which of the tile's pairs are seen; none if none is.
+    /// Returns the visible pairs of a tile; `None` if there are none.
     fn seen(
         &self,
         i: &Range<usize>,
@@ -298,7 +298,7 @@ impl Attention {
         Seen::new([matrices, heads], i, j, sees, like.device())
     }
 
-    /// q, or what is shaped like it, as (G, R, Tq, Dh).
+    /// Views q, or a tensor of its shape, as (G, R, Tq, Dh).
     fn queries(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let sizes = self.shapes;
         let group = sizes.heads / sizes.kv_heads;
@@ -311,19 +311,19 @@ impl Attention {
         widen(&x.detach())?.reshape(shape)
     }
 
-    /// k or v as (G, Tk, Dh).
+    /// Views k or v as (G, Tk, Dh).
     fn keys(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let sizes = self.shapes;
         let shape = (sizes.batch * sizes.kv_heads, sizes.keys, sizes.head_dim);
         widen(&x.detach())?.reshape(shape)
     }
 
-    /// Tile i of x (G, R, Tq, n), as (G, R Br, n).
+    /// Returns tile i of x (G, R, Tq, n) as (G, R Br, n).
     fn rows(&self, x: &Tensor, i: &Range<usize>) -> candle_core::Result<Tensor> {
         x.narrow(2, i.start, i.len())?.flatten(1, 2)
     }
 
-    /// What [`Attention::rows`] made, as (G, R, Br, n).
+    /// Views a result of [`Attention::rows`] as (G, R, Br, n).
     fn tile(&self, rows: &Tensor) -> candle_core::Result<Tensor> {
         let (batch, rows_of_group, width) = rows.dims3()?;
         let group = self.shapes.heads / self.shapes.kv_heads;
@@ -331,24 +331,24 @@ impl Attention {
     }
 }
 
-/// `0..length` in ranges of `size`; the last may be shorter.
+/// Splits `0..length` into ranges of `size`; the last may be shorter.
 fn tiles(length: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     let starts = (0..length).step_by(size);
     starts.map(move |start| start..length.min(start + size))
 }
 
-/// Tile j of x (G, Tk, Dh).
+/// Returns tile j of x (G, Tk, Dh).
 fn columns(x: &Tensor, j: &Range<usize>) -> candle_core::Result<Tensor> {
     x.narrow(1, j.start, j.len())?.contiguous()
 }
 
-/// `value` everywhere, in the shape and dtype of `like`.
+/// Returns a tensor filled with `value`, of the shape and dtype of `like`.
 fn constant(value: f32, like: &Tensor) -> candle_core::Result<Tensor> {
     Tensor::full(value, like.shape(), like.device())?.to_dtype(like.dtype())
 }
 
-/// What to subtract in an exponent: `x`, but 0 for the -inf of a row that has seen no key, whose -inf - 0 gives the 0
-/// that -inf - (-inf) = NaN would not.
+/// Returns `x` to be subtracted in an exponent, with 0 in place of -inf: for a row without a visible key,
+/// exp(-inf - 0) is 0, where exp(-inf - (-inf)) would be NaN.
 fn subtrahend(x: &Tensor) -> candle_core::Result<Tensor> {
     x.eq(f32::NEG_INFINITY)?.where_cond(&x.zeros_like()?, x)
 }

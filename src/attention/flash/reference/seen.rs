@@ -1,16 +1,17 @@
-//! The pairs of a query tile and a key tile that the mask leaves.
+//! The pairs of queries and keys in a tile that the mask leaves visible.
 
 use candle_core::{Device, Result, Tensor};
 use std::ops::Range;
 
-/// Which pairs of a tile are seen, the tile being (rows, keys) with several heads' queries one after another as rows.
+/// The visible pairs of a tile (rows, keys), whose rows are the queries of several heads, head by head.
 pub(super) struct Seen {
-    /// 1 where the row sees the key, else 0, as (1 or G, rows, keys); `None` where every row sees every key.
+    /// 1 for a visible pair, else 0, (1 or G, rows, keys); `None` if all pairs are visible.
     pairs: Option<Tensor>,
 }
 
 impl Seen {
-    /// For so many matrices, `heads` times the queries `i` in each, and the keys `j`; `None` where no query sees a key.
+    /// Evaluates `sees` for `matrices`, `heads` times the queries `i` in each, and the keys `j`. Returns `None` if no
+    /// pair is visible.
     pub(super) fn new(
         [matrices, heads]: [usize; 2],
         i: &Range<usize>,
@@ -35,7 +36,8 @@ impl Seen {
         Ok(Some(Self { pairs }))
     }
 
-    /// x (G, rows, keys) where a key is seen, `hidden` elsewhere: chosen, so that a NaN there has no say.
+    /// Returns x (G, rows, keys) with `hidden` in place of hidden pairs. It selects rather than multiplies, so that a
+    /// NaN in a hidden pair does not spread.
     pub(super) fn select(&self, x: &Tensor, hidden: f32) -> Result<Tensor> {
         let Some(pairs) = &self.pairs else {
             return Ok(x.clone());
@@ -44,7 +46,7 @@ impl Seen {
         pairs.broadcast_as(x.shape())?.where_cond(x, &hidden)
     }
 
-    /// `a b` (G, rows, n) over the pairs that are seen: a (G, rows, keys), 0 where one is not, b (G, keys, n).
+    /// Returns `a b` (G, rows, n) for a (G, rows, keys), which is 0 in hidden pairs, and b (G, keys, n).
     pub(super) fn product(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         match &self.pairs {
             Some(pairs) => product_of_seen(pairs, a, b),
@@ -52,7 +54,7 @@ impl Seen {
         }
     }
 
-    /// `a^T b` (G, keys, n) over the pairs that are seen: a (G, rows, keys), 0 where one is not, b (G, rows, n).
+    /// Returns `a^T b` (G, keys, n) for a (G, rows, keys), which is 0 in hidden pairs, and b (G, rows, n).
     pub(super) fn product_of_transposed(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let a = a.t()?;
         match &self.pairs {
@@ -62,8 +64,8 @@ impl Seen {
     }
 }
 
-/// `a b`, to which an element of b that is not finite contributes only where it is seen: times the 0 of a hidden pair
-/// it would be NaN. So such elements are left out, and where one is seen the sum is made NaN after.
+/// Returns `a b`, where NaN and infinite elements of b count in visible pairs only. (Times the 0 of a hidden pair they
+/// would be NaN.) They are left out of the matmul, and each sum with a visible one is set to NaN afterwards.
 fn product_of_seen(pairs: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let zeros = b.zeros_like()?;
     let is_finite = (b * 0.0)?.eq(0f32)?; // infinity times 0 is NaN too
