@@ -1,4 +1,4 @@
-//! What a model's blocks are made of.
+//! The layers that blocks consist of, by architecture.
 
 use super::{GeGlu, GeluMlp, Layer, LayerNorm, RmsNorm, SwiGlu};
 use crate::Result;
@@ -6,31 +6,30 @@ use crate::ops::Gelu;
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-/// Which layers a transformer has, and where it has its positions from.
+/// The layers of a transformer, and how it encodes positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Architecture {
-    /// [`RmsNorm`], [`SwiGlu`], and heads of q and k rotated by their positions: CS336's model, Llama, Qwen, Mistral.
+    /// [`RmsNorm`], [`SwiGlu`] and rotary embeddings: CS336's model, Llama, Qwen, Mistral.
     ///
     /// Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023.
     #[default]
     Llama,
-    /// [`LayerNorm`], [`GeluMlp`], biases in every linear map but the head, and a learned vector for each position,
-    /// which is added to the token's.
+    /// [`LayerNorm`], [`GeluMlp`], biases in every linear layer except the head, and learned position embeddings.
     ///
     /// Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     Gpt2,
-    /// [`RmsNorm`] with weights [counted from 1](RmsNorm::with_unit_offset), before attention and feed-forward network
-    /// and after each; [`GeGlu`]; embeddings times sqrt(D); heads rotated as Llama's. A sliding window is one of blocks
-    /// 0, 2, 4 and so on. The window, the caps and the scale are those of the configuration.
+    /// [`RmsNorm`] with [unit offset](RmsNorm::with_unit_offset) before and after attention and feed-forward network,
+    /// [`GeGlu`], embeddings multiplied by sqrt(D), and rotary embeddings. A sliding window applies to blocks 0, 2, 4
+    /// and so on. Window, soft caps and scale come from the configuration.
     ///
     /// Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
     Gemma2,
 }
 
-/// An architecture's norm.
+/// The norm of an architecture.
 #[derive(Clone, Debug)]
 pub(crate) enum Norm {
     Rms(RmsNorm),
@@ -48,7 +47,7 @@ impl Norm {
         })
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Rms(norm) => norm.forward(x),
@@ -66,7 +65,7 @@ impl Layer for Norm {
     }
 }
 
-/// An architecture's feed-forward network.
+/// The feed-forward network of an architecture.
 #[derive(Clone, Debug)]
 pub(super) enum FeedForward {
     SwiGlu(SwiGlu),
@@ -99,7 +98,7 @@ impl FeedForward {
         }
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::SwiGlu(network) => network.forward(x),

@@ -9,32 +9,32 @@ use candle_core::Tensor;
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 
-/// The sizes of a [`CausalSelfAttention`], and what its projections have beside weights.
+/// The configuration of [`CausalSelfAttention`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct SelfAttentionConfig {
-    /// D.
+    /// D, the width of inputs and outputs.
     pub d_model: usize,
-    /// H: heads of q.
+    /// H, the number of heads of q.
     pub num_heads: usize,
-    /// Hkv: heads of k and v, a divisor of H.
+    /// Hkv, the number of heads of k and v; it divides H.
     pub num_kv_heads: usize,
-    /// Dh.
+    /// Dh, the dimension of a head.
     pub head_dim: usize,
-    /// Whether q, k and v have biases.
+    /// Whether the projections of q, k and v have biases.
     pub qkv_bias: bool,
-    /// Whether the output projection has one.
+    /// Whether the output projection has a bias.
     pub output_bias: bool,
-    /// The eps with which each head of q and of k is normalised before it is rotated; `None` if it is not.
+    /// The eps of RMSNorm on each head of q and k, before rotary embedding; `None` for no norm.
     pub qk_norm_eps: Option<f64>,
-    /// How many positions each sees up to its own; `None` is all of them.
+    /// The number of positions that each attends to, up to its own; `None` for all.
     pub sliding_window: Option<NonZeroUsize>,
-    /// The factor of the scores; `None` is 1 / sqrt(Dh).
+    /// The factor of the scores; `None` for 1 / sqrt(Dh).
     pub scale: Option<f64>,
-    /// The [soft cap](AttentionConfig::soft_cap) of the scaled scores; `None` is no cap.
+    /// The [soft cap](AttentionConfig::soft_cap) of the scaled scores; `None` for no cap.
     pub soft_cap: Option<f64>,
 }
 
-/// Causal multi-head self-attention: projections to q, k and v, rotary positions on q and k, attention in H heads, and
+/// Causal multi-head self-attention: projections to q, k and v, rotary embedding of q and k, attention in H heads, and
 /// an output projection.
 ///
 /// ```
@@ -54,7 +54,7 @@ pub struct CausalSelfAttention {
     k_proj: Linear,
     v_proj: Linear,
     output_proj: Linear,
-    /// Of q and of k.
+    /// The norms of q and k.
     norms: Option<Box<[RmsNorm; 2]>>,
     rotary: Option<RotaryEmbedding>,
     num_heads: usize,
@@ -63,15 +63,15 @@ pub struct CausalSelfAttention {
     scale: Option<f64>,
     soft_cap: Option<f64>,
     attention: Algorithm,
-    /// The probability with which a probability is dropped in training.
+    /// The dropout rate of the attention probabilities.
     dropout: f64,
 }
 
 impl CausalSelfAttention {
-    /// Of H heads of Dh = D / H elements, without biases and norms; otherwise as [`with_config`](Self::with_config).
+    /// Creates a layer of H heads with Dh = D / H, without biases and norms; see [`with_config`](Self::with_config).
     ///
     /// # Errors
-    /// A d_model that num_heads does not divide, and whatever the builder answers.
+    /// A d_model that num_heads does not divide; errors of the builder.
     pub fn new(
         d_model: usize,
         num_heads: usize,
@@ -101,14 +101,14 @@ impl CausalSelfAttention {
         Self::with_config(&config, rotary, vb)
     }
 
-    /// Takes `q_proj.weight` (H Dh, D), `k_proj.weight` and `v_proj.weight` (Hkv Dh, D), and `output_proj.weight`
-    /// (D, H Dh) from the builder; where the configuration has them `q_proj.bias`, `k_proj.bias`, `v_proj.bias` and
-    /// `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` the layer knows no positions. Its
-    /// attention is [`Algorithm::Naive`].
+    /// Creates a layer with weights from the builder: `q_proj.weight` (H Dh, D), `k_proj.weight` and `v_proj.weight`
+    /// (Hkv Dh, D), `output_proj.weight` (D, H Dh), and if configured `q_proj.bias`, `k_proj.bias`, `v_proj.bias`,
+    /// `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` positions are not encoded. The
+    /// algorithm is [`Algorithm::Naive`].
     ///
     /// # Errors
-    /// A num_heads that num_kv_heads does not divide, a size that is 0 or beyond addresses, a scale or a soft cap that
-    /// is not positive and finite, and whatever the builder answers.
+    /// A num_heads that num_kv_heads does not divide; a size that is 0 or overflows; a scale or a soft cap that is not
+    /// positive and finite; errors of the builder.
     pub fn with_config(
         config: &SelfAttentionConfig,
         rotary: Option<RotaryEmbedding>,
@@ -141,7 +141,7 @@ impl CausalSelfAttention {
                 ),
             );
         };
-        let kv_width = kv_heads * head_dim; // of so many heads as q has, or fewer
+        let kv_width = kv_heads * head_dim; // Hkv <= H: no overflow
         let map = |from: usize, to: usize, has_bias: bool, name: &str| match has_bias {
             true => Linear::with_bias(from, to, vb.pp(name)),
             false => Linear::new(from, to, vb.pp(name)),
@@ -168,39 +168,39 @@ impl CausalSelfAttention {
         })
     }
 
-    /// The same layer, its attention computed by `attention`. The parameters do not depend on it.
+    /// Sets the algorithm of attention. The parameters do not depend on it.
     pub fn with_attention(self, attention: Algorithm) -> Self {
         Self { attention, ..self }
     }
 
-    /// The same layer, which drops attention's probabilities with this probability where its
-    /// [context](ForwardContext) has a key.
+    /// Sets the dropout rate of the attention probabilities. It applies if the [context](ForwardContext) has a dropout
+    /// key.
     pub fn with_dropout(self, dropout: f64) -> Self {
         Self { dropout, ..self }
     }
 
-    /// x (B, T, D) to (B, T, D).
+    /// Maps x (B, T, D) to (B, T, D).
     ///
     /// # Errors
-    /// Another rank or width, a T beyond the rotary tables, heads that the attention does not take
+    /// Another rank or width; a T beyond the rotary tables; errors of the algorithm
     /// ([`flash`](crate::attention::flash()) has a largest Dh).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_with(x, &ForwardContext::default())
     }
 
-    /// As [`forward`](Self::forward), of documents packed into the sequences, or of a training step.
+    /// Maps x (B, T, D) to (B, T, D) with packed documents or dropout.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); first keys of another shape; a dropout that is no probability.
+    /// Those of [`forward`](Self::forward); first keys of another shape; a dropout rate outside [0, 1).
     pub fn forward_with(&self, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let [x] = &ops::cast_for("linear", [x])?; // once for the three of them
+        let [x] = &ops::cast_for("linear", [x])?; // once for q, k and v
         let [q_norm, k_norm] = match self.norms.as_deref() {
             Some([q, k]) => [Some(q), Some(k)],
             None => [None, None],
         };
         let kv_heads = self.num_kv_heads;
-        let q = || self.positioned(heads(&self.q_proj, x, self.num_heads, q_norm)?);
-        let k = || self.positioned(heads(&self.k_proj, x, kv_heads, k_norm)?);
+        let q = || self.rotated(heads(&self.q_proj, x, self.num_heads, q_norm)?);
+        let k = || self.rotated(heads(&self.k_proj, x, kv_heads, k_norm)?);
         let q = in_module("q_proj", q)?; // (B, H, T, Dh)
         let k = in_module("k_proj", k)?; // (B, Hkv, T, Dh)
         let v = in_module("v_proj", || heads(&self.v_proj, x, kv_heads, None))?; // (B, Hkv, T, Dh)
@@ -216,8 +216,8 @@ impl CausalSelfAttention {
         in_module("output_proj", || self.output_proj.forward(&merged))
     }
 
-    /// Heads rotated, if the layer does so.
-    fn positioned(&self, heads: Tensor) -> Result<Tensor> {
+    /// Applies the rotary embedding, if there is one.
+    fn rotated(&self, heads: Tensor) -> Result<Tensor> {
         match &self.rotary {
             Some(rotary) => rotary.forward(&heads, 0),
             None => Ok(heads),
@@ -225,7 +225,7 @@ impl CausalSelfAttention {
     }
 }
 
-/// x projected and cut into heads, (B, heads, T, Dh), each of them normalised before: plans then cut nothing.
+/// Projects x and splits it into heads, (B, heads, T, Dh). The norm precedes the split, which plans then leave out.
 fn heads(projection: &Linear, x: &Tensor, heads: usize, norm: Option<&RmsNorm>) -> Result<Tensor> {
     let mut rows = projection.forward(x)?; // (B, T, heads Dh)
     if let (Some(norm), &[batch, length, width]) = (norm, rows.dims()) {

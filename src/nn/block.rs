@@ -1,4 +1,4 @@
-//! One layer of the transformer.
+//! A block of the transformer.
 
 use super::architecture::{Architecture, FeedForward, Norm};
 use super::{
@@ -12,27 +12,27 @@ use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-/// A pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`; of [`Gemma2`](Architecture::Gemma2)
-/// `x + ln1_post(attn(ln1(x)))`, then `x + ln2_post(ffn(ln2(x)))`. Its norms and its feed-forward network are its
-/// [architecture](Architecture)'s.
+/// A pre-norm block: `y = x + attn(ln1(x))`, `z = y + ffn(ln2(y))`. With [`Gemma2`](Architecture::Gemma2),
+/// `y = x + ln1_post(attn(ln1(x)))`, `z = y + ln2_post(ffn(ln2(y)))`. The [architecture](Architecture) selects the
+/// norms and the feed-forward network.
 #[derive(Clone, Debug)]
 pub struct TransformerBlock {
     ln1: Norm,
     attn: CausalSelfAttention,
-    /// The norms of both branches before they are added to the residual stream.
+    /// The norms of both branches, applied before they are added to the residual stream.
     post: Option<Box<[Norm; 2]>>,
     ln2: Norm,
     ffn: FeedForward,
-    /// The probability with which elements of either summand are dropped in training.
+    /// The dropout rate of both branches.
     dropout: f64,
 }
 
 impl TransformerBlock {
-    /// Takes the parameters of `ln1`, `attn`, `ln2` and `ffn` from the builder; `eps` is the norms'. The architecture
-    /// is [`Architecture::Llama`].
+    /// Creates a block of [`Architecture::Llama`] with the parameters of `ln1`, `attn`, `ln2` and `ffn` from the
+    /// builder; `eps` is that of the norms.
     ///
     /// # Errors
-    /// As the parts'.
+    /// Errors of the layers.
     pub fn new(
         d_model: usize,
         num_heads: usize,
@@ -45,11 +45,11 @@ impl TransformerBlock {
         Self::around(attn, Architecture::Llama, d_model, d_ff, eps, vb)
     }
 
-    /// As [`new`](Self::new), of any architecture, with attention of this configuration.
-    /// [`Gemma2`](Architecture::Gemma2) takes the parameters of `ln1_post` and `ln2_post` too.
+    /// Creates a block of any architecture and attention configuration. [`Gemma2`](Architecture::Gemma2) has the
+    /// parameters of `ln1_post` and `ln2_post` in addition to those of [`new`](Self::new).
     ///
     /// # Errors
-    /// As the parts'.
+    /// Errors of the layers.
     pub fn with_config(
         architecture: Architecture,
         attention: &SelfAttentionConfig,
@@ -85,15 +85,14 @@ impl TransformerBlock {
         })
     }
 
-    /// The same block, its attention computed by `attention`
-    /// ([`CausalSelfAttention::with_attention`]).
+    /// Sets the algorithm of attention ([`CausalSelfAttention::with_attention`]).
     pub fn with_attention(self, attention: Algorithm) -> Self {
         let attn = self.attn.with_attention(attention);
         Self { attn, ..self }
     }
 
-    /// Returns the same block with this GELU in its feed-forward network, if that is a [`GeluMlp`](super::GeluMlp) or
-    /// a [`GeGlu`](super::GeGlu).
+    /// Sets the GELU of the feed-forward network, if that is a [`GeluMlp`](super::GeluMlp) or a
+    /// [`GeGlu`](super::GeGlu).
     pub fn with_gelu(self, gelu: Gelu) -> Self {
         Self {
             ffn: self.ffn.with_gelu(gelu),
@@ -101,7 +100,7 @@ impl TransformerBlock {
         }
     }
 
-    /// The same block, which drops what it is told where its [context](ForwardContext) has a key.
+    /// Sets the dropout rates. They apply if the [context](ForwardContext) has a dropout key.
     pub fn with_dropout(self, rates: DropoutRates) -> Self {
         Self {
             attn: self.attn.with_dropout(rates.attention),
@@ -110,21 +109,21 @@ impl TransformerBlock {
         }
     }
 
-    /// x (B, T, D) to (B, T, D).
+    /// Maps x (B, T, D) to (B, T, D).
     ///
     /// # Errors
-    /// As the parts'.
+    /// Errors of the layers.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_with(x, &ForwardContext::default())
     }
 
-    /// As [`forward`](Self::forward), of documents packed into the sequences, or of a training step: attention drops
-    /// probabilities at the site of the key, and the summands are dropped at the next two.
+    /// Maps x (B, T, D) to (B, T, D) with packed documents or dropout. Attention uses the site of the dropout key, the
+    /// two branches use the next two sites.
     ///
     /// # Errors
-    /// As the parts'.
+    /// Errors of the layers.
     pub fn forward_with(&self, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        // Under autocast the second summand is of a lower dtype: the sum is x's, and the residual stream stays f32.
+        // Under autocast the branch has a lower dtype; the sum has x's, so the residual stream stays f32.
         let x = {
             let normed = in_module("ln1", || self.ln1.forward(x))?;
             let mut branch = in_module("attn", || self.attn.forward_with(&normed, context))?;

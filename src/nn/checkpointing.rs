@@ -1,18 +1,17 @@
-//! Which blocks of a model are recomputed in backward.
+//! Activation checkpointing: the blocks of a model that are recomputed in backward.
 
 use crate::{Error, Result};
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
-/// What a model's blocks leave for backward: activation checkpointing by name.
+/// The strategy of activation checkpointing for a model's blocks.
 ///
-/// Gradients have the same bits with each. Where blocks are recomputed, all but the last segment of them are, by
-/// [`checkpoint`](super::checkpoint()); the last one's graph, which backward wants at once, is kept. With segments of n
-/// blocks, L / n inputs and the graph of n blocks are alive at a time in place of L graphs: about 2 sqrt(L) at best,
-/// for n = sqrt(L).
+/// Gradients have the same bits with every strategy. Segments of n blocks are recomputed by
+/// [`checkpoint`](super::checkpoint()), except the last one, whose graph backward needs immediately. The inputs of L /
+/// n segments and the graphs of n blocks are alive at a time, instead of L graphs. Their sum is least for n = sqrt(L).
 ///
-/// As flags and files write it:
+/// Flags and files use these names:
 ///
 /// ```
 /// use tallow::nn::Checkpointing;
@@ -30,19 +29,19 @@ use std::str::FromStr;
 #[cfg_attr(feature = "serde", serde(try_from = "String", into = "String"))]
 #[non_exhaustive]
 pub enum Checkpointing {
-    /// The whole graph.
+    /// Saves the whole graph.
     #[default]
     None,
-    /// Each block's input: `Every(1)`.
+    /// Saves the input of each block: `Every(1)`.
     Block,
-    /// The input of every segment of so many blocks.
+    /// Saves the input of each segment of `n` blocks.
     Every(NonZeroUsize),
-    /// `Every(sqrt(L))`, rounded up.
+    /// `Every(sqrt(L))`, with sqrt(L) rounded up.
     Sqrt,
 }
 
 impl Checkpointing {
-    /// How many of `layers` blocks forward runs a second time, in backward.
+    /// Returns how many of `layers` blocks are recomputed in backward.
     pub fn recomputed_blocks(self, layers: usize) -> usize {
         match self.segment_blocks(layers) {
             Some(blocks) => (layers.div_ceil(blocks.get()).max(1) - 1) * blocks.get(),
@@ -50,7 +49,7 @@ impl Checkpointing {
         }
     }
 
-    /// How many blocks a segment has; `None` where nothing is recomputed.
+    /// Returns the number of blocks in a segment; `None` if nothing is recomputed.
     pub(crate) fn segment_blocks(self, layers: usize) -> Option<NonZeroUsize> {
         match self {
             Self::None => None,
@@ -90,7 +89,7 @@ impl FromStr for Checkpointing {
         known.ok_or_else(|| {
             Error::config("checkpointing", "strategy", format!("{name:?}")).must_be(
                 "none, block, every-N with N from 1, or sqrt",
-                "block keeps each block's input, every-N one of N blocks', sqrt of sqrt(L)",
+                "block saves each block's input, every-N that of every N blocks, sqrt that of every sqrt(L)",
             )
         })
     }

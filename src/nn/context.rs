@@ -1,21 +1,21 @@
-//! What a forward takes beside its input: where documents begin, what is dropped.
+//! Optional arguments of a forward pass: document boundaries and dropout.
 
 use crate::Result;
 use crate::attention::FirstKeys;
 use crate::ops::{self, Dropout, DropoutKey, check_probability};
 use candle_core::Tensor;
 
-/// What a forward takes beside its input. The default is evaluation of one text a sequence.
+/// Optional arguments of a forward pass. The default is evaluation, with one document in each sequence.
 #[derive(Clone, Debug, Default)]
 pub struct ForwardContext {
-    /// Where the documents begin that are packed into the sequences, (B, T): no position sees one before its first key.
+    /// The boundaries of packed documents, (B, T): no position attends to a position before its first key.
     pub first_keys: Option<FirstKeys>,
-    /// What a training step drops, of layers that have [rates](DropoutRates); without a key none drops anything.
+    /// The dropout key of a training step. Layers with [rates](DropoutRates) apply dropout only if there is a key.
     pub dropout: Option<DropoutKey>,
 }
 
 impl ForwardContext {
-    /// Of sequences with these first keys.
+    /// Creates the context of packed documents.
     pub fn packed(first_keys: FirstKeys) -> Self {
         Self {
             first_keys: Some(first_keys),
@@ -23,7 +23,7 @@ impl ForwardContext {
         }
     }
 
-    /// Of a training step.
+    /// Creates the context of a training step with dropout.
     pub fn training(dropout: DropoutKey) -> Self {
         Self {
             first_keys: None,
@@ -31,24 +31,24 @@ impl ForwardContext {
         }
     }
 
-    /// The same, with dropout at sites so many further.
-    pub fn at(&self, sites_further: usize) -> Self {
+    /// Returns the same context with the dropout site advanced by `sites`.
+    pub fn at(&self, sites: usize) -> Self {
         Self {
             first_keys: self.first_keys.clone(),
-            dropout: self.dropout.as_ref().map(|key| key.at(sites_further)),
+            dropout: self.dropout.as_ref().map(|key| key.at(sites)),
         }
     }
 
-    /// What is dropped with this probability; `None` for nothing.
+    /// Returns the dropout of a layer with this rate; `None` without a key or with a rate of 0.
     pub(crate) fn dropping(&self, probability: f64) -> Option<Dropout> {
         let key = self.dropout.clone().filter(|_| probability != 0.0)?;
         Some(Dropout { probability, key })
     }
 
-    /// [`ops::dropout`](ops::dropout()) of x, if anything is dropped.
+    /// Applies [`ops::dropout`](ops::dropout()) to x, if there is a key and a rate.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`ops::dropout`](ops::dropout()).
     pub(crate) fn dropped(&self, x: Tensor, probability: f64) -> Result<Tensor> {
         match self.dropping(probability) {
             Some(dropout) => ops::dropout(&x, &dropout),
@@ -57,20 +57,20 @@ impl ForwardContext {
     }
 }
 
-/// The probabilities with which a model drops elements in training, as GPT-2 has them.
+/// The dropout rates of a model in training; the places are those of GPT-2.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct DropoutRates {
-    /// Of what the first block reads.
+    /// The rate for the input of the first block.
     pub embedding: f64,
-    /// Of attention's probabilities.
+    /// The rate for the attention probabilities.
     pub attention: f64,
-    /// Of what attention and feed-forward network add to the residual stream.
+    /// The rate for the outputs of attention and feed-forward network, before they are added to the residual stream.
     pub residual: f64,
 }
 
 impl DropoutRates {
-    /// The same everywhere.
+    /// Returns the same rate for all places.
     pub const fn all(probability: f64) -> Self {
         Self {
             embedding: probability,
@@ -79,13 +79,13 @@ impl DropoutRates {
         }
     }
 
-    /// Whether anything is dropped.
+    /// Whether any rate is positive.
     pub fn is_any(&self) -> bool {
         *self != Self::default()
     }
 
     /// # Errors
-    /// A probability that is not from 0 to under 1.
+    /// A rate outside [0, 1).
     pub(crate) fn check(&self, config: &'static str) -> Result<()> {
         check_probability(config, "dropout.embedding", self.embedding)?;
         check_probability(config, "dropout.attention", self.attention)?;

@@ -1,13 +1,23 @@
-//! Token ids to vectors.
+//! Token embedding.
 
 use super::{Layer, check_weight, join, variable};
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
-/// A table of one vector for each token, (V, D).
+/// A table of embeddings (V, D), one row for each token.
 ///
-/// It starts from a normal distribution of standard deviation 1, cut at 3.
+/// Initial values are normal with standard deviation 1, truncated at 3 standard deviations.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, Embedding};
+///
+/// let table = Embedding::new(100, 16, nn::seeded(0, DType::F32, &Device::Cpu).pp("table"))?;
+/// let tokens = Tensor::new(&[[3u32, 1, 4]], &Device::Cpu)?; // (B, T)
+/// assert_eq!(table.forward(&tokens)?.dims(), [1, 3, 16]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Embedding {
     weight: Tensor,
@@ -15,19 +25,19 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Takes `weight` (vocab_size, d_model) from the builder.
+    /// Creates a table with `weight` (vocab_size, d_model) from the builder.
     ///
     /// # Errors
-    /// Whatever the builder answers: a missing or misshapen weight, say.
+    /// Errors of the builder, such as a missing weight or one of another shape.
     pub fn new(vocab_size: usize, d_model: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Self::with_std(vocab_size, d_model, 1.0, vb)
     }
 
-    /// As [`new`](Self::new), where the table starts from another standard deviation: GPT-2's from 0.02, since as the
-    /// head too one of 1 would give logits in the tens.
+    /// Creates a table with another standard deviation of the initial values. GPT-2 uses 0.02: its table is the head
+    /// too, and 1 would give logits in the tens.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn with_std(
         vocab_size: usize,
         d_model: usize,
@@ -42,7 +52,7 @@ impl Embedding {
         })
     }
 
-    /// The layer of this table, (V, D): a variable's tensor is trained, a plain one is not.
+    /// Creates a layer from a table (V, D). It is trained if it is a variable's tensor, else frozen.
     ///
     /// # Errors
     /// A table that is not a matrix.
@@ -59,21 +69,21 @@ impl Embedding {
         })
     }
 
-    /// Returns the same layer, whose row of `padding_id` gets no gradient, as with `padding_idx` in PyTorch; `None`
-    /// trains every row. Initial values do not depend on it.
+    /// Sets the padding id, whose row gets no gradient (PyTorch's `padding_idx`); with `None` every row is trained.
+    /// Initial values do not depend on it.
     pub fn with_padding(self, padding_id: Option<u32>) -> Self {
         Self { padding_id, ..self }
     }
 
-    /// The table, (V, D).
+    /// Returns the table (V, D).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// tokens (...) u32 to (..., D).
+    /// Maps tokens (...), u32 or i64, to embeddings (..., D).
     ///
     /// # Errors
-    /// As [`ops::embedding()`] and, with a padding id, [`ops::embedding_with_padding()`].
+    /// Those of [`ops::embedding()`], or with a padding id of [`ops::embedding_with_padding()`].
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         match self.padding_id {
             Some(id) => ops::embedding_with_padding(tokens, &self.weight, id),

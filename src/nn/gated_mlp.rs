@@ -1,4 +1,4 @@
-//! The feed-forward networks with a gate.
+//! Gated feed-forward networks.
 
 use super::{Layer, Linear, join};
 use crate::ops::Gelu;
@@ -8,30 +8,45 @@ use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
 /// The gated feed-forward network `w2(silu(w1 x) * w3 x)`, without biases: w1 and w3 (F, D), w2 (D, F).
+///
+/// Noam Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, SwiGlu};
+///
+/// let layer = SwiGlu::new(8, 32, nn::seeded(0, DType::F32, &Device::Cpu).pp("ffn"))?;
+/// let x = Tensor::ones((2, 3, 8), DType::F32, &Device::Cpu)?; // (B, T, D)
+/// assert_eq!(layer.forward(&x)?.dims(), [2, 3, 8]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct SwiGlu(Gated);
 
 impl SwiGlu {
-    /// Takes `w1.weight`, `w2.weight` and `w3.weight` from the builder.
+    /// Creates a layer with `w1.weight`, `w2.weight` and `w3.weight` from the builder.
     ///
     /// # Errors
-    /// Whatever the builder answers: a missing or misshapen weight, say.
+    /// Errors of the builder, such as a missing weight or one of another shape.
     pub fn new(d_model: usize, d_ff: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self(Gated::new(d_model, d_ff, vb)?))
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::swiglu_linear()`].
+    /// Those of [`ops::swiglu_linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.0
             .forward(|w1, w3| ops::swiglu_linear(x, w1.weight(), w3.weight()))
     }
 }
 
-/// The gated feed-forward network `w2(gelu(w1 x) * w3 x)` of Gemma, without biases: w1 and w3 (F, D), w2 (D, F), and
-/// GELU by its approximation with tanh ([`Gelu::Tanh`]) unless [another](Self::with_gelu) is chosen.
+/// The gated feed-forward network `w2(gelu(w1 x) * w3 x)`, without biases: w1 and w3 (F, D), w2 (D, F).
+///
+/// GELU is approximated with tanh ([`Gelu::Tanh`]) unless [`with_gelu`](Self::with_gelu) sets another.
+///
+/// Noam Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
 #[derive(Clone, Debug)]
 pub struct GeGlu {
     layers: Gated,
@@ -39,10 +54,10 @@ pub struct GeGlu {
 }
 
 impl GeGlu {
-    /// Takes `w1.weight`, `w2.weight` and `w3.weight` from the builder.
+    /// Creates a layer with `w1.weight`, `w2.weight` and `w3.weight` from the builder.
     ///
     /// # Errors
-    /// Whatever the builder answers: a missing or misshapen weight, say.
+    /// Errors of the builder, such as a missing weight or one of another shape.
     pub fn new(d_model: usize, d_ff: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             layers: Gated::new(d_model, d_ff, vb)?,
@@ -50,15 +65,15 @@ impl GeGlu {
         })
     }
 
-    /// Returns the same layer with this GELU.
+    /// Sets the GELU.
     pub fn with_gelu(self, gelu: Gelu) -> Self {
         Self { gelu, ..self }
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::geglu_linear()`].
+    /// Those of [`ops::geglu_linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.layers
             .forward(|w1, w3| ops::geglu_linear(x, w1.weight(), w3.weight(), self.gelu))

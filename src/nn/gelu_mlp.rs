@@ -1,4 +1,4 @@
-//! The feed-forward network without a gate.
+//! The feed-forward network of GPT-2.
 
 use super::{Layer, Linear, join};
 use crate::ops::Gelu;
@@ -7,8 +7,9 @@ use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-/// The feed-forward network `w2(gelu(w1 x + b1)) + b2` of GPT-2: w1 (F, D), b1 (F), w2 (D, F), b2 (D), and GELU by its
-/// approximation with tanh ([`Gelu::Tanh`]) unless [another](Self::with_gelu) is chosen.
+/// The feed-forward network `w2 gelu(w1 x + b1) + b2`: w1 (F, D), b1 (F), w2 (D, F), b2 (D).
+///
+/// GELU is approximated with tanh ([`Gelu::Tanh`]) unless [`with_gelu`](Self::with_gelu) sets another.
 ///
 /// Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, section 2.
 #[derive(Clone, Debug)]
@@ -19,10 +20,10 @@ pub struct GeluMlp {
 }
 
 impl GeluMlp {
-    /// Takes `w1.weight`, `w1.bias`, `w2.weight` and `w2.bias` from the builder.
+    /// Creates a layer with `w1.weight`, `w1.bias`, `w2.weight` and `w2.bias` from the builder.
     ///
     /// # Errors
-    /// Whatever the builder answers: a missing or misshapen weight, say.
+    /// Errors of the builder, such as a missing weight or one of another shape.
     pub fn new(d_model: usize, d_ff: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             w1: Linear::with_bias(d_model, d_ff, vb.pp("w1"))?,
@@ -31,15 +32,15 @@ impl GeluMlp {
         })
     }
 
-    /// Returns the same layer with this GELU.
+    /// Sets the GELU.
     pub fn with_gelu(self, gelu: Gelu) -> Self {
         Self { gelu, ..self }
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::linear_bias()`].
+    /// Those of [`ops::linear_bias()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = ops::gelu(&in_module("w1", || self.w1.forward(x))?, self.gelu)?; // (..., F)
         in_module("w2", || self.w2.forward(&hidden))

@@ -1,4 +1,4 @@
-//! Initial values from a seed.
+//! Initial values drawn from a seed.
 
 use crate::kernels::cpu::{self, Stored, parallel::filled};
 #[cfg(feature = "cuda")]
@@ -12,16 +12,16 @@ use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use half::{bf16, f16};
 use std::collections::TryReserveError;
 
-/// A builder of variables whose initial values are drawn from `seed`. The same seed and name give the same bits, in any
-/// order of calls, on any number of threads and on any device. An NVIDIA GPU draws its own.
+/// Returns a builder of variables whose initial values are drawn from `seed`.
 ///
-/// Every call makes a new variable: a name that is asked for twice gives two. For numbers that are not trained,
-/// `detach` what it gives.
+/// The same seed and name give the same bits, in any order of calls, with any number of threads and on any device. (An
+/// NVIDIA GPU draws the values itself.) Each call creates a new variable, also for a name that was used before. For
+/// constants, `detach` the result.
 ///
-/// It knows two of candle's hints: `Init::Randn`, here cut at 3 standard deviations, and `Init::Const`. Element i is
-/// `mean + stdev F^-1(u)`, F being the distribution cut so, and u the i-th uniform number of a counter-based generator
-/// (Philox4x32-10), of 32 bits. Values are computed in f64 and rounded to f32, or kept, and from f32 to half precision,
-/// so models of different dtypes start from the same point.
+/// Two of candle's hints are supported: `Init::Const`, and `Init::Randn`, truncated at 3 standard deviations. Element i
+/// is `mean + stdev F^-1(u)`, where F is the truncated distribution and u the i-th uniform number of 32 bits from a
+/// counter-based generator (Philox4x32-10). Values are computed in f64 and rounded to f32, and from f32 to half
+/// precision, so models of different dtypes start from the same point.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -81,7 +81,7 @@ impl SimpleBackend for Seeded {
 }
 
 impl Seeded {
-    /// Where the tensor will be, if that is a GPU with a kernel for it; else on the host.
+    /// Draws values on the GPU if it has a kernel, else on the host.
     fn draw<T: Stored>(
         &self,
         name: &str,
@@ -107,7 +107,7 @@ impl Seeded {
     }
 }
 
-/// `n` normal values cut at 3 standard deviations, a function of seed and name alone.
+/// Draws `n` normal values truncated at 3 standard deviations, a function of seed and name alone.
 fn truncated_normal<T: Stored>(
     seed: u64,
     name: &str,

@@ -1,13 +1,13 @@
-//! y = x W^T, and y = x W^T + b.
+//! Linear layers.
 
 use super::{Layer, check_weight, join, variable};
 use crate::{Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
-/// A linear map, `y = x W^T` with W (out, in), or `y = x W^T + b` with b (out).
+/// A linear layer: `y = x W^T` with W (out, in), or `y = x W^T + b` with b (out).
 ///
-/// W starts from a normal distribution of variance 2 / (in + out), cut at 3 standard deviations, b from zeros.
+/// Initial values of W are normal with variance 2 / (in + out), truncated at 3 standard deviations; those of b are 0.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -28,10 +28,10 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Takes `weight` (d_out, d_in) from the builder.
+    /// Creates a layer with `weight` (d_out, d_in) from the builder.
     ///
     /// # Errors
-    /// Whatever the builder answers: a missing or misshapen weight, say.
+    /// Errors of the builder, such as a missing weight or one of another shape.
     pub fn new(d_in: usize, d_out: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let init = Init::Randn {
             mean: 0.0,
@@ -41,10 +41,10 @@ impl Linear {
         Ok(Self { weight, bias: None })
     }
 
-    /// As [`new`](Self::new), with `bias` (d_out) too.
+    /// Creates a layer with `weight` (d_out, d_in) and `bias` (d_out) from the builder.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn with_bias(d_in: usize, d_out: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let bias = variable(&vb, "bias", d_out, Init::Const(0.0))?;
         Ok(Self {
@@ -53,11 +53,11 @@ impl Linear {
         })
     }
 
-    /// The layer of these weights, W (out, in) and b (out): a variable's tensor is trained, a plain one is not, and
-    /// another layer's is shared with it.
+    /// Creates a layer from W (out, in) and b (out). A weight is trained if it is a variable's tensor, else frozen; one
+    /// that another layer holds is tied.
     ///
     /// # Errors
-    /// A weight that is not a matrix, a bias of another length.
+    /// A weight that is not a matrix; a bias of another length.
     pub fn from_weights(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         check_weight(
             "nn::Linear",
@@ -73,20 +73,20 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// W, (out, in).
+    /// Returns W (out, in).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// b, (out).
+    /// Returns b (out).
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// x (..., in) to (..., out).
+    /// Maps x (..., in) to (..., out).
     ///
     /// # Errors
-    /// As [`ops::linear()`].
+    /// Those of [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match &self.bias {
             Some(bias) => ops::linear_bias(x, &self.weight, bias),

@@ -1,9 +1,9 @@
-//! Layers: parameters with a forward.
+//! Layers: parameters and a forward pass.
 //!
-//! The parts of a transformer, each usable alone, built from any candle [`VarBuilder`]: a `VarMap`, a safetensors file,
-//! or [`seeded`], which draws initial weights from a seed. The arithmetic is in [`ops`], the whole model in
-//! [`model`](crate::model). [`checkpoint`](checkpoint()) runs a function again in backward instead of keeping its
-//! graph.
+//! The layers of a transformer. Each works alone and is built from any candle [`VarBuilder`]: a `VarMap`, a safetensors
+//! file, or [`seeded`], which draws initial weights from a seed. They call [`ops`];
+//! [`TransformerLM`](crate::model::TransformerLM) is built of them. [`checkpoint`](checkpoint()) recomputes a function
+//! in backward instead of saving its graph.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -23,10 +23,10 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight may be the tensor of a
-//! variable, which is trained and which [`Layer::parameters`] lists as a candle [`Var`]; a plain tensor, which is
-//! frozen; or a tensor that another layer holds too, which is tied. Builders make variables of what they give;
-//! `from_weights` takes any tensor. [`Parameter`] is a weight that belongs to no layer.
+//! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight is trained if it is the
+//! tensor of a variable ([`Layer::parameters`] lists it as a candle [`Var`]), frozen if it is a plain tensor, and tied
+//! if another layer holds the same tensor. A builder creates variables; `from_weights` takes any tensor. [`Parameter`]
+//! is a weight outside of a layer.
 
 mod architecture;
 mod attention;
@@ -68,9 +68,9 @@ use candle_nn::VarBuilder;
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Something with named weights.
+/// A layer or a model: anything with named weights.
 ///
-/// A layer of your own visits the layers it is made of:
+/// A custom layer visits the layers that it contains:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -95,22 +95,24 @@ use std::path::Path;
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub trait Layer {
-    /// Hands every weight to `visit` with its name under `path`, in a fixed order.
+    /// Calls `visit` with each weight and its name under `path`, in a fixed order.
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor));
 
-    /// Every weight with its name, in a fixed order: frozen ones too, and a tied one under each of its names.
+    /// Returns every weight with its name, in a fixed order. Frozen weights are included; a tied weight is listed under
+    /// each of its names.
     fn weights(&self) -> Vec<(String, Tensor)> {
         let mut weights = Vec::new();
         self.visit("", &mut |name, weight| weights.push((name, weight.clone())));
         weights
     }
 
-    /// Every variable with its name, in a fixed order, a tied one once, under the first: what an optimizer trains.
+    /// Returns every trained weight with its name, in a fixed order. A tied weight is listed once, under its first
+    /// name.
     fn parameters(&self) -> Vec<(String, Var)> {
         let mut seen = HashSet::new();
         let mut parameters = Vec::new();
         self.visit("", &mut |name, weight| {
-            // Of a variable's tensor this is the variable itself, not a copy.
+            // from_tensor returns the variable itself for a variable's tensor, not a copy.
             if weight.is_variable()
                 && seen.insert(weight.id())
                 && let Ok(var) = Var::from_tensor(weight)
@@ -122,7 +124,7 @@ pub trait Layer {
     }
 }
 
-/// `name` under `path`, as in a checkpoint: `layers.0` and `ffn` are `layers.0.ffn`.
+/// Joins names as checkpoints do: `layers.0` and `ffn` become `layers.0.ffn`.
 pub fn join(path: &str, name: &str) -> String {
     if path.is_empty() {
         name.to_string()
@@ -131,7 +133,8 @@ pub fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// The tensor of a variable: the builder's own where it gives variables (a `VarMap`, [`seeded`]), new otherwise.
+/// Gets a weight from a builder as a variable: the builder's own if it returns variables (a `VarMap`, [`seeded`]), else
+/// a new one.
 fn variable(
     vb: &VarBuilder<'_>,
     name: &str,
@@ -140,16 +143,16 @@ fn variable(
 ) -> Result<Tensor> {
     let shape = shape.into();
     match ops::check_size("a parameter", shape.dims(), vb.dtype(), vb.device()) {
-        Err(Error::OutOfMemory { .. }) if graph::gives_hollow(vb) => {} // it takes none
+        Err(Error::OutOfMemory { .. }) if graph::gives_hollow(vb) => {} // a meta tensor has no data
         checked => checked?,
     }
     let weight = vb.get_with_hints(shape.clone(), name, init);
-    let weight = weight.map_err(|error| not_given(vb, name, &shape, error))?;
+    let weight = weight.map_err(|error| missing_weight(vb, name, &shape, error))?;
     Ok(ops::variable_of(&weight)?.into_inner())
 }
 
-/// As errors say that a builder has no such weight.
-fn not_given(
+/// Converts the error of a builder without such a weight.
+fn missing_weight(
     vb: &VarBuilder<'_>,
     name: &str,
     shape: &candle_core::Shape,
@@ -173,7 +176,7 @@ fn not_given(
     }
 }
 
-/// Refuses a weight that `fits` not.
+/// Returns an error unless `fits`.
 fn check_weight(op: &'static str, expected: &str, weight: &Tensor, fits: bool) -> Result<()> {
     if fits {
         return Ok(());
@@ -182,7 +185,7 @@ fn check_weight(op: &'static str, expected: &str, weight: &Tensor, fits: bool) -
         .must_be(expected, "weights are stored (out, in)"))
 }
 
-/// candle's `Module`, for `.apply(&layer)` and `Sequential`.
+/// Implements candle's `Module`, for `.apply(&layer)` and `Sequential`.
 macro_rules! impl_module {
     ($($layer:ty),*) => {$(
         impl Module for $layer {

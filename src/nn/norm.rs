@@ -1,14 +1,14 @@
-//! Normalisation layers.
+//! Normalization layers.
 
 use super::{Layer, check_weight, join, variable};
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
-/// The smallest eps that is not 0 in f32, the smallest normal one.
+/// The smallest eps: the smallest normal f32.
 const MIN_EPS: f64 = f32::MIN_POSITIVE as f64;
 
-/// Refuses an eps with which a row of zeros (or, in layer norm, of equal elements) is 0 / 0.
+/// Checks that eps keeps a row of zeros (in LayerNorm, of equal elements) from becoming 0 / 0.
 pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> Result<()> {
     if eps >= MIN_EPS && eps.is_finite() {
         return Ok(());
@@ -19,8 +19,11 @@ pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> 
     ))
 }
 
-/// Root mean square normalisation with a weight, which starts at 1, or at 0 and is [counted from
-/// 1](Self::with_unit_offset).
+/// RMSNorm: `y = x / sqrt(mean(x^2) + eps) * weight`, where weight (D) starts at 1.
+///
+/// [With unit offset](Self::with_unit_offset) the factor is `1 + weight`, where weight starts at 0.
+///
+/// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     weight: Tensor,
@@ -30,21 +33,21 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Takes `weight` (d_model) from the builder.
+    /// Creates a layer with `weight` (d_model) from the builder.
     ///
     /// # Errors
-    /// An eps that is 0 in f32, negative or not finite ([`ops::rms_norm()`] takes any), and whatever the builder
-    /// answers: a missing or misshapen weight, say.
+    /// An eps that is not finite or below the smallest normal f32 ([`ops::rms_norm()`] accepts any); errors of the
+    /// builder, such as a missing weight or one of another shape.
     pub fn new(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
         Self::from_weight(weight, eps)
     }
 
-    /// As [`new`](Self::new), but multiplies by `1 + weight`, which starts at 0, as Gemma's norms do.
+    /// Creates a layer that multiplies by `1 + weight`, as Gemma's norms do; weight starts at 0.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn with_unit_offset(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(0.0))?;
@@ -55,10 +58,10 @@ impl RmsNorm {
         })
     }
 
-    /// The layer of this weight, (D): a variable's tensor is trained, a plain one is not.
+    /// Creates a layer from a weight (D). It is trained if it is a variable's tensor, else frozen.
     ///
     /// # Errors
-    /// A weight of another rank, an eps as in [`new`](Self::new).
+    /// A weight of another rank; an eps that [`new`](Self::new) refuses.
     pub fn from_weight(weight: Tensor, eps: f64) -> Result<Self> {
         check_eps("RmsNorm", "eps", eps)?;
         check_weight("nn::RmsNorm", "weight (D,)", &weight, weight.rank() == 1)?;
@@ -69,15 +72,15 @@ impl RmsNorm {
         })
     }
 
-    /// The weight, (D), without an offset.
+    /// Returns the weight (D), without the offset.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::rms_norm()`].
+    /// Those of [`ops::rms_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self.has_offset {
             false => ops::rms_norm(x, &self.weight, self.eps),
@@ -92,7 +95,10 @@ impl Layer for RmsNorm {
     }
 }
 
-/// Layer normalisation with a weight, which starts at 1, and a bias, which starts at 0, or without a bias.
+/// LayerNorm: `y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`. weight (D) starts at 1, bias (D) at 0; the bias
+/// is optional.
+///
+/// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -102,37 +108,37 @@ pub struct LayerNorm {
 
 #[derive(Clone, Debug)]
 enum Bias {
-    Own(Tensor),
-    /// None: what the op is given for it.
+    Trained(Tensor),
+    /// Zeros that the op reads if the layer has no bias.
     Zeros(Tensor),
 }
 
 impl LayerNorm {
-    /// Takes `weight` and `bias` (d_model) from the builder.
+    /// Creates a layer with `weight` and `bias` (d_model) from the builder.
     ///
     /// # Errors
-    /// An eps that is 0 in f32, negative or not finite ([`ops::layer_norm()`] takes any), and whatever the builder
-    /// answers: a missing or misshapen weight, say.
+    /// An eps that is not finite or below the smallest normal f32 ([`ops::layer_norm()`] accepts any); errors of the
+    /// builder, such as a missing weight or one of another shape.
     pub fn new(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         check_eps("LayerNorm", "eps", eps)?;
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
-        let bias = Bias::Own(variable(&vb, "bias", d_model, Init::Const(0.0))?);
+        let bias = Bias::Trained(variable(&vb, "bias", d_model, Init::Const(0.0))?);
         Ok(Self { weight, bias, eps })
     }
 
-    /// Takes `weight` (d_model) alone from the builder.
+    /// Creates a layer without a bias, with `weight` (d_model) from the builder.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn without_bias(d_model: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         let weight = variable(&vb, "weight", d_model, Init::Const(1.0))?;
         Self::from_weights(weight, None, eps)
     }
 
-    /// The layer of these weights, (D) each: a variable's tensor is trained, a plain one is not.
+    /// Creates a layer from a weight (D) and a bias (D). Each is trained if it is a variable's tensor, else frozen.
     ///
     /// # Errors
-    /// A weight of another rank, a bias of another length, an eps as in [`new`](Self::new).
+    /// A weight of another rank; a bias of another length; an eps that [`new`](Self::new) refuses.
     pub fn from_weights(weight: Tensor, bias: Option<Tensor>, eps: f64) -> Result<Self> {
         check_eps("LayerNorm", "eps", eps)?;
         check_weight("nn::LayerNorm", "weight (D,)", &weight, weight.rank() == 1)?;
@@ -145,9 +151,9 @@ impl LayerNorm {
                     &bias,
                     bias.dims() == weight.dims(),
                 )?;
-                Bias::Own(bias)
+                Bias::Trained(bias)
             }
-            // Not zeros_like, which would be hollow with the weight.
+            // Not zeros_like: zeros like a meta tensor are one.
             None => Bias::Zeros(Tensor::zeros(
                 weight.dims(),
                 weight.dtype(),
@@ -157,25 +163,25 @@ impl LayerNorm {
         Ok(Self { weight, bias, eps })
     }
 
-    /// The weight, (D).
+    /// Returns the weight (D).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, (D).
+    /// Returns the bias (D), if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         match &self.bias {
-            Bias::Own(bias) => Some(bias),
+            Bias::Trained(bias) => Some(bias),
             Bias::Zeros(_) => None,
         }
     }
 
-    /// x (..., D) to (..., D).
+    /// Maps x (..., D) to (..., D).
     ///
     /// # Errors
-    /// As [`ops::layer_norm()`].
+    /// Those of [`ops::layer_norm()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (Bias::Own(bias) | Bias::Zeros(bias)) = &self.bias;
+        let (Bias::Trained(bias) | Bias::Zeros(bias)) = &self.bias;
         ops::layer_norm(x, &self.weight, bias, self.eps)
     }
 }

@@ -1,14 +1,14 @@
-//! A weight by itself.
+//! A weight outside of a layer.
 
 use super::{Layer, variable};
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use candle_nn::{Init, VarBuilder};
 
-/// A named weight that belongs to no other layer: a class token, a scale, the factors of a LoRA.
+/// A single named weight, for custom layers: a class token, a scale, the factors of a LoRA.
 ///
-/// The name is the builder's prefix: `vb.pp("class_token")` gives the parameter `class_token`. A layer of your own
-/// visits it under that name, as it visits its layers.
+/// Its name is the builder's prefix: `vb.pp("class_token")` creates the parameter `class_token`. A custom layer visits
+/// it under that name, as it visits the layers that it contains.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -64,12 +64,11 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// Takes the weight of this shape from the builder, under the builder's own prefix. What `init` may be is the
-    /// builder's to say: [`seeded`](super::seeded()) draws `Init::Randn` and `Init::Const`.
+    /// Creates a parameter of this shape, named by the builder's prefix. `init` is passed to the builder;
+    /// [`seeded`](super::seeded()) supports `Init::Randn` and `Init::Const`.
     ///
     /// # Errors
-    /// A builder without a prefix, which leaves the parameter without a name; whatever the builder answers: a missing
-    /// or misshapen weight, say.
+    /// A builder without a prefix; errors of the builder, such as a missing weight or one of another shape.
     pub fn new(shape: impl Into<Shape>, init: Init, vb: VarBuilder<'_>) -> Result<Self> {
         let path = vb.prefix();
         let Some(name) = path.rsplit('.').next().filter(|name| !name.is_empty()) else {
@@ -86,14 +85,14 @@ impl Parameter {
         })
     }
 
-    /// The weight, a variable.
+    /// Returns the weight, the tensor of a variable.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 }
 
 impl Layer for Parameter {
-    /// Its name is `path`; without one, the last part of the builder's prefix.
+    /// Visits the weight as `path`, or if that is empty under the last part of the builder's prefix.
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         let name = match path {
             "" => self.name.clone(),

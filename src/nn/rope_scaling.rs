@@ -1,49 +1,50 @@
-//! Rotary angles for contexts longer than those that a model was first trained on.
+//! Scaling of rotary frequencies, for contexts longer than in pretraining.
 
 use crate::{Error, Result};
 use std::f64::consts::PI;
 
-/// How the frequencies of rotary embedding, `theta^(-2i / Dh)`, are stretched, by a `factor`.
+/// The scaling of the frequencies of rotary embedding, `theta^(-2i / Dh)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase", tag = "type"))]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// They are not.
+    /// No scaling.
     #[default]
     None,
-    /// All are divided by the factor.
+    /// All frequencies are divided by the factor.
     ///
     /// Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023.
     Linear {
         /// At least 1.
         factor: f64,
     },
-    /// As in Llama 3.1: those of wavelengths over `original_context / low_freq_factor` are divided by the factor, those
-    /// under `original_context / high_freq_factor` stay, and between lie averages of both.
+    /// The scaling of Llama 3.1. Frequencies with wavelengths above `original_context / low_freq_factor` are divided by
+    /// the factor, those below `original_context / high_freq_factor` are unchanged; in between the two are
+    /// interpolated.
     Llama3 {
         /// At least 1.
         factor: f64,
-        /// Of the longest wavelength that is not divided in full.
+        /// Sets the wavelength above which frequencies are divided.
         low_freq_factor: f64,
-        /// Of the shortest that is; larger than the other.
+        /// Sets the wavelength below which frequencies are unchanged; larger than `low_freq_factor`.
         high_freq_factor: f64,
-        /// The context before.
+        /// The context length of pretraining.
         original_context: usize,
     },
-    /// YaRN: those that turn less than `beta_slow` times over the original context are divided by the factor, those
-    /// that turn more than `beta_fast` times stay, and between lie averages of both, linearly by the pair's number.
-    /// Cosines and sines are multiplied by `attention_factor`.
+    /// YaRN. Frequencies with fewer than `beta_slow` turns in the original context are divided by the factor, those
+    /// with more than `beta_fast` turns are unchanged; in between the two are interpolated, linearly in the pair's
+    /// index. Cosines and sines are multiplied by `attention_factor`.
     ///
     /// Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023, section 3.
     Yarn {
         /// At least 1.
         factor: f64,
-        /// The context before.
+        /// The context length of pretraining.
         original_context: usize,
-        /// Turns, 32 in the paper.
+        /// A number of turns; 32 in the paper.
         beta_fast: f64,
-        /// Turns, 1 in the paper.
+        /// A number of turns; 1 in the paper.
         beta_slow: f64,
         /// `0.1 ln(factor) + 1` in the paper.
         attention_factor: f64,
@@ -51,7 +52,7 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// [`Yarn`](Self::Yarn) with the paper's settings.
+    /// Returns [`Yarn`](Self::Yarn) with the settings of the paper.
     pub fn yarn(factor: f64, original_context: usize) -> Self {
         Self::Yarn {
             factor,
@@ -62,14 +63,14 @@ impl RopeScaling {
         }
     }
 
-    /// Refuses what stretches nothing.
+    /// Checks the settings.
     ///
     /// # Errors
-    /// A factor under 1, an original context of 0, factors or turns that are not positive and in order.
+    /// A factor below 1; an original context of 0; factors or turns that are not positive and in order.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String| {
             Err(Error::config("RopeScaling", field, got)
-                .must_be(expected, "as the model's configuration file has it"))
+                .must_be(expected, "use the value in the model's configuration file"))
         };
         let is_positive = |x: f64| x > 0.0 && x.is_finite();
         let (factor, original_context, ordered) = match *self {
@@ -119,12 +120,12 @@ impl RopeScaling {
         }
     }
 
-    /// The angle of each pair a position, (Dh / 2).
+    /// Returns the angle by which each pair turns from one position to the next, (Dh / 2).
     pub(super) fn frequencies(&self, theta: f64, head_dim: usize) -> Vec<f64> {
         let width = head_dim as f64;
         let pairs = 0..head_dim / 2;
         let unscaled = |i: usize| theta.powf(-2.0 * i as f64 / width);
-        // `kept` of the frequency itself, the rest divided.
+        // The average of the frequency, weighted by `kept`, and the divided one.
         let mixed = |frequency: f64, factor: f64, kept: f64| {
             kept * frequency + (1.0 - kept) * frequency / factor
         };
@@ -155,7 +156,7 @@ impl RopeScaling {
                 beta_slow,
                 ..
             } => {
-                // The pair that turns so often over the original context, as a real number.
+                // The index, as a real number, of the pair with this number of turns in the original context.
                 let pair = |turns: f64| {
                     let wavelength = original_context as f64 / (turns * 2.0 * PI);
                     width * wavelength.ln() / (2.0 * theta.ln())
@@ -172,7 +173,7 @@ impl RopeScaling {
         }
     }
 
-    /// What cosines and sines are multiplied by.
+    /// Returns the factor of cosines and sines.
     pub(super) fn amplitude(&self) -> f64 {
         match *self {
             Self::Yarn {

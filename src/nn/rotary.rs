@@ -1,4 +1,4 @@
-//! Positions as rotations.
+//! Rotary position embedding.
 
 use super::RopeScaling;
 use crate::ops::RotaryPairs;
@@ -7,25 +7,39 @@ use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What rotary position embedding is made of.
+/// The configuration of [`RotaryEmbedding`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RotaryConfig {
-    /// The base of the angles.
+    /// The base of the frequencies.
     pub theta: f64,
-    /// Dh.
+    /// Dh, the dimension of a head.
     pub head_dim: usize,
-    /// How many positions there are.
+    /// The number of positions.
     pub max_length: usize,
-    /// Which elements of a head rotate together.
+    /// Which elements of a head form a pair.
     pub pairs: RotaryPairs,
-    /// How the angles are stretched.
+    /// The scaling of the frequencies.
     pub scaling: RopeScaling,
 }
 
-/// The cosines and sines of rotary position embedding, for positions up to a maximum.
+/// Rotary position embedding: tables of cosines and sines for positions up to a maximum.
 ///
-/// Pair i of a head turns by `position * theta^(-2i / Dh)`, or as its [scaling](RopeScaling) says. The tables are
-/// computed in f64 and rounded once; they are no parameters.
+/// Pair i of a head is rotated by the angle `position * theta^(-2i / Dh)`, whose frequency may be
+/// [scaled](RopeScaling). The tables are computed in f64 and rounded once; they are not parameters.
+///
+/// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 34.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::RotaryEmbedding;
+///
+/// let rotary = RotaryEmbedding::new(10_000.0, 8, 64, DType::F32, &Device::Cpu)?;
+/// let q = Tensor::ones((1, 2, 5, 8), DType::F32, &Device::Cpu)?; // (B, H, T, Dh)
+/// let rotated = rotary.forward(&q, 0)?;
+/// let first = rotated.narrow(2, 0, 1)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert_eq!(first, [1.0; 16]); // position 0 is not rotated
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding {
     pairs: RotaryPairs,
@@ -33,11 +47,11 @@ pub struct RotaryEmbedding {
     cos: Tensor,
     /// (max_length, Dh/2).
     sin: Tensor,
-    /// What was read last: of one region of autocast, all layers read the same views, which it casts once.
+    /// The rows of the last call. All layers read the same views, which an autocast region casts only once.
     last: Arc<Mutex<Option<Rows>>>,
 }
 
-/// Rows of both tables.
+/// Consecutive rows of both tables.
 #[derive(Clone, Debug)]
 struct Rows {
     positions: Range<usize>,
@@ -46,10 +60,10 @@ struct Rows {
 }
 
 impl RotaryEmbedding {
-    /// Tables for positions `0..max_length` of heads of `head_dim` elements, whose adjacent elements are pairs.
+    /// Creates tables for positions `0..max_length` and heads of dimension `head_dim`, with adjacent pairs.
     ///
     /// # Errors
-    /// As [`with_config`](Self::with_config).
+    /// Those of [`with_config`](Self::with_config).
     pub fn new(
         theta: f64,
         head_dim: usize,
@@ -67,11 +81,11 @@ impl RotaryEmbedding {
         Self::with_config(&config, dtype, device)
     }
 
-    /// Tables of this configuration. In a [trace](crate::graph::trace()) they are hollow.
+    /// Creates tables by a configuration. In a [trace](crate::graph::trace()) they are meta tensors.
     ///
     /// # Errors
-    /// An odd or zero `head_dim`, a zero `max_length`, a theta that is not positive, a scaling that is none, tables
-    /// beyond the machine's memory.
+    /// An odd or zero `head_dim`; a zero `max_length`; a theta that is not positive; an invalid scaling; tables that do
+    /// not fit in memory.
     pub fn with_config(config: &RotaryConfig, dtype: DType, device: &Device) -> Result<Self> {
         let RotaryConfig {
             theta,
@@ -83,7 +97,7 @@ impl RotaryEmbedding {
         let refuse = |field, expected: &str, got: String| {
             Err(Error::config("RotaryEmbedding", field, got).must_be(
                 expected,
-                "pairs of elements turn by theta^(-2i / head_dim) a position",
+                "pair i turns by theta^(-2i / head_dim) at each position",
             ))
         };
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
@@ -98,7 +112,6 @@ impl RotaryEmbedding {
         scaling.check()?;
         let half = head_dim / 2;
         if graph::is_tracing() {
-            // What reads them is traced.
             let table = || graph::constant((max_length, half), dtype);
             return Ok(Self {
                 pairs,
@@ -132,7 +145,7 @@ impl RotaryEmbedding {
     /// Rotates x (..., T, Dh), whose first row is at position `start`.
     ///
     /// # Errors
-    /// Positions beyond the tables; otherwise as [`ops::rope_with()`].
+    /// Positions beyond the tables; those of [`ops::rope_with()`].
     pub fn forward(&self, x: &Tensor, start: usize) -> Result<Tensor> {
         let max_length = self.cos.dim(0)?;
         let length = match x.dims() {

@@ -1,7 +1,7 @@
-//! Functions that are recomputed in backward, instead of keeping their graph.
+//! Functions that are recomputed in backward instead of saving their graph.
 //!
-//! A whole function becomes one op, which keeps the means to make its graph again. What the function depends on is
-//! found in that graph: its inputs, and the variables that it reads.
+//! The function becomes one op, which can build the graph again. The inputs of the op are found in that graph: the
+//! inputs of the function, and the variables that it reads.
 
 mod run;
 mod segment;
@@ -12,19 +12,19 @@ use candle_core::Tensor;
 use run::{Input, Run};
 use segment::{Conditions, Segment};
 
-/// `f(inputs)`, of which nothing is kept for backward but the inputs: backward runs `f` again, and then back through it
-/// (activation checkpointing, as PyTorch's `torch.utils.checkpoint`).
+/// Computes `f(inputs)` and saves only the inputs; backward runs `f` again and differentiates it.
 ///
-/// `f` may be any composition of this crate's ops and candle's own. The variables that it reads need not be named: they
-/// are found in its graph, and each gets its gradient. Tensors with a graph of their own should come as `inputs`; one
-/// that `f` captures is differentiated too, but back through all of its past. Calls nest.
+/// This is activation checkpointing, as in PyTorch's `torch.utils.checkpoint`. `f` may combine ops of this crate and of
+/// candle. The variables that it reads are found in its graph and get their gradients. Pass tensors that have a graph
+/// as `inputs`: a captured one is differentiated through its whole graph. Calls may be nested. Under
+/// [`no_grad`](crate::no_grad()) this is a call of `f`.
 ///
-/// Gradients have the bits that they would have without, where an input or a variable is used by `f` alone; where
-/// others use it too, the sum of its gradients may be taken in another order. For that `f` runs again under what held
-/// in forward, wherever backward is called: the autocast policy, the kernel policy. It must compute the same again;
-/// values that have changed in between, a weight's say, give gradients at the new ones. Backward may be called again.
+/// The gradient of an input or a variable has the same bits as without checkpointing if only `f` uses it; otherwise the
+/// sum of its gradients may be taken in another order. Backward runs `f` under the autocast and kernel policies of
+/// forward. `f` must be deterministic. If a weight has changed since, the gradients are those at the new value.
+/// Backward may be called more than once.
 ///
-/// Under [`no_grad`](crate::no_grad()) it is `f`.
+/// Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -41,8 +41,8 @@ use segment::{Conditions, Segment};
 /// ```
 ///
 /// # Errors
-/// Those of `f`. Backward's: those of `f` run again, and [`Error::Order`] if it then reads other variables or makes
-/// another shape or dtype.
+/// Errors of `f`. In backward: errors of `f`, and [`Error::Order`] if it reads other variables or returns another shape
+/// or dtype than in forward.
 pub fn checkpoint<const N: usize>(
     f: impl Fn([&Tensor; N]) -> Result<Tensor> + Send + Sync + 'static,
     inputs: [&Tensor; N],
@@ -54,16 +54,16 @@ pub fn checkpoint<const N: usize>(
         return graph::checkpoint(inputs, f);
     }
     let f = move |inputs: &[Tensor]| f(std::array::from_fn(|i| &inputs[i]));
-    let conditions = Conditions::here();
+    let conditions = Conditions::current();
     let kept = inputs.map(Input::new);
     let run = Run::new(&f, kept.iter().cloned())?;
     let sources = run.sources();
-    let output = run.into_output(); // and its graph is gone
+    let output = run.into_output(); // its graph is freed
     let function = (Box::new(f) as _, kept.into());
     Segment::apply(function, conditions, output, sources, &inputs)
 }
 
-/// As ranges, errors and traces have it.
+/// The name of the op in ranges, errors and traces.
 const NAME: &str = graph::CHECKPOINT;
 
 fn refuse(problem: impl Into<String>, hint: &str) -> Error {

@@ -1,45 +1,45 @@
-//! A function run with a graph of its own.
+//! A run of a function with a separate graph.
 
 use super::refuse;
 use crate::ops::{self, operand};
 use crate::{Result, backward_from};
 use candle_core::Tensor;
 
-/// A tensor without its graph.
+/// An input, detached from its graph.
 #[derive(Clone)]
 pub(super) struct Input {
     tensor: Tensor,
-    /// Whether it had one.
+    /// Whether it had a graph.
     tracked: bool,
 }
 
 impl Input {
     pub fn new(tensor: &Tensor) -> Self {
         Self {
-            tensor: tensor.detach(), // of a variable too, whose gradients inside and outside are two things
+            tensor: tensor.detach(), // a variable too: its gradients inside and outside are kept apart
             tracked: tensor.track_op() && tensor.dtype().is_float(),
         }
     }
 }
 
-/// An output, and a graph that ends at the function's inputs.
+/// The output of a run, whose graph ends at the function's inputs.
 pub(super) struct Run {
-    /// Variables in place of inputs that have a graph, copies of them; others as they came.
+    /// The inputs; those that had a graph are copied into variables.
     inputs: Vec<Tensor>,
     output: Tensor,
 }
 
-/// What an output depends on.
+/// A leaf of the graph of an output.
 #[derive(Clone, Debug)]
 pub(super) enum Source {
-    /// One of the inputs.
+    /// An input, by index.
     Input(usize),
-    /// A variable that the function reads, or that a tensor depends on that it captured.
+    /// A variable that the function reads, directly or through a captured tensor.
     Variable(Tensor),
 }
 
 impl Run {
-    /// Runs `f`.
+    /// Runs `f` on copies of the inputs.
     pub fn new(
         f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
         inputs: impl Iterator<Item = Input>,
@@ -56,8 +56,8 @@ impl Run {
         Ok(Self { inputs, output })
     }
 
-    /// What the output depends on, inputs first, the rest in the graph's order, which is the same for the same
-    /// function.
+    /// Returns the leaves of the output's graph: inputs first, then variables in the graph's order, which is the same
+    /// in each run.
     pub fn sources(&self) -> Vec<Source> {
         let nodes = self.output.sorted_nodes();
         let leaves: Vec<&Tensor> = nodes.into_iter().filter(|n| n.is_variable()).collect();
@@ -72,12 +72,12 @@ impl Run {
             .collect()
     }
 
-    /// The output; its graph goes.
+    /// Returns the output and frees its graph.
     pub fn into_output(self) -> Tensor {
         self.output.detach()
     }
 
-    /// Whether it is another run of the same.
+    /// Whether this run has the same output shape, dtype and leaves as another.
     pub fn is_like<'a>(
         &self,
         output: &Tensor,
@@ -94,7 +94,7 @@ impl Run {
             && found.iter().zip(sources).all(same)
     }
 
-    /// Backward from the output's gradient: those of `sources`, as far as there are any. The graph goes.
+    /// Computes the gradients of `sources` from the output's gradient, and frees the graph.
     pub fn backward<'a>(
         self,
         d_output: &Tensor,

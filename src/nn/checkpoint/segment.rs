@@ -1,4 +1,4 @@
-//! A function as one op.
+//! The op that stands for a recomputed function.
 
 use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
@@ -17,26 +17,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Function = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
 
-/// The node: what the function depends on, to its output; and all that it takes to run the function again.
+/// The node of a recomputed function: its leaves, and what is needed to run it again.
 pub(super) struct Segment {
     f: Box<Function>,
     kept: Vec<Input>,
     conditions: Conditions,
     sources: Vec<(Source, Arc<Slot>)>,
-    /// The tensors that the sources are.
+    /// The tensors of the sources.
     inputs: Vec<Tensor>,
     entry: Entry,
 }
 
-/// The same in candle's graph: a token to the output, which was computed before.
+/// The node in candle's graph: maps a token to the output, which is already computed.
 struct InGraph {
     segment: Arc<Segment>,
-    /// Until forward has copied it.
+    /// The output, until forward has copied it.
     output: Mutex<Option<Tensor>>,
 }
 
 impl Segment {
-    /// `output` of a function of what is `kept` of its inputs.
+    /// Attaches a node to `output`, the result of a function of the saved inputs.
     pub fn apply(
         (f, kept): (Box<Function>, Vec<Input>),
         conditions: Conditions,
@@ -101,7 +101,7 @@ impl Node for Segment {
 }
 
 impl InGraph {
-    /// A copy of the output that forward was made for, once.
+    /// Copies the output; it can be called once.
     fn forward<S: BackendStorage>(
         &self,
         here: impl Fn(&Storage) -> Option<&S>,
@@ -169,23 +169,23 @@ impl CustomOp1 for InGraph {
     }
 }
 
-/// What held in forward, to hold again in backward.
+/// The policies of forward, which backward restores.
 pub(super) struct Conditions {
-    /// `None` casts nothing.
+    /// `None` without autocast.
     autocast: Option<Autocast>,
     kernels: KernelPolicy,
 }
 
 impl Conditions {
-    /// What holds here, where a graph is built.
-    pub fn here() -> Self {
+    /// Returns the current policies.
+    pub fn current() -> Self {
         Self {
             autocast: precision::current(),
             kernels: current_kernel_policy(),
         }
     }
 
-    /// Runs `f` as if it were there, with a graph.
+    /// Runs `f` under these policies, with gradient tracking.
     pub fn restored<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let f = || with_grad(true, f);
         with_kernel_policy(self.kernels, || match &self.autocast {
