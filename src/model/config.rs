@@ -1,4 +1,4 @@
-//! The sizes of a transformer language model.
+//! The configuration of a transformer language model.
 
 use super::transformer::HEAD;
 use crate::attention::Algorithm;
@@ -8,12 +8,12 @@ use crate::{Error, Result};
 use candle_core::Shape;
 use std::num::NonZeroUsize;
 
-/// The sizes of a [`TransformerLM`](super::TransformerLM).
+/// The configuration of a [`TransformerLM`](super::TransformerLM).
 ///
-/// The fields from `num_kv_heads` on make other families of it: Llama 3 (grouped heads, rotation by halves, scaled
-/// angles), Qwen2 (biases), Qwen3 (norms of q and k, a head dimension of its own), Mistral (a sliding window); GPT-2
-/// and Gemma 2 are other [architectures](Architecture). They are as in the presets, CS336's model, where a serialized
-/// configuration says nothing.
+/// The presets are CS336's model. The fields from `num_kv_heads` on describe other families: Llama 3 (grouped heads,
+/// rotary pairs by halves, scaled frequencies), Qwen2 (biases), Qwen3 (norms of q and k, a separate head dimension),
+/// Mistral (a sliding window). GPT-2 and Gemma 2 are other [architectures](Architecture). A field that a serialized
+/// configuration leaves out has the value of the presets.
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:
 ///
@@ -25,33 +25,32 @@ use std::num::NonZeroUsize;
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TransformerConfig {
-    /// V: how many token ids there are.
+    /// V: the number of token ids.
     pub vocab_size: usize,
-    /// The longest sequence that can be run; in GPT-2 it has as many vectors of positions.
+    /// The longest sequence that the model accepts; for GPT-2 the number of position embeddings.
     pub context_length: usize,
     /// D: the width of the residual stream.
     pub d_model: usize,
-    /// L: how many blocks.
+    /// L: the number of blocks.
     pub num_layers: usize,
-    /// H: attention heads.
+    /// H: the number of attention heads.
     pub num_heads: usize,
     /// F: the width of the feed-forward network.
     pub d_ff: usize,
-    /// The base of the rotary angles.
+    /// The base of the rotary frequencies.
     pub rope_theta: f64,
-    /// What the norms, of either kind, add under the root.
+    /// The eps of RMSNorm or LayerNorm.
     pub rms_norm_eps: f64,
-    /// What computes attention; naive where a serialized configuration says nothing. The weights do not depend on it.
+    /// The algorithm of attention; naive by default. The weights do not depend on it.
     #[cfg_attr(feature = "serde", serde(default))]
     pub attention: Algorithm,
-    /// What the blocks leave for backward; the whole graph where a serialized configuration says nothing. No result
-    /// depends on it.
+    /// The activation checkpointing of the blocks; none by default. Results do not depend on it.
     #[cfg_attr(feature = "serde", serde(default))]
     pub checkpointing: Checkpointing,
-    /// Hkv: heads of k and v, each of which serves H / Hkv heads of q; `None` is as many as of q.
+    /// Hkv: the number of heads of k and v, each of which serves H / Hkv heads of q; `None` for H.
     #[cfg_attr(feature = "serde", serde(default))]
     pub num_kv_heads: Option<usize>,
-    /// Dh: the elements of a head; `None` is D / H.
+    /// Dh: the dimension of a head; `None` for D / H.
     #[cfg_attr(feature = "serde", serde(default))]
     pub head_dim: Option<usize>,
     /// Whether the projections to q, k and v have biases.
@@ -60,49 +59,49 @@ pub struct TransformerConfig {
     /// Whether the output projection of attention has a bias.
     #[cfg_attr(feature = "serde", serde(default))]
     pub output_bias: bool,
-    /// Whether each head of q and of k is normalised, with a weight of Dh elements, before it is rotated.
+    /// Whether each head of q and k has an RMSNorm, with a weight (Dh), before rotary embedding.
     #[cfg_attr(feature = "serde", serde(default))]
     pub qk_norm: bool,
-    /// Whether the output head is the token embedding.
+    /// Whether the output head shares the weight of the token embedding.
     #[cfg_attr(feature = "serde", serde(default))]
     pub tie_embeddings: bool,
-    /// Which elements of a head rotate together.
+    /// The elements of a head that form a rotary pair.
     #[cfg_attr(feature = "serde", serde(default))]
     pub rope_pairs: RotaryPairs,
-    /// How rotary angles are stretched over longer contexts.
+    /// The scaling of rotary frequencies for longer contexts.
     #[cfg_attr(feature = "serde", serde(default))]
     pub rope_scaling: RopeScaling,
-    /// How many tokens each attends to up to its own; `None` is all of them. In Gemma 2 only blocks 0, 2, 4 and
-    /// so on have the window.
+    /// The number of tokens that each attends to, up to its own; `None` for all. In Gemma 2 it applies to blocks 0, 2,
+    /// 4 and so on.
     #[cfg_attr(feature = "serde", serde(default))]
     pub sliding_window: Option<NonZeroUsize>,
-    /// The factor of attention's scores; `None` is 1 / sqrt(Dh).
+    /// The factor of the attention scores; `None` for 1 / sqrt(Dh).
     #[cfg_attr(feature = "serde", serde(default))]
     pub attention_scale: Option<f64>,
-    /// The [soft cap](crate::attention::AttentionConfig::soft_cap) of attention's scores; `None` is no cap.
+    /// The [soft cap](crate::attention::AttentionConfig::soft_cap) of the attention scores; `None` for no cap.
     #[cfg_attr(feature = "serde", serde(default))]
     pub attention_soft_cap: Option<f64>,
-    /// The [soft cap](crate::ops::soft_cap()) of the logits; `None` is no cap. With a cap, head and loss are three ops,
-    /// which save 2 B T V logits for backward.
+    /// The [soft cap](crate::ops::soft_cap()) of the logits; `None` for no cap. With a cap, head and loss are three
+    /// ops, which save 2 B T V elements for backward.
     #[cfg_attr(feature = "serde", serde(default))]
     pub logit_soft_cap: Option<f64>,
-    /// What is dropped in training, by a forward that is [given a key](crate::nn::ForwardContext::dropout).
+    /// The dropout rates; they apply in a forward with a [dropout key](crate::nn::ForwardContext::dropout).
     #[cfg_attr(feature = "serde", serde(default))]
     pub dropout: DropoutRates,
-    /// The token whose embedding row gets no gradient from the embedding, as with `padding_idx` in PyTorch; `None`
-    /// trains every row. A tied head still adds its own gradient to that row.
+    /// The padding token, whose row gets no gradient from the embedding (PyTorch's `padding_idx`); with `None` every
+    /// row is trained. A tied head adds its gradient to that row nevertheless.
     #[cfg_attr(feature = "serde", serde(default))]
     pub padding_id: Option<u32>,
-    /// The GELU of GPT-2's and Gemma 2's feed-forward networks.
+    /// The GELU of the feed-forward networks of GPT-2 and Gemma 2.
     #[cfg_attr(feature = "serde", serde(default = "tanh"))]
     pub gelu: Gelu,
-    /// What the model is made of. [`Architecture::Gpt2`] leaves the fields of rotary embedding, the biases,
-    /// `qk_norm` and `padding_id` as the presets have them, and every head of q has its own k and v, of D / H elements.
+    /// The architecture. [`Architecture::Gpt2`] requires the presets' values in the fields of rotary embedding, in the
+    /// biases, in `qk_norm` and in `padding_id`, with Hkv = H and Dh = D / H.
     #[cfg_attr(feature = "serde", serde(default))]
     pub architecture: Architecture,
 }
 
-/// The GELU of models that were serialized without one.
+/// Returns the GELU of a serialized configuration that names none.
 #[cfg(feature = "serde")]
 fn tanh() -> Gelu {
     Gelu::Tanh
@@ -116,7 +115,7 @@ impl Default for TransformerConfig {
 }
 
 impl TransformerConfig {
-    /// The presets' names, smallest model first.
+    /// The names of the presets, from the smallest model to the largest.
     pub const PRESETS: [&'static str; 8] = [
         "tiny", "small", "medium", "large", "xl", "wide", "2.7b", "10b",
     ];
@@ -192,7 +191,7 @@ impl TransformerConfig {
         Self::sized(4608, 12288, 50, 36)
     }
 
-    /// The preset called `name`, in any case (`2.7B` and `2.7b`).
+    /// Returns a preset by name, in lower or upper case.
     ///
     /// # Errors
     /// A name that is not in [`PRESETS`](Self::PRESETS).
@@ -217,13 +216,13 @@ impl TransformerConfig {
         })
     }
 
-    /// Dh: as given, or D / H.
+    /// Returns Dh: `head_dim`, or D / H.
     pub fn head_dim(&self) -> usize {
         self.head_dim
             .unwrap_or(self.d_model / self.num_heads.max(1))
     }
 
-    /// The elements of the tables of angles for so many positions: cosines and sines, (positions, Dh/2) each.
+    /// Returns the number of elements of the rotary tables: cosines and sines, (positions, Dh/2) each.
     pub(crate) fn angle_elements(&self, positions: usize) -> usize {
         match self.architecture {
             Architecture::Llama | Architecture::Gemma2 => positions.saturating_mul(self.head_dim()),
@@ -231,7 +230,7 @@ impl TransformerConfig {
         }
     }
 
-    /// Hkv: as given, or H.
+    /// Returns Hkv: `num_kv_heads`, or H.
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads.unwrap_or(self.num_heads)
     }
@@ -240,7 +239,7 @@ impl TransformerConfig {
         self.architecture == Architecture::Gpt2
     }
 
-    /// The number of weights of D F elements in a block: 3 of a gated feed-forward network, 2 of GPT-2's.
+    /// Returns the number of weights of D F elements in a block: 3 in a gated feed-forward network, 2 in that of GPT-2.
     pub fn feed_forward_maps(&self) -> usize {
         match self.architecture {
             Architecture::Llama | Architecture::Gemma2 => 3,
@@ -248,12 +247,12 @@ impl TransformerConfig {
         }
     }
 
-    /// The widths of q and of what is merged again, H Dh, and of k and v, Hkv Dh.
+    /// Returns the width of q and of the merged heads, H Dh, and that of k and v, Hkv Dh.
     pub(crate) fn attention_widths(&self) -> [usize; 2] {
         [self.num_heads, self.num_kv_heads()].map(|heads| heads.saturating_mul(self.head_dim()))
     }
 
-    /// The attention of block `i`.
+    /// Returns the attention configuration of block `i`.
     pub(crate) fn self_attention(&self, i: usize) -> SelfAttentionConfig {
         let has_window = self.architecture != Architecture::Gemma2 || i.is_multiple_of(2);
         SelfAttentionConfig {
@@ -270,7 +269,7 @@ impl TransformerConfig {
         }
     }
 
-    /// Every parameter's name and shape, in the model's order; linear weights are (out, in).
+    /// Returns the name and shape of each parameter, in the model's order; linear weights are (out, in).
     pub fn parameter_shapes(&self) -> Vec<(String, Shape)> {
         let (vocab, d, f) = (self.vocab_size, self.d_model, self.d_ff);
         let [q, kv] = self.attention_widths();
@@ -323,7 +322,8 @@ impl TransformerConfig {
         shapes
     }
 
-    /// The shapes of the parameters, with how many have each: those of a block once for all `num_layers` blocks.
+    /// Returns the shapes of the parameters and how many have each; a block's are listed once for all `num_layers`
+    /// blocks.
     pub(crate) fn parameter_counts(&self) -> impl Iterator<Item = (Shape, usize)> + use<> {
         let block = Self {
             num_layers: self.num_layers.min(1),
@@ -337,10 +337,11 @@ impl TransformerConfig {
         })
     }
 
-    /// How many parameters: `2 V D + L (2 D (H + Hkv) Dh + 3 D F + 2 D) + D`, with `V D` for a tied head, and biases
-    /// and norms of q and k where there are any. In the presets it is `2 V D + L (4 D^2 + 3 D F + 2 D) + D`; in GPT-2,
-    /// with a tied head, `V D + context_length D + L (4 D^2 + 2 D F + 9 D + F) + 2 D`; Gemma 2 has 4 D in a block for
-    /// 2 D. Saturates rather than overflows.
+    /// Returns the number of parameters: `2 V D + L (2 D (H + Hkv) Dh + 3 D F + 2 D) + D`, plus biases and norms of q
+    /// and k if configured; a tied head makes `2 V D` `V D`. For the presets it is
+    /// `2 V D + L (4 D^2 + 3 D F + 2 D) + D`; for GPT-2 with a tied head
+    /// `V D + context_length D + L (4 D^2 + 2 D F + 9 D + F) + 2 D`; for Gemma 2 `2 D` in a block becomes `4 D`.
+    /// Saturates instead of overflowing.
     pub fn num_parameters(&self) -> usize {
         let [vocab, d, f, layers] =
             [self.vocab_size, self.d_model, self.d_ff, self.num_layers].map(|size| size as u128);
@@ -350,7 +351,7 @@ impl TransformerConfig {
         let output_bias = if attention.output_bias { d } else { 0 };
         let biases = qkv_biases + output_bias;
         let norms = if self.qk_norm { 2 * self.head_dim() } else { 0 };
-        // GPT-2's other biases, in a block and after all: of w1, w2 and the norms. Gemma 2's other norms.
+        // GPT-2: the biases of w1, w2 and the norms, in a block and at the end. Gemma 2: the additional norms.
         let [in_block, after, positions] = match self.architecture {
             Architecture::Llama => [0; 3],
             Architecture::Gpt2 => [3 * d + f, d, self.context_length as u128],
@@ -371,7 +372,7 @@ impl TransformerConfig {
         usize::try_from(total).unwrap_or(usize::MAX)
     }
 
-    /// [`num_parameters`](Self::num_parameters), in letters where the model is as the presets are.
+    /// Returns the formula of [`num_parameters`](Self::num_parameters), in letters if the model is like the presets.
     pub(crate) fn parameters_formula(&self) -> &'static str {
         let is_square = self.attention_widths() == [self.d_model; 2];
         let has_biases = self.qkv_bias || self.output_bias || self.is_gpt2();

@@ -1,17 +1,17 @@
-//! How deep a model may be for candle's graphs, which are walked and dropped by recursion.
+//! The stack that deep graphs need: candle walks and drops a graph recursively.
 
 use crate::{Error, Result};
 use std::panic::resume_unwind;
 use std::thread;
 
-/// Stack that a block takes in backward: optimized, 0.8 KiB with the whole graph and 2.7 KiB with segments, whose op
-/// has an edge for each weight. Three times that, for builds that are not.
+/// The stack of a block in backward, in bytes. Optimized builds need 0.8 KiB with the whole graph and 2.7 KiB with
+/// checkpointed segments, whose op has an edge for each weight; this is three times as much, for other builds.
 const BYTES_A_BLOCK: usize = 8 << 10;
 
-/// What any thread has: nothing is asked below it.
+/// The stack that any thread is assumed to have: smaller needs are not checked.
 const ANY_STACK_BYTES: usize = 512 << 10;
 
-/// Refuses a graph that would overflow this thread's stack in backward, or when it is dropped.
+/// Returns an error if a graph would overflow this thread's stack in backward or when it is dropped.
 pub(super) fn check(blocks: usize) -> Result<()> {
     let wanted_bytes = blocks.saturating_mul(BYTES_A_BLOCK);
     if wanted_bytes <= ANY_STACK_BYTES {
@@ -31,8 +31,7 @@ pub(super) fn check(blocks: usize) -> Result<()> {
     Err(Error::config("TransformerConfig", "num_layers", blocks).must_be(expected, hint))
 }
 
-/// Calls `f`, which makes a graph of so many blocks, where there is stack for it: on a thread of its own, if this one
-/// has too little.
+/// Calls `f`, which builds a graph of `blocks` blocks, on a new thread if the stack of this one is too small.
 pub(crate) fn with_stack<T: Send>(
     blocks: usize,
     f: impl FnOnce() -> Result<T> + Send,
@@ -50,7 +49,7 @@ pub(crate) fn with_stack<T: Send>(
     })
 }
 
-/// From here to the end of this thread's stack.
+/// Returns the bytes left on this thread's stack.
 #[cfg(target_os = "linux")]
 fn left_bytes() -> Option<usize> {
     let here = std::hint::black_box(0u8);
@@ -69,7 +68,7 @@ fn left_bytes() -> Option<usize> {
     found.then(|| (&raw const here as usize).saturating_sub(start as usize))
 }
 
-/// From here to the end of this thread's stack.
+/// Returns the bytes left on this thread's stack.
 #[cfg(target_vendor = "apple")]
 fn left_bytes() -> Option<usize> {
     let here = std::hint::black_box(0u8);
@@ -84,7 +83,7 @@ fn left_bytes() -> Option<usize> {
     Some((&raw const here as usize).saturating_sub(end - size))
 }
 
-/// Not known here.
+/// Returns `None`: unknown on this platform.
 #[cfg(not(any(target_os = "linux", target_vendor = "apple")))]
 fn left_bytes() -> Option<usize> {
     None

@@ -1,4 +1,4 @@
-//! Targets that do not count: those that the caller masks, and the first of each document packed into a sequence.
+//! Ignored targets: those that the caller masks, and the first token of each packed document.
 
 use super::TransformerLM;
 use crate::attention::FirstKeys;
@@ -8,22 +8,21 @@ use crate::ops::{DropoutKey, inside_storage};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// The target that does not count, as PyTorch's default `ignore_index`.
+/// The id of ignored targets; PyTorch's default `ignore_index`.
 const IGNORED: i64 = -100;
 
-/// The targets of a batch of which some do not count.
+/// The targets of a batch, some of which are ignored.
 pub(crate) struct MaskedTargets {
-    /// (B, T) i64: [`IGNORED`] where one does not count.
+    /// (B, T) i64: [`IGNORED`] for ignored targets.
     pub targets: Tensor,
-    /// (B, T), where documents are packed.
+    /// The first keys (B, T), if documents are packed.
     pub first_keys: Option<FirstKeys>,
-    /// How many targets count.
+    /// The number of targets that are not ignored.
     pub counted: usize,
 }
 
 impl MaskedTargets {
-    /// Masks the targets that are `ignore_index`, and those that follow a `separator` in the tokens. `None` if there is
-    /// neither.
+    /// Masks the targets that equal `ignore_index` and those of `separator` tokens. Returns `None` without both.
     ///
     /// # Errors
     /// Tokens or targets that are not (B, T) u32 or i64.
@@ -61,7 +60,7 @@ impl MaskedTargets {
     }
 }
 
-/// Ids on the host.
+/// Copies ids to the host.
 fn ids(what: &str, x: &Tensor) -> Result<Vec<i64>> {
     const OP: &str = "TransformerLM";
     if !matches!(x.dtype(), DType::U32 | DType::I64) {
@@ -75,16 +74,15 @@ fn ids(what: &str, x: &Tensor) -> Result<Vec<i64>> {
 }
 
 impl TransformerLM {
-    /// As [`loss`](Self::loss), where several documents may be packed into a sequence, each ending with the token
-    /// `separator`: a document attends to itself alone, and nothing has to be predicted from a separator. With a key it
-    /// is a training step's, with dropout.
+    /// Computes the loss of packed documents, each of which ends with the token `separator`. A document attends only to
+    /// itself, and the target of a separator is ignored. With a key, dropout is applied.
     ///
-    /// It is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. A planned step does the same
-    /// with [`Batch::masked`](crate::compile::Batch::masked).
+    /// This is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. For a planned step use
+    /// [`Batch::masked`](crate::compile::Batch::masked).
     ///
     /// # Errors
-    /// As [`loss_with`](Self::loss_with), also for tokens that are all separators; in a trace, which does not know
-    /// where hollow tokens have separators.
+    /// Those of [`loss_with`](Self::loss_with); tokens that are all separators; a trace, whose meta tensors have no
+    /// tokens.
     pub fn loss_of_documents(
         &self,
         tokens: &Tensor,
@@ -105,7 +103,7 @@ impl TransformerLM {
         }
     }
 
-    /// The sum of the losses of targets that count, those of a [`MaskedTargets`]: 0 where there is none.
+    /// Computes the sum of the losses of the targets of a [`MaskedTargets`] that are not ignored; 0 if there are none.
     pub(crate) fn sum_of_losses(
         &self,
         tokens: &Tensor,

@@ -11,15 +11,15 @@ use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-/// What a training checkpoint's tensors are called that are not weights: the optimizer's state begins so,
+/// The prefix of the optimizer's state in a training checkpoint.
 pub(crate) const STATE_PREFIX: &str = "optimizer.";
-/// and the losses so far.
+/// The prefix of the loss history in a training checkpoint.
 pub(crate) const HISTORY_PREFIX: &str = "history.";
 
 /// The configuration's key in a file's metadata.
 const CONFIG_KEY: &str = "tallow.model";
 
-/// What the weights do not depend on: a file is read with any of these.
+/// Fields that weights do not depend on. A file may have other values of these.
 const FREE_SETTINGS: [&str; 5] = [
     "attention",
     "checkpointing",
@@ -28,12 +28,12 @@ const FREE_SETTINGS: [&str; 5] = [
     "padding_id",
 ];
 
-/// How [`TransformerLM::load_with`] reads a file.
+/// Options of [`TransformerLM::load_with`].
 ///
 /// ```
 /// use tallow::model::LoadOptions;
 ///
-/// // What PyTorch saves of a compiled model in DistributedDataParallel, and more beside it.
+/// // A file that PyTorch saved from a compiled model in DistributedDataParallel, with extra tensors.
 /// let options = LoadOptions {
 ///     strip_prefixes: vec!["module.".into(), "_orig_mod.".into()],
 ///     allow_extra: true,
@@ -43,18 +43,18 @@ const FREE_SETTINGS: [&str; 5] = [
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadOptions {
-    /// The dtype of the parameters, whatever float type the file has.
+    /// The dtype of the parameters; the file may have any float dtype.
     pub dtype: DType,
-    /// What is taken off the front of each name, one after the other where several are there.
+    /// Prefixes that are removed from each name, repeatedly.
     pub strip_prefixes: Vec<String>,
-    /// Whether weights that the configuration does not know are left alone, in place of an error.
+    /// Whether unknown weights are ignored; otherwise they are an error.
     pub allow_extra: bool,
     /// Keys of a `config.json` that are left out, as if the file did not have them. Only [`hf`](crate::hf) reads such
     /// files. A key that is not known is refused unless it is named here: it may stand for another model.
     pub ignore_keys: Vec<String>,
 }
 
-/// Where a model's weights are read from, by their names here.
+/// The file that a model's weights are read from, and their names in it.
 pub(crate) trait WeightSource: Send + Sync {
     /// The file that has this weight, or what lacks it.
     fn path_of(&self, name: &str) -> &Path;
@@ -62,7 +62,7 @@ pub(crate) trait WeightSource: Send + Sync {
     /// All names, sorted.
     fn names(&self) -> Vec<String>;
 
-    /// What a weight is called there.
+    /// Returns the name of a weight in the file.
     fn name_there(&self, name: &str) -> String {
         name.into()
     }
@@ -141,13 +141,13 @@ impl TransformerLM {
         Self::read(&config, &file, &LoadOptions::default(), device, |vb| vb)
     }
 
-    /// The model in f32 with the weights of a safetensors file, whatever float type they have there.
+    /// Loads a model in f32 from a safetensors file with weights of any float dtype.
     ///
     /// # Errors
-    /// A file that cannot be read, is not whole or was damaged after [`save`](Self::save) wrote it; a weight that is
-    /// missing, misshapen or no float; a weight that the configuration does not know (names that begin with
-    /// `optimizer.` or `history.` are a checkpoint's, and left alone); a configuration in the file that has other
-    /// heads, another base of the rotary angles, another eps or another architecture.
+    /// A file that cannot be read, is incomplete or was damaged after [`save`](Self::save) wrote it; a weight that is
+    /// missing, has another shape or is not a float; an unknown weight (names that begin with `optimizer.` or
+    /// `history.` belong to a checkpoint and are ignored); a configuration in the file with other heads, another rotary
+    /// base, another eps or another architecture.
     pub fn load(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
@@ -156,10 +156,11 @@ impl TransformerLM {
         Self::load_with(config, path, &LoadOptions::default(), device)
     }
 
-    /// As [`load`](Self::load), with parameters of another dtype, other names, or weights too many.
+    /// Loads a model with options: another dtype, prefixes of names, extra weights.
     ///
     /// # Errors
-    /// As [`load`](Self::load); a dtype that is no float; two tensors that are one name without their prefixes.
+    /// Those of [`load`](Self::load); a dtype that is not a float; two tensors with the same name after prefixes are
+    /// removed.
     pub fn load_with(
         config: &TransformerConfig,
         path: impl AsRef<Path>,
@@ -171,8 +172,8 @@ impl TransformerLM {
         Self::read(config, &file, options, device, |vb| vb)
     }
 
-    /// As [`load_with`](Self::load_with), out of a file that is open: of a checkpoint, where the rest is read from it
-    /// too. What is built is what `builder` makes of the builder of the file's weights.
+    /// Loads a model from an open file, such as a checkpoint, from which more is read. `builder` wraps the builder of
+    /// the file's weights.
     pub(crate) fn read<'f>(
         config: &TransformerConfig,
         file: &'f TensorFile,
@@ -198,7 +199,7 @@ impl TransformerLM {
         Ok(model)
     }
 
-    /// The model of these weights.
+    /// Builds the model of these weights.
     pub(crate) fn read_weights<'f>(
         config: &TransformerConfig,
         file: &'f impl WeightSource,
@@ -247,27 +248,28 @@ impl TransformerLM {
         Self::from_var_builder(config, builder(vb))
     }
 
-    /// Writes the weights and the configuration as safetensors with checksums, in their dtype, whole or not at all.
+    /// Writes the weights, in their dtype, and the configuration to a safetensors file with checksums. The file is
+    /// replaced atomically.
     ///
     /// # Errors
-    /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. What was
-    /// there before stays.
+    /// A path that cannot be written; [`Error::Weight`] names a weight with an element that is not finite. An existing
+    /// file is unchanged then.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let text = self.config_text(path)?;
         files::save_tensors(path, self.entries().collect(), &[text], 1)
     }
 
-    /// The configuration as it is saved, with its key.
+    /// Returns the key and the text of the saved configuration.
     pub(crate) fn config_text(&self, path: &Path) -> Result<(&'static str, String)> {
         let text = serde_json::to_string(self.config());
         let text = text.map_err(|e| Error::io("write", path, e.into()))?;
         Ok((CONFIG_KEY, text))
     }
 
-    /// The weights as they are saved.
+    /// Returns the entries of the saved weights.
     pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> {
-        // The head that is the embedding is there as that.
+        // A tied head is saved as the embedding.
         let tied = self.config().tie_embeddings.then_some("lm_head.weight");
         let weights = self.weights().into_iter();
         let weights = weights.filter(move |(name, _)| Some(name.as_str()) != tied);
@@ -279,10 +281,10 @@ impl TransformerLM {
     }
 }
 
-/// Reads a weight when it is asked for: none is there that the model does not have yet.
+/// A builder that reads each weight when the model requests it.
 struct FileWeights<'f, F> {
     file: &'f F,
-    /// A weight's in the file.
+    /// Names in the file, by name in the model.
     names: HashMap<String, String>,
 }
 
@@ -333,7 +335,7 @@ impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
             let expected = format!("numbers that {} holds", dtype.as_str());
             return Err(refused(&expected, &got).into());
         }
-        // A variable, which who asks for it then shares: the weight exists once.
+        // A variable, which the layer shares: the weight is in memory once.
         Ok(ops::variable_of(&weight)?.into_inner())
     }
 
@@ -342,7 +344,7 @@ impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
     }
 }
 
-/// The configuration in a file, if there is one.
+/// Reads the configuration in a file, if there is one.
 fn saved_config(file: &TensorFile) -> Result<Option<TransformerConfig>> {
     let Some(text) = file.text(CONFIG_KEY) else {
         return Ok(None);
@@ -357,7 +359,7 @@ fn saved_config(file: &TensorFile) -> Result<Option<TransformerConfig>> {
     Ok(Some(config))
 }
 
-/// A name without any of these prefixes in front, however many.
+/// Removes all of these prefixes from a name, repeatedly.
 pub(crate) fn without_prefixes<'n>(name: &'n str, prefixes: &[String]) -> &'n str {
     let strip = |name: &'n str| {
         let mut stripped = prefixes.iter().filter(|prefix| !prefix.is_empty());

@@ -1,4 +1,4 @@
-//! How many floating-point operations a pass of [`TransformerLM`](super::TransformerLM) takes, by part of the model.
+//! Floating-point operations of a pass of [`TransformerLM`](super::TransformerLM), by part of the model.
 //!
 //! ```
 //! use tallow::model::{TransformerConfig, flops};
@@ -11,32 +11,31 @@
 
 use super::TransformerConfig;
 
-/// FLOPs of one pass over a batch: 2 for each multiply-add of every matrix product, nothing else.
+/// The FLOPs of a pass over a batch: 2 for each multiply-add of the matmuls.
 ///
-/// It is the model's work, whatever computes it: that flash attention takes q k^T once more in its backward is not
-/// counted, and what it skips under the causal mask is. So rates and MFU of two algorithms compare as their times do,
-/// and say nothing of how busy the processor was.
+/// These are FLOPs of the model, not of an algorithm. Tiles that flash attention skips under a causal mask are counted;
+/// the matmul q k^T that its backward repeats is not. So MFU of two algorithms compares like their times. It does not
+/// measure how busy the processor was.
 ///
-/// Left out: norms, softmax, the gate, the optimizer, and the embedding, which multiplies nothing; they are under 1% of
-/// a step for the presets, and their cost is memory traffic.
+/// Norms, softmax, gates, embedding and optimizer are not counted. For the presets they are under 1% of a step, and
+/// they are bound by memory traffic.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Flops {
-    /// The token embedding: 0, a lookup.
+    /// The token embedding: 0, since it is a lookup.
     pub embedding: f64,
-    /// q, k, v and output projections: `2 B T L 2 D (H + Hkv) Dh`, in the presets `2 B T L 4 D^2`.
+    /// The projections of q, k, v and the output: `2 B T L 2 D (H + Hkv) Dh`; for the presets `2 B T L 4 D^2`.
     pub projections: f64,
-    /// q k^T and p v, in full (neither a causal mask nor a window saves anything): `4 B L T^2 H Dh`, in the presets
-    /// `4 B L T^2 D`.
+    /// The matmuls q k^T and p v without a mask: `4 B L T^2 H Dh`; for the presets `4 B L T^2 D`.
     pub attention: f64,
-    /// w1, w2 and w3: `2 B T L 3 D F`; of GPT-2, which has no w3, `2 B T L 2 D F`.
+    /// w1, w2 and w3: `2 B T L 3 D F`; for GPT-2, without w3, `2 B T L 2 D F`.
     pub feed_forward: f64,
     /// The output head: `2 B T D V`.
     pub head: f64,
 }
 
 impl Flops {
-    /// The sum of the parts.
+    /// Returns the sum of the parts.
     pub fn total(&self) -> f64 {
         self.embedding + self.projections + self.attention + self.feed_forward + self.head
     }
@@ -52,11 +51,11 @@ impl Flops {
     }
 }
 
-/// What the reports print beside a FLOP count.
+/// The formula of a pass, which reports print with its FLOPs.
 pub const FORMULA: &str =
     "forward 2BT(L(4D^2 + 3DF) + DV) + 4BLT^2D (GPT-2: 2DF for 3DF), backward twice that";
 
-/// A forward pass over `batch_size` sequences of `sequence_length` tokens.
+/// Returns the FLOPs of a forward pass over `batch_size` sequences of `sequence_length` tokens.
 ///
 /// ```
 /// use tallow::model::{TransformerConfig, flops};
@@ -78,13 +77,12 @@ pub fn forward(config: &TransformerConfig, batch_size: usize, sequence_length: u
     }
 }
 
-/// A backward pass: twice the forward, one product for the input's gradient and one for the weight's (for q k^T and p
-/// v, one for each factor).
+/// Returns the FLOPs of a backward pass: twice those of forward, since each matmul has two gradients.
 pub fn backward(config: &TransformerConfig, batch_size: usize, sequence_length: usize) -> Flops {
     forward(config, batch_size, sequence_length).map(|part| 2.0 * part)
 }
 
-/// Forward and backward: what a training step costs, the optimizer left out.
+/// Returns the FLOPs of forward and backward.
 pub fn forward_backward(
     config: &TransformerConfig,
     batch_size: usize,

@@ -6,25 +6,25 @@ use candle_core::{DType, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// How to choose the next token from its logits.
+/// The configuration of sampling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateConfig {
-    /// How many tokens to append at most.
+    /// The largest number of new tokens.
     pub max_new_tokens: usize,
-    /// Logits are divided by it: under 1 sharper, over 1 flatter; 0 takes the likeliest token.
+    /// The temperature: logits are divided by it. 0 selects the likeliest token.
     pub temperature: f64,
-    /// Keep only this many of the likeliest tokens.
+    /// Samples from this many likeliest tokens; `None` from all.
     pub top_k: Option<usize>,
-    /// Of what is left, keep the fewest of the likeliest tokens whose probabilities reach this sum.
+    /// Then samples from the fewest likeliest tokens whose probabilities reach this sum; `None` from all.
     pub top_p: Option<f64>,
-    /// The same seed gives the same tokens.
+    /// The seed; the same seed gives the same tokens.
     pub seed: u64,
-    /// Stop after this token, which is part of the output.
+    /// Stops after this token, which is included in the output.
     pub stop_token: Option<u32>,
 }
 
 impl Default for GenerateConfig {
-    /// 256 tokens at temperature 1 from the whole distribution, seed 0, no stop token.
+    /// Returns 256 tokens, temperature 1, no top-k or top-p, seed 0, no stop token.
     fn default() -> Self {
         Self {
             max_new_tokens: 256,
@@ -69,11 +69,10 @@ impl GenerateConfig {
 impl TransformerLM {
     /// Continues `prompt`, one token at a time, and returns the new tokens only.
     ///
-    /// The model sees the last `context_length` tokens, and runs over all of them for each new one: there is no cache
-    /// of keys and values.
+    /// Each new token is a forward pass over the last `context_length` tokens: there is no cache of keys and values.
     ///
     /// # Errors
-    /// An empty prompt, an id outside the vocabulary (anywhere in the prompt), a configuration out of range, logits
+    /// An empty prompt; an id outside the vocabulary; a configuration that [`GenerateConfig::validate`] refuses; logits
     /// that are not finite.
     pub fn generate(&self, prompt: &[u32], config: &GenerateConfig) -> Result<Vec<u32>> {
         config.validate()?;
@@ -105,7 +104,7 @@ impl TransformerLM {
         Ok(tokens.split_off(prompt.len()))
     }
 
-    /// The logits after the last token of `window`, (V).
+    /// Returns the logits (V) after the last token of `window`.
     fn next_logits(&self, window: &[u32]) -> Result<Vec<f64>> {
         let tokens = Tensor::new(window, self.device())?.unsqueeze(0)?; // (1, T)
         let logits = no_grad(|| self.forward(&tokens))?; // (1, T, V)
@@ -114,7 +113,7 @@ impl TransformerLM {
     }
 }
 
-/// The token that `uniform`, from [0, 1), picks from `logits`.
+/// Selects a token from `logits` by `uniform`, a number in [0, 1).
 fn choose(logits: &[f64], config: &GenerateConfig, uniform: f64) -> Result<u32> {
     if let Some(id) = logits.iter().position(|logit| !logit.is_finite()) {
         return Err(Error::Data {
@@ -124,7 +123,7 @@ fn choose(logits: &[f64], config: &GenerateConfig, uniform: f64) -> Result<u32> 
             hint: "the weights have diverged; train with a lower learning rate".into(),
         });
     }
-    // Likeliest first; the lower id among equals, so that the order is one.
+    // Likeliest first; of equal ones the lower id first.
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
     if config.temperature == 0.0 {

@@ -1,9 +1,9 @@
-//! What the configuration of a GPT-2 leaves as the presets have it.
+//! Validation of GPT-2 configurations.
 
 use super::TransformerConfig;
 use crate::{Error, Result};
 
-/// Refuses settings that [`Architecture::Gpt2`](crate::nn::Architecture::Gpt2) has no place for.
+/// Returns an error for settings that [`Architecture::Gpt2`](crate::nn::Architecture::Gpt2) does not support.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     const NO_ROTATION: &str = "GPT-2 learns its positions and rotates nothing; leave it out";
     let preset = TransformerConfig::tiny();

@@ -1,7 +1,7 @@
-//! Whole models: a transformer language model with its configuration, its FLOPs, its weights files and sampling.
+//! Models: a transformer language model, with configuration, FLOPs, weight files and sampling.
 //!
-//! [`ToyModel`] is a small network on which mixed precision is explained. Layers are in [`nn`](crate::nn), training is
-//! in [`train`](crate::train).
+//! [`ToyModel`] is a small network for experiments with mixed precision. Layers are in [`nn`](crate::nn), the training
+//! loop is in [`train`](crate::train).
 //!
 //! ```
 //! use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};

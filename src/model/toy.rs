@@ -1,4 +1,4 @@
-//! A small network in which every class of mixed precision occurs.
+//! A small network with an op of each autocast class.
 
 use crate::Result;
 use crate::nn::{Layer, LayerNorm, Linear, join};
@@ -6,10 +6,10 @@ use crate::ops;
 use candle_core::{Module, Tensor, Var};
 use candle_nn::VarBuilder;
 
-/// Two linear maps with a ReLU and a layer norm between them: `fc2(ln(relu(fc1(x))))`, without biases but the norm's.
+/// The network of Stanford CS336's questions on mixed precision: `fc2(ln(relu(fc1(x))))`. Only the norm has a bias.
 ///
-/// The network of Stanford CS336's questions on mixed precision: it has an op that autocast computes in lower
-/// precision, one that it keeps in f32, and one that follows its input.
+/// It has an op that autocast lowers (linear), one that autocast computes in f32 (layer norm), and one that keeps the
+/// dtype of its input (ReLU).
 ///
 /// Weight names: `fc1.weight` (10, in), `ln.weight` and `ln.bias` (10), `fc2.weight` (out, 10).
 ///
@@ -33,30 +33,30 @@ pub struct ToyModel {
     fc2: Linear,
 }
 
-/// What a [`ToyModel`] computes on its way, in order.
+/// The activations of a [`ToyModel`], in order.
 #[derive(Clone, Debug)]
 pub struct ToyActivations {
-    /// The first linear map's output, (..., 10).
+    /// The output of the first linear layer, (..., 10).
     pub fc1: Tensor,
-    /// What is positive of it, (..., 10).
+    /// The output of the ReLU, (..., 10).
     pub relu: Tensor,
-    /// That, normalised, (..., 10).
+    /// The output of the layer norm, (..., 10).
     pub ln: Tensor,
-    /// The second linear map's output, which is the model's, (..., out).
+    /// The output of the second linear layer and of the model, (..., out).
     pub logits: Tensor,
 }
 
 impl ToyModel {
-    /// The width between the linear maps.
+    /// The width of the hidden layer.
     pub const HIDDEN: usize = 10;
 
-    /// The layer norm's eps: PyTorch's default.
+    /// The eps of the layer norm; PyTorch's default.
     pub const EPS: f64 = 1e-5;
 
-    /// Takes the weights from the builder.
+    /// Creates a model with weights from the builder.
     ///
     /// # Errors
-    /// Whatever the builder answers: a missing or misshapen weight, say.
+    /// Errors of the builder, such as a missing weight or one of another shape.
     pub fn new(d_in: usize, d_out: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             fc1: Linear::new(d_in, Self::HIDDEN, vb.pp("fc1"))?,
@@ -65,18 +65,18 @@ impl ToyModel {
         })
     }
 
-    /// x (..., in) to logits (..., out).
+    /// Maps x (..., in) to logits (..., out).
     ///
     /// # Errors
-    /// As [`ops::linear()`].
+    /// Those of [`ops::linear()`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.activations(x)?.logits)
     }
 
-    /// As [`forward`](Self::forward), with everything on the way.
+    /// Maps x (..., in) to logits and returns all activations.
     ///
     /// # Errors
-    /// As [`ops::linear()`].
+    /// Those of [`ops::linear()`].
     pub fn activations(&self, x: &Tensor) -> Result<ToyActivations> {
         let fc1 = self.fc1.forward(x)?;
         let relu = ops::relu(&fc1)?;
@@ -90,7 +90,7 @@ impl ToyModel {
         })
     }
 
-    /// Every parameter with its name, in the order in which they are used.
+    /// Returns every parameter with its name, in the order of use.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
     }

@@ -19,13 +19,14 @@ pub(crate) const HEAD: &str = "lm_head";
 
 /// A pre-norm transformer language model: token embedding, blocks, a final norm and an output head.
 ///
-/// Stanford CS336's model, name for name, so that its checkpoints load; by its [configuration](TransformerConfig) also
-/// a model of the Llama, Qwen, Mistral, GPT-2 or Gemma 2 families, under the same names. The names:
+/// It has the weight names of Stanford CS336's model, whose checkpoints load. By its
+/// [configuration](TransformerConfig) it is also a model of the Llama, Qwen, Mistral, GPT-2 or Gemma 2 families, under
+/// the same names:
 /// `token_embeddings.weight`, `layers.{i}.attn.{q,k,v,output}_proj.weight`, `layers.{i}.ffn.{w1,w2,w3}.weight`,
 /// `layers.{i}.{ln1,ln2}.weight`, `ln_final.weight`, `lm_head.weight` unless it is tied;
 /// `attn.{q,k,v,output}_proj.bias` and `attn.{q,k}_norm.weight` where the configuration has them.
-/// [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight` too, no `ffn.w3`, and a `bias` beside the
-/// `weight` of every norm and linear map but the head; [Gemma 2](crate::nn::Architecture::Gemma2) has
+/// [GPT-2](crate::nn::Architecture::Gpt2) has `position_embeddings.weight`, no `ffn.w3`, and a `bias` in every norm and
+/// linear layer except the head; [Gemma 2](crate::nn::Architecture::Gemma2) has
 /// `layers.{i}.{ln1_post,ln2_post}.weight`.
 ///
 /// ```
@@ -46,9 +47,9 @@ pub(crate) const HEAD: &str = "lm_head";
 pub struct TransformerLM {
     config: TransformerConfig,
     token_embeddings: Embedding,
-    /// (context_length, D), where positions are learned.
+    /// (context_length, D), if positions are learned.
     position_embeddings: Option<Embedding>,
-    /// sqrt(D), (1), where embeddings are multiplied by it.
+    /// sqrt(D), (1), if embeddings are multiplied by it.
     embedding_scale: Option<Tensor>,
     layers: Vec<TransformerBlock>,
     ln_final: Norm,
@@ -62,37 +63,37 @@ pub struct TransformerLM {
 pub(crate) struct Origin {
     /// The text of `config.json`.
     pub config: String,
-    /// The keys of it that were ignored.
+    /// Its keys that were ignored.
     pub ignored: Vec<String>,
     /// The content of `generation_config.json`.
     pub generation: Option<Vec<u8>>,
 }
 
 impl TransformerLM {
-    /// A new model in f32, its weights drawn from `seed`: the same seed gives the same bits.
+    /// Creates a model in f32 with weights drawn from `seed`. The same seed gives the same bits.
     ///
     /// # Errors
-    /// A configuration that is no model's.
+    /// A configuration that [`TransformerConfig::validate`] refuses.
     pub fn new(config: &TransformerConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?; // before the builder draws anything
         check_room(config, device)?;
         Self::from_var_builder(config, nn::seeded(seed, DType::F32, device))
     }
 
-    /// The model with the parameters of `vb`, in its dtype and on its device.
+    /// Creates a model with parameters from the builder, in its dtype and on its device.
     ///
-    /// Parameters that the builder keeps as variables (a `VarMap`) are shared with it; others become variables here.
+    /// Parameters that the builder keeps as variables (a `VarMap`) are shared with it.
     ///
     /// # Errors
-    /// A configuration that is no model's, a dtype that is no float, and whatever the builder answers.
+    /// A configuration that [`TransformerConfig::validate`] refuses; a dtype that is not a float; errors of the
+    /// builder.
     pub fn from_var_builder(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         config.validate()?;
         check_float(vb.dtype())?;
         Self::of_any_length(config, vb)
     }
 
-    /// As [`from_var_builder`](Self::from_var_builder), of a configuration that is a model's but for its context
-    /// length, which no memory need hold: for a trace.
+    /// Creates a model for a trace: like [`from_var_builder`](Self::from_var_builder), with any context length.
     pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let architecture = config.architecture;
         let rotary = match architecture {
@@ -162,7 +163,7 @@ impl TransformerLM {
         })
     }
 
-    /// The same model, which remembers the folder that it was loaded from.
+    /// Remembers the folder that the model was loaded from.
     pub(crate) fn with_origin(self, origin: Origin) -> Self {
         Self {
             origin: Some(Arc::new(origin)),
@@ -170,18 +171,18 @@ impl TransformerLM {
         }
     }
 
-    /// The files of the folder that it was loaded from.
+    /// Returns the files of the folder that the model was loaded from.
     pub(crate) fn origin(&self) -> Option<&Origin> {
         self.origin.as_deref()
     }
 
-    /// The same model, on the same parameters, which keeps other activations for backward.
+    /// Sets the activation checkpointing. The parameters are shared.
     pub fn with_checkpointing(mut self, checkpointing: Checkpointing) -> Self {
         self.config.checkpointing = checkpointing;
         self
     }
 
-    /// The same model, on the same parameters, its attention computed by `attention`.
+    /// Sets the algorithm of attention. The parameters are shared.
     pub fn with_attention(mut self, attention: Algorithm) -> Self {
         self.config.attention = attention;
         let layers = self.layers.into_iter();
@@ -192,10 +193,10 @@ impl TransformerLM {
         }
     }
 
-    /// The same model, on the same parameters, which drops other elements in training.
+    /// Sets the dropout rates. The parameters are shared.
     ///
     /// # Errors
-    /// A dropout that is no probability.
+    /// A rate outside [0, 1).
     pub fn with_dropout(mut self, rates: DropoutRates) -> Result<Self> {
         rates.check("TransformerConfig")?;
         self.config.dropout = rates;
@@ -207,51 +208,52 @@ impl TransformerLM {
         })
     }
 
-    /// The sizes, and what computes attention.
+    /// Returns the configuration.
     pub fn config(&self) -> &TransformerConfig {
         &self.config
     }
 
-    /// Where the parameters are.
+    /// Returns the device of the parameters.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Every parameter with its name, in a fixed order: embeddings, blocks, final norm, head. One variable under two
-    /// names comes once, under the first.
+    /// Returns every parameter with its name, in a fixed order: embeddings, blocks, final norm, head. A tied weight is
+    /// listed once, under its first name.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
     }
 
-    /// How many parameters: each weight counted once.
+    /// Returns the number of parameters; a tied weight is counted once.
     pub fn num_parameters(&self) -> usize {
         let parameters = self.parameters().into_iter();
         parameters.map(|(_, var)| var.elem_count()).sum()
     }
 
-    /// Logits for every position: tokens (B, T) u32 or i64, logits (B, T, V).
+    /// Maps tokens (B, T), u32 or i64, to logits (B, T, V).
     ///
     /// # Errors
-    /// Tokens of another rank or dtype, an empty batch or sequence, a T beyond `context_length`, an id outside the
-    /// vocabulary (found on the host before any kernel runs); where a graph is kept, more blocks than this thread's
-    /// stack takes in backward (8 KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8). Without a graph any number is
-    /// run, and planned.
+    /// Tokens of another rank or dtype; an empty batch or sequence; a T beyond `context_length`; an id outside the
+    /// vocabulary (checked on the host before any kernel runs). With gradient tracking, more blocks than this thread's
+    /// stack holds in backward (8 KiB each: 256 on a thread of 2 MiB, 1,024 on one of 8 MiB); planned steps and
+    /// forwards without a graph have no such limit.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         self.forward_with(tokens, &ForwardContext::default())
     }
 
-    /// As [`forward`](Self::forward), of documents packed into the sequences, which attend each to itself alone, or of
-    /// a training step, which drops what the configuration says. Learned positions count on from one document to the
-    /// next. Dropout is at the site of the context's key, embeddings, and at 4 i + 1 to 4 i + 3 further, in block i.
+    /// Maps tokens (B, T) to logits (B, T, V) with packed documents or dropout.
+    ///
+    /// A document attends only to itself. Learned positions are counted through the whole sequence. Dropout of the
+    /// embeddings uses the site of the context's key, that of block i the sites 4 i + 1 to 4 i + 3 after it.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); first keys of another shape.
+    /// Those of [`forward`](Self::forward); first keys of another shape.
     pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         in_module(HEAD, || self.logits(&hidden)) // (B, T, V)
     }
 
-    /// The head's output, capped: hidden (B, T, D), logits (B, T, V).
+    /// Maps hidden states (B, T, D) to logits (B, T, V), with the soft cap.
     fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let logits = self.lm_head.forward(hidden)?;
         match self.config.logit_soft_cap {
@@ -260,23 +262,23 @@ impl TransformerLM {
         }
     }
 
-    /// The mean cross-entropy of the next tokens: tokens and targets (B, T) u32 or i64, the loss a scalar.
+    /// Computes the mean cross-entropy, a scalar, of tokens and targets (B, T), u32 or i64.
     ///
-    /// The same as [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward), cheaper: head and loss
-    /// are one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()). With a
-    /// [cap](TransformerConfig::logit_soft_cap) of the logits they are three.
+    /// It equals [`ops::cross_entropy`](ops::cross_entropy()) of [`forward`](Self::forward) and needs less time and
+    /// memory: head and loss are one op, [`ops::linear_cross_entropy`](ops::linear_cross_entropy()), unless the logits
+    /// have a [soft cap](TransformerConfig::logit_soft_cap).
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
+    /// Those of [`forward`](Self::forward); targets of another shape than the tokens, or outside the vocabulary.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
         self.loss_with(tokens, targets, &ForwardContext::default(), None)
     }
 
-    /// As [`loss`](Self::loss), of documents packed into the sequences or of a training step with dropout
-    /// ([`forward_with`](Self::forward_with)); targets that are `ignore` do not count (-100, say, in i64), as the first
-    /// token of a document should not after the last of the one before.
+    /// Computes the loss with packed documents or dropout ([`forward_with`](Self::forward_with)). Targets that equal
+    /// `ignore` are left out of the mean (for example -100 in i64), as the first token of each packed document should
+    /// be.
     ///
-    /// In a plan, of documents and a key that each run has others of:
+    /// In a plan, with first keys and a dropout key as inputs of each run:
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -349,7 +351,7 @@ impl TransformerLM {
         })
     }
 
-    /// What the head reads: (B, T, D).
+    /// Computes the input of the head, (B, T, D).
     fn hidden(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let limit = self.config.context_length;
         match *tokens.dims() {

@@ -1,4 +1,4 @@
-//! What the sizes of a model must be.
+//! Validation of a configuration.
 
 use super::{TransformerConfig, gpt2};
 use crate::attention::{Algorithm, flash};
@@ -9,14 +9,14 @@ use crate::ops::soft_cap::check_cap;
 use crate::{Error, Result};
 
 impl TransformerConfig {
-    /// Checks that the sizes make a model.
+    /// Checks the configuration.
     ///
     /// # Errors
-    /// A zero size, a d_model that num_heads does not divide (unless head_dim is given), a num_heads that num_kv_heads
-    /// does not divide, an odd head dimension (rotary positions turn pairs), a scaling that is none, a theta or eps
-    /// that is not positive (or an eps that is 0 in f32), sizes whose parameters cannot be counted, heads too large for
-    /// flash attention, a dropout that is no probability, a cap or scale that is not positive, a padding id outside the
-    /// vocabulary, a setting that the architecture has no place for; each names its field.
+    /// [`Error::Config`] names the field: a size of 0; a d_model that num_heads does not divide (unless head_dim is
+    /// set); a num_heads that num_kv_heads does not divide; an odd head dimension (rotary embedding needs pairs) or one
+    /// that is too large for flash attention; an invalid scaling; a theta, eps, cap or scale that is not positive; a
+    /// number of parameters that overflows; a dropout rate outside [0, 1); a padding id outside the vocabulary; a
+    /// setting that the architecture does not support.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))

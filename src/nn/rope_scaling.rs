@@ -217,7 +217,7 @@ mod tests {
         near(&scaling.frequencies(500_000.0, 64), &wanted);
     }
 
-    /// The same for YaRN.
+    /// YaRN, with values of `transformers` 5.23.
     #[test]
     fn yarn_is_that_of_transformers() {
         let scaling = RopeScaling::yarn(4.0, 2048);

@@ -16,7 +16,7 @@ pub struct RotaryConfig {
     pub head_dim: usize,
     /// The number of positions.
     pub max_length: usize,
-    /// Which elements of a head form a pair.
+    /// The elements of a head that form a pair.
     pub pairs: RotaryPairs,
     /// The scaling of the frequencies.
     pub scaling: RopeScaling,

@@ -1,4 +1,4 @@
-//! The gradients of a batch that is too large for memory, from parts of it.
+//! Gradient accumulation.
 
 use super::MissingGradients;
 use crate::backward::empty_store;
@@ -7,13 +7,13 @@ use crate::inplace;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};
 
-/// Sums gradients over several backward passes, and gives their mean.
+/// Accumulates gradients over several backward passes and returns their mean or sum.
 ///
-/// With losses that are means over their batch, the mean over parts of equal size is the gradient of the whole batch.
-/// For parts of different sizes use [`GradientAccumulator::add_weighted`], with the number of targets as the weight.
+/// If losses are means over micro-batches of equal size, the mean of their gradients is the gradient of the whole
+/// batch. For micro-batches of different sizes use [`GradientAccumulator::add_weighted`] with the number of targets.
 ///
-/// Sums live on the storages of the first gradients, and in `f32` where gradients are `f16` or `bf16`. Gradients of
-/// anything but the parameters, which `loss.backward()` keeps in its stores as well, are dropped with each store.
+/// Sums are stored in place of the first gradients, or in f32 if gradients are f16 or bf16. Other gradients than those
+/// of the parameters, which `loss.backward()` keeps too, are freed with each store.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -32,14 +32,14 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 #[derive(Debug)]
 pub struct GradientAccumulator {
     parameters: Vec<(String, Var)>,
-    /// By parameter; `None` before its first gradient.
+    /// The sum of each parameter; `None` before the first gradient.
     sums: Vec<Option<Tensor>>,
     total_weight: f64,
     missing: MissingGradients,
 }
 
 impl GradientAccumulator {
-    /// An accumulator of `parameters`' gradients, with nothing in it. A variable given twice counts once.
+    /// Creates an empty accumulator. A variable that occurs twice counts once.
     pub fn new(parameters: impl IntoIterator<Item = (String, Var)>) -> Self {
         let parameters = distinct(&Vec::from_iter(parameters));
         Self {
@@ -50,26 +50,26 @@ impl GradientAccumulator {
         }
     }
 
-    /// Sets what happens where a part has no gradient of a parameter. With [`MissingGradients::Skip`] and
-    /// [`MissingGradients::Zero`] the part adds nothing to the parameter's sum, and counts in the mean. A parameter
-    /// without a gradient in any part then has none in the result (`Skip`), or one of zeros (`Zero`).
+    /// Sets how a missing gradient is treated. With [`MissingGradients::Skip`] and [`MissingGradients::Zero`] a
+    /// micro-batch without a gradient adds nothing to the sum but counts in the mean. A parameter without a gradient in
+    /// all of them has none in the result (`Skip`), or zeros (`Zero`).
     pub fn with_missing(self, missing: MissingGradients) -> Self {
         Self { missing, ..self }
     }
 
-    /// Adds the gradients of one part.
+    /// Adds the gradients of a micro-batch.
     ///
     /// # Errors
     /// [`Error::MissingGradient`] names a parameter without a gradient, unless [`with_missing`](Self::with_missing)
-    /// takes it; nothing has been added then.
+    /// allows it; nothing is added then.
     pub fn add(&mut self, gradients: GradStore) -> Result<()> {
         self.add_weighted(gradients, 1.0)
     }
 
-    /// Adds `weight` times the gradients of one part, which counts for `weight` in the mean.
+    /// Adds the gradients of a micro-batch with a weight.
     ///
     /// # Errors
-    /// As [`GradientAccumulator::add`]; [`Error::Config`] if `weight` is not finite and over 0.
+    /// Those of [`GradientAccumulator::add`]; [`Error::Config`] if `weight` is not positive and finite.
     pub fn add_weighted(&mut self, gradients: GradStore, weight: f64) -> Result<()> {
         if !(weight.is_finite() && weight > 0.0) {
             return Err(Error::config(OP, "weight", weight).must_be(
@@ -99,12 +99,12 @@ impl GradientAccumulator {
         Ok(())
     }
 
-    /// The sum of the weights added so far: with [`GradientAccumulator::add`] alone, the number of parts.
+    /// Returns the sum of the weights; [`GradientAccumulator::add`] has a weight of 1.
     pub fn total_weight(&self) -> f64 {
         self.total_weight
     }
 
-    /// The mean of what was added, by weight; the accumulator is empty afterwards.
+    /// Returns the weighted mean and empties the accumulator.
     ///
     /// # Errors
     /// [`Error::Data`] if nothing was added.
@@ -113,7 +113,7 @@ impl GradientAccumulator {
         self.take(factor)
     }
 
-    /// The sum of what was added, for losses that were divided beforehand; the accumulator is empty afterwards.
+    /// Returns the weighted sum, for losses that were divided beforehand, and empties the accumulator.
     ///
     /// # Errors
     /// [`Error::Data`] if nothing was added.
@@ -155,7 +155,7 @@ impl GradientAccumulator {
 
 const OP: &str = "GradientAccumulator";
 
-/// `weight * part` in the type that sums are kept in, on `part`'s own storage where that is not shared.
+/// Computes `weight * part` in the dtype of sums, in place if the storage of `part` is not shared.
 fn first_sum(part: &Tensor, weight: f64, owners: &Owners) -> Result<Tensor> {
     let wide = part.to_dtype(inplace::wide(part.dtype()))?;
     if !part.device().is_cpu() {
@@ -173,7 +173,7 @@ fn first_sum(part: &Tensor, weight: f64, owners: &Owners) -> Result<Tensor> {
     Ok(sum)
 }
 
-/// `sum + weight * part`, on `sum`'s storage on the CPU.
+/// Computes `sum + weight * part`, in place on the CPU.
 fn next_sum(sum: &Tensor, part: &Tensor, weight: f64) -> Result<Tensor> {
     if !sum.device().is_cpu() {
         let part = (part.to_dtype(sum.dtype())? * weight)?;

@@ -1,4 +1,4 @@
-//! The optimizer itself: its parameters, its state, and the step.
+//! AdamW: parameters, state and step.
 
 use super::MissingGradients;
 use super::config::{AdamWConfig, ParameterGroup};
@@ -25,15 +25,16 @@ use std::collections::{HashMap, HashSet};
 /// p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 /// ```
 ///
-/// The state is `f32` whatever a parameter's dtype (`f64` for `f64` parameters): 8 bytes a parameter, or 4 in bf16
-/// ([`Moments::Bf16`](super::Moments::Bf16)). A parameter in
-/// `f16` or `bf16` has a third state, `master`, its value in `f32` (12 bytes in all), of which it is the rounding: a
-/// step of 1e-3 would otherwise be rounded away from a `bf16` weight of 1 every time. Setting such a parameter from
-/// outside is noticed, and its `master` starts from there.
+/// The state is f32 for every parameter dtype except f64, where it is f64: 8 bytes a parameter in f32, or 4 with bf16
+/// moments ([`Moments::Bf16`](super::Moments::Bf16)). A parameter in f16 or bf16 has a third state, `master`, with its
+/// value in f32, of which the parameter is the rounding (12 bytes in all). Without it, a step of 1e-3 would never
+/// change a bf16 weight of 1. If such a parameter is set from outside, its `master` starts again from the new value.
 ///
-/// On the CPU a step is one pass that writes in place and allocates nothing, with the same bits for any number of
-/// threads. On CUDA all parameters in f32 are updated in one launch. On other devices it is composed of candle's own
-/// ops ([`AdamW::step_reference`]).
+/// On the CPU a step is one pass in place without allocations, with the same bits for any number of threads. On CUDA
+/// all parameters in f32 are updated in one launch. On other devices it is composed of candle's own ops
+/// ([`AdamW::step_reference`]).
+///
+/// Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -49,8 +50,8 @@ use std::collections::{HashMap, HashSet};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
-/// It implements [`candle_nn::Optimizer`] too. With that trait in scope nothing becomes ambiguous, for a type's own
-/// methods come first:
+/// It also implements [`candle_nn::Optimizer`]. With that trait in scope, calls of `step` and of the learning rate
+/// still mean the methods of this type:
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -63,28 +64,28 @@ use std::collections::{HashMap, HashSet};
 /// optimizer.step(&gradients)?;
 /// optimizer.set_learning_rate(1e-4);
 /// assert_eq!(optimizer.learning_rate(), 1e-4);
-/// optimizer.backward_step(&weight.sqr()?.sum_all()?)?; // the trait's own
+/// optimizer.backward_step(&weight.sqr()?.sum_all()?)?; // a method of the trait
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct AdamW {
     pub(super) groups: Vec<ParameterGroup>,
-    /// One for each parameter, in the groups' order; none for one whose state another rank has.
+    /// The state of each parameter, in the groups' order; `None` if another rank has it.
     pub(super) slots: Vec<Option<Slot>>,
     pub(super) steps: usize,
-    /// By parameter, in how many of the steps it was [skipped](MissingGradients::Skip).
+    /// The number of [skipped](MissingGradients::Skip) steps of each parameter.
     pub(super) skipped: Vec<usize>,
-    /// Where the state is divided among ranks.
+    /// The owners of the state, if it is sharded.
     pub(super) shards: Option<Shards>,
 }
 
 impl AdamW {
-    /// An optimizer of `parameters` with one configuration for all.
+    /// Creates an optimizer of `parameters` with one configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration cannot work, if there are no parameters, or if a name or a variable comes
-    /// twice (both names are in the message); [`Error::DType`] for a parameter that is not `f16`, `bf16`, `f32` or
-    /// `f64`.
+    /// [`Error::Config`] if [`AdamWConfig::validate`] refuses the configuration, if there are no parameters, or if a
+    /// name or a variable occurs twice (the message has both names); [`Error::DType`] for a parameter that is not
+    /// `f16`, `bf16`, `f32` or `f64`.
     pub fn new(
         parameters: impl IntoIterator<Item = (String, Var)>,
         config: AdamWConfig,
@@ -93,10 +94,10 @@ impl AdamW {
         Self::with_groups(vec![ParameterGroup { parameters, config }])
     }
 
-    /// An optimizer of several groups of parameters, each with its configuration.
+    /// Creates an optimizer of several groups of parameters, each with its configuration.
     ///
     /// # Errors
-    /// As [`AdamW::new`]. A group may be empty, not all of them.
+    /// Those of [`AdamW::new`]. A group may be empty, but not all of them.
     pub fn with_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
         if groups.iter().all(|group| group.parameters.is_empty()) {
             return Err(Error::config("AdamW", "parameters", "none").must_be(
@@ -107,7 +108,7 @@ impl AdamW {
         Self::of_any_groups(groups)
     }
 
-    /// As [`AdamW::with_groups`], where there may be nothing to optimize.
+    /// Creates an optimizer of groups that may all be empty.
     pub(super) fn of_any_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
         for group in &groups {
             group.config.validate()?;
@@ -127,18 +128,18 @@ impl AdamW {
         })
     }
 
-    /// Updates every parameter from its gradient. What happens to one without a gradient is in
-    /// [`AdamWConfig::missing_gradients`].
+    /// Updates every parameter from its gradient. [`AdamWConfig::missing_gradients`] decides about parameters without
+    /// one.
     ///
-    /// Gradients may be of another float dtype than their parameters, and laid out in any way.
+    /// Gradients may have another float dtype than their parameters, and any layout.
     ///
     /// # Errors
-    /// [`Error::MissingGradient`] names a parameter without a gradient, unless its group's configuration takes it; a
-    /// gradient of a wrong shape or dtype or on another device is an error, as is a learning rate that cannot work. All
-    /// of this is checked before anything changes.
+    /// [`Error::MissingGradient`] names a parameter without a gradient, if its group does not allow this; a gradient of
+    /// another shape, on another device, or that is not a float; an invalid learning rate. All of this is checked
+    /// before anything changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
         let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
-        // Asked for all first: where the policy is strict, a refusal must leave everything as it was.
+        // All paths are chosen before the first update: an error must leave everything unchanged.
         #[cfg(feature = "cuda")]
         let mut on_gpu = super::cuda::Batch::default();
         for (_, parameter) in self.parameters() {
@@ -178,11 +179,11 @@ impl AdamW {
         Ok(())
     }
 
-    /// As [`AdamW::step`], composed of candle's own ops: what the kernel is held against, and what devices without a
-    /// kernel run. Slower, and it allocates temporaries.
+    /// Updates every parameter with candle's own ops, on any device. It is slower than [`AdamW::step`] and allocates
+    /// temporaries.
     ///
     /// # Errors
-    /// As [`AdamW::step`].
+    /// Those of [`AdamW::step`].
     pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
         self.step_by(gradients, step_reference)?;
         self.gather_weights()
@@ -210,8 +211,8 @@ impl AdamW {
         Ok(())
     }
 
-    /// Every parameter's gradient as a kernel can read it while parameters change: contiguous, of a dtype that goes
-    /// with the parameter's, and on no storage that the step writes. Almost always the gradients as they are.
+    /// Returns the gradients as kernels read them: contiguous, of a dtype that the kernel accepts, and on storage that
+    /// the step does not write. Usually nothing is copied.
     fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Gradient>> {
         let parameters = self.parameters().map(|(_, var)| var);
         let state = self.slots.iter().flatten().flat_map(Slot::vars);
@@ -231,7 +232,7 @@ impl AdamW {
                 None => Tensor::zeros(var.shape(), var.dtype(), var.device())?,
             };
             let dtype = match (var.dtype(), gradient.dtype()) {
-                // The kernel for half precision reads these as they are.
+                // The kernel for half precision reads these directly.
                 (parameter @ (DType::F16 | DType::BF16), gradient) if gradient == parameter => {
                     gradient
                 }
@@ -256,10 +257,10 @@ impl AdamW {
         Ok(all)
     }
 
-    /// The parameters that have a gradient, of all groups: what a step unscales.
+    /// Returns the parameters of all groups that have a gradient.
     ///
     /// # Errors
-    /// Those of [`MissingGradients::with_gradients`] by each group's policy; no gradient for any parameter.
+    /// Those of [`MissingGradients::with_gradients`] for each group; no gradients at all.
     pub(super) fn with_gradients(
         &self,
         op: &'static str,
@@ -276,12 +277,12 @@ impl AdamW {
         }
     }
 
-    /// All parameters with their names, group by group.
+    /// Iterates over all parameters, group by group.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &(String, Var)> {
         self.groups.iter().flat_map(|group| &group.parameters)
     }
 
-    /// All parameters with what belongs to each, in the same order.
+    /// Iterates over all parameters with their groups and states, group by group.
     pub(super) fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
         let groups = self.groups.iter();
         let parameters = groups.flat_map(|group| {
@@ -300,19 +301,19 @@ impl AdamW {
         })
     }
 
-    /// The learning rate of the first group (0 if there is none).
+    /// Returns the learning rate of the first group (0 if there is none).
     pub fn learning_rate(&self) -> f64 {
         self.groups.first().map_or(0.0, |group| group.config.lr)
     }
 
-    /// Sets the learning rate of every group. A rate that cannot work is refused by the next step.
+    /// Sets the learning rate of every group. The next step returns an error if it is invalid.
     pub fn set_learning_rate(&mut self, lr: f64) {
         for group in &mut self.groups {
             group.config.lr = lr;
         }
     }
 
-    /// Sets the learning rate of group number `group`, the first being 0.
+    /// Sets the learning rate of a group, by index.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such group, or the rate is not finite and at least 0.
@@ -330,41 +331,41 @@ impl AdamW {
         Ok(())
     }
 
-    /// How many steps have been taken.
+    /// Returns the number of steps taken.
     pub fn steps(&self) -> usize {
         self.steps
     }
 
-    /// The groups of parameters with their configurations, in the order they were given.
+    /// Returns the groups of parameters with their configurations, in order.
     pub fn groups(&self) -> &[ParameterGroup] {
         &self.groups
     }
 }
 
-/// A parameter with what belongs to it.
+/// A parameter with its group and state.
 pub(super) struct Entry<'o> {
     number: usize,
     pub name: &'o str,
     pub var: &'o Var,
     pub config: &'o AdamWConfig,
-    /// None where another rank has it.
+    /// The state; `None` if another rank has it.
     pub slot: Option<&'o Slot>,
     skipped: usize,
 }
 
 impl Entry<'_> {
-    /// The numbers of its update in the optimizer's step number `step`.
+    /// Returns the coefficients of its update in step `step`.
     pub fn update(&self, step: usize) -> Update {
         self.config.update(step - self.skipped, self.number)
     }
 }
 
-/// A parameter's gradient in a step.
+/// The gradient of a parameter in a step.
 enum Gradient {
     Given(Tensor),
     /// Another rank updates the parameter.
     Elsewhere,
-    /// There is none, and the parameter is left as it is.
+    /// There is no gradient; the parameter is not updated.
     Skipped,
 }
 
@@ -392,20 +393,20 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     Ok(())
 }
 
-/// One parameter's share of the next step.
+/// The update of a parameter in a planned step.
 pub(crate) struct PlannedUpdate {
-    /// exp_avg and exp_avg_sq; none of a parameter that another rank updates.
+    /// exp_avg and exp_avg_sq; `None` if another rank updates the parameter.
     pub moments: Option<[Tensor; 2]>,
     pub update: Update,
-    /// What its group does where it has no gradient.
+    /// What its group does if there is no gradient.
     pub missing: MissingGradients,
 }
 
 impl AdamW {
-    /// The next step's updates of `parameters`, in their order; nothing changes yet.
+    /// Returns the updates of `parameters` in the next step, in order, without applying them.
     ///
     /// # Errors
-    /// A learning rate or another number that cannot work; parameters that are not exactly this optimizer's.
+    /// An invalid learning rate or configuration; parameters that are not exactly those of this optimizer.
     pub(crate) fn planned_updates(
         &self,
         op: &'static str,
@@ -439,7 +440,7 @@ impl AdamW {
         }
     }
 
-    /// The planned step has been taken, in which `skipped` were not updated.
+    /// Counts a planned step, in which the `skipped` variables were not updated.
     pub(crate) fn planned_step_taken<'a>(&mut self, skipped: impl Iterator<Item = &'a Var>) {
         self.steps += 1;
         for var in skipped {
@@ -452,12 +453,12 @@ impl AdamW {
     }
 }
 
-/// For training loops written against that trait.
+/// For training loops that are generic over the trait.
 impl candle_nn::Optimizer for AdamW {
     type Config = AdamWConfig;
 
-    /// As candle's own optimizers, it leaves out variables that are not floats. Names are made of position and shape:
-    /// `#3 [512, 1344]`.
+    /// Creates an optimizer of the variables that are floats; the others are ignored, as by candle's optimizers. A name
+    /// consists of index and shape: `#3 [512, 1344]`.
     fn new(vars: Vec<Var>, config: AdamWConfig) -> candle_core::Result<Self> {
         let parameters = vars
             .into_iter()

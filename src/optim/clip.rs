@@ -8,29 +8,27 @@ use crate::probe::{self, Kind};
 use crate::{Error, Result, ops};
 use candle_core::{Tensor, Var, backprop::GradStore};
 
-/// The L2 norm of all of `parameters`' gradients taken as one vector, added up in `f64` in a fixed order.
+/// Returns the L2 norm of all gradients of `parameters` as one vector, summed in f64 in a fixed order.
 ///
-/// A variable given twice (a tied weight) counts once.
+/// A variable that occurs twice (a tied weight) counts once.
 ///
 /// # Errors
-/// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter's is
-/// an error too.
+/// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter.
 pub fn grad_norm(gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
     let parameters = distinct(parameters);
     norm("grad_norm", gradients, &parameters)
 }
 
-/// Scales `parameters`' gradients so that their common L2 norm is at most `max_norm`. Returns the norm before.
+/// Scales the gradients of `parameters` so that their common L2 norm is at most `max_norm`; returns the norm before.
 ///
-/// As PyTorch's `clip_grad_norm_`: all gradients are multiplied by `max_norm / (norm + 1e-6)` where that is under 1.
-/// Gradients are overwritten where they lie unless they share their storage with another gradient or a parameter.
-/// A variable given twice (a tied weight) counts once, and is scaled once.
+/// All gradients are multiplied by `max_norm / (norm + 1e-6)` if that is under 1, as by PyTorch's `clip_grad_norm_`.
+/// They are overwritten in place unless they share their storage with another gradient or a parameter. A variable that
+/// occurs twice (a tied weight) is counted and scaled once.
 ///
-/// A norm that is not finite is returned, and the gradients are left as they are: check the result, or use
-/// [`clip_grad_norm_checked`].
+/// If the norm is not finite, the gradients are unchanged: check the result, or use [`clip_grad_norm_checked`].
 ///
 /// # Errors
-/// As [`grad_norm`]; [`Error::Config`] if `max_norm` is not over 0.
+/// Those of [`grad_norm`]; [`Error::Config`] if `max_norm` is not positive.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -70,10 +68,10 @@ pub fn clip_grad_norm(
     Ok(norm)
 }
 
-/// As [`clip_grad_norm`], where gradients that are infinite or NaN are an error that names the first such parameter.
+/// Clips by norm like [`clip_grad_norm`], and returns an error if a gradient is infinite or NaN.
 ///
 /// # Errors
-/// As [`clip_grad_norm`]; [`Error::Data`] if the norm is not finite.
+/// Those of [`clip_grad_norm`]; [`Error::Data`] names the first parameter whose gradient is not finite.
 pub fn clip_grad_norm_checked(
     gradients: &mut GradStore,
     parameters: &[(String, Var)],
@@ -93,13 +91,13 @@ pub fn clip_grad_norm_checked(
     ))
 }
 
-/// Clips each element of `parameters`' gradients: `g = min(max(g, -max_value), max_value)`. NaN stays.
+/// Clips each element of the gradients of `parameters`: `g = min(max(g, -max_value), max_value)`. NaN stays NaN.
 ///
-/// As PyTorch's `clip_grad_value_`. Gradients are overwritten where they lie unless they share their storage with
-/// another gradient or a parameter.
+/// It corresponds to PyTorch's `clip_grad_value_`. Gradients are overwritten in place unless they share their storage
+/// with another gradient or a parameter.
 ///
 /// # Errors
-/// As [`grad_norm`]; [`Error::Config`] if `max_value` is not over 0.
+/// Those of [`grad_norm`]; [`Error::Config`] if `max_value` is not positive.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -143,8 +141,7 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
     Ok(sum.sqrt())
 }
 
-/// Changes each gradient: on the CPU by `in_place`, elsewhere to what `changed` returns of it in the type that is
-/// computed in.
+/// Changes each gradient: on the CPU by `in_place`, elsewhere by `changed`, in the dtype of the computation.
 fn change_all(
     op: &'static str,
     gradients: &mut GradStore,
@@ -174,7 +171,7 @@ fn change_all(
     Ok(())
 }
 
-/// Ends a range over the gradients of these parameters.
+/// Ends a profiling range over the gradients of these parameters.
 pub(super) fn leave(range: probe::RangeGuard, parameters: &[(String, Var)]) {
     if let (true, Some((_, first))) = (probe::is_listening(), parameters.first()) {
         let elements = parameters.iter().map(|(_, var)| var.elem_count()).sum();
@@ -182,16 +179,16 @@ pub(super) fn leave(range: probe::RangeGuard, parameters: &[(String, Var)]) {
     }
 }
 
-/// What helps where training in `f32` or `bf16` has diverged.
+/// The hint in errors about training in f32 or bf16 that has diverged.
 pub(crate) const DIVERGED: &str =
     "lower the learning rate, warm up for longer, or clip gradients; in f16 scale the loss";
 
-/// An error unless the loss and every parameter's gradient are finite; called before the update, it keeps the weights.
-/// Returns the loss's value.
+/// Checks that the loss and all gradients are finite; returns the loss. Call it before the update to protect the
+/// weights.
 ///
-/// One pass over the gradients, which changes nothing. Who clips them needs it for the loss alone, for
-/// [`clip_grad_norm_checked`](super::clip_grad_norm_checked) sees the gradients anyway; who scales the loss does not
-/// need it, for [`GradScaler`](super::GradScaler) does the same and skips the step.
+/// It is one pass over the gradients, which does not change them. With
+/// [`clip_grad_norm_checked`](super::clip_grad_norm_checked), which checks the gradients, it is needed only for the
+/// loss. With [`GradScaler`](super::GradScaler), which checks them and skips the step, it is not needed.
 ///
 /// # Errors
 /// [`Error::Data`] naming the loss or the first parameter whose gradient is infinite or NaN;
@@ -233,7 +230,7 @@ pub fn check_finite(
 
 const CHECK: &str = "check_finite";
 
-/// An error that says `what` unless the loss is a number.
+/// Checks that the loss is finite; `what` names it in the error.
 pub(crate) fn finite_loss(loss: f64, what: impl FnOnce() -> String) -> Result<()> {
     if loss.is_finite() {
         return Ok(());
@@ -241,7 +238,7 @@ pub(crate) fn finite_loss(loss: f64, what: impl FnOnce() -> String) -> Result<()
     Err(Error::data(what(), loss).must_be("a finite number", DIVERGED))
 }
 
-/// The name of the first parameter whose gradient is infinite or NaN.
+/// Returns the name of the first parameter whose gradient is infinite or NaN.
 pub(super) fn first_non_finite<'a>(
     op: &'static str,
     gradients: &GradStore,
@@ -253,8 +250,8 @@ pub(super) fn first_non_finite<'a>(
     Ok(culprit.map(|((name, _), _)| name.as_str()))
 }
 
-/// The sum of the squares of each tensor's elements, in f64 in a fixed order. (Elsewhere than on CPUs and GPUs of
-/// NVIDIA's, and of f64 on these, as candle adds up.)
+/// Returns the sum of squares of each tensor, in f64 in a fixed order. (On other devices than CPUs and NVIDIA GPUs, and
+/// for f64 on GPUs, candle computes it.)
 pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>> {
     #[cfg(feature = "cuda")]
     if let Some(sums) = cuda::sums_of_squares(tensors)? {
@@ -264,7 +261,7 @@ pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>> {
     sums.collect()
 }
 
-/// Whether no element is infinite or NaN, of each tensor.
+/// Returns whether each tensor is finite.
 pub(super) fn are_finite(tensors: &[&Tensor]) -> Result<Vec<bool>> {
     // The square of the largest f32 is finite in f64, and so is a sum of them.
     #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! AdamW's hyperparameters, and groups of parameters that share them.
+//! Hyperparameters of AdamW, and groups of parameters that share them.
 
 use super::MissingGradients;
 use crate::inplace::wide;
@@ -8,47 +8,46 @@ use candle_core::{DType, Var};
 use candle_nn::VarMap;
 use std::sync::PoisonError;
 
-/// AdamW's hyperparameters, with PyTorch's meaning and defaults.
+/// The hyperparameters of AdamW, with PyTorch's meaning and defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct AdamWConfig {
-    /// Learning rate.
+    /// The learning rate.
     pub lr: f64,
-    /// Decay rates of the running means of the gradient and of its square.
+    /// The decay rates of the running means of the gradient and of its square.
     pub betas: (f64, f64),
-    /// Added to the denominator, outside of its root. At least [`MIN_EPS`](Self::MIN_EPS).
+    /// The eps that is added to the denominator, after the square root. At least [`MIN_EPS`](Self::MIN_EPS).
     pub eps: f64,
-    /// Decoupled weight decay: a step first multiplies a parameter by `1 - lr * weight_decay`.
+    /// The decoupled weight decay: a step first multiplies a parameter by `1 - lr * weight_decay`.
     pub weight_decay: f64,
-    /// What the running means are stored in.
+    /// How the running means are stored.
     #[cfg_attr(feature = "serde", serde(default))]
     pub moments: Moments,
-    /// What happens to a parameter that has no gradient: an error by default.
+    /// How a step treats a parameter without a gradient; an error by default.
     #[cfg_attr(feature = "serde", serde(default))]
     pub missing_gradients: MissingGradients,
 }
 
-/// What AdamW stores the running means of gradients and of their squares in. They are computed in f32 (f64 for
-/// parameters in f64) whatever they are stored in.
+/// The storage of AdamW's running means (moments). They are computed in f32, or in f64 for f64 parameters, in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
 #[non_exhaustive]
 pub enum Moments {
-    /// In what they are computed in: 8 bytes a parameter in f32. As PyTorch does.
+    /// In the dtype of the computation, as in PyTorch: 8 bytes a parameter in f32.
     #[default]
     Wide,
-    /// In bf16: 4 bytes a parameter. A step rounds up or down at random, so that the mean is exact; rounded to the
-    /// nearest, a second moment would hardly change, since a step takes 0.1% of it with beta2 0.999, and the numbers of
-    /// bf16 are 0.4% to 0.8% apart. The same seed gives the same bits, on every device. Not for parameters in f64.
+    /// In bf16 with stochastic rounding: 4 bytes a parameter. Rounded to nearest, a second moment would hardly change:
+    /// with beta2 0.999 a step changes it by 0.1%, and numbers in bf16 are 0.4% to 0.8% apart. Stochastic rounding is
+    /// right on average. The same seed gives the same bits on every device. Not for f64 parameters.
     Bf16 {
-        /// What is drawn.
+        /// The seed of stochastic rounding.
         seed: u64,
     },
 }
 
 impl Moments {
-    /// The dtype for a parameter of dtype `parameter`.
+    /// Returns the dtype of the moments of a parameter of dtype `parameter`.
     pub fn dtype(self, parameter: DType) -> DType {
         match self {
             Self::Wide => wide(parameter),
@@ -56,7 +55,7 @@ impl Moments {
         }
     }
 
-    /// As reports name it: `f32` or `bf16`.
+    /// Returns the name in reports: `f32` or `bf16`.
     pub fn name(self) -> &'static str {
         self.dtype(DType::F32).as_str()
     }
@@ -76,11 +75,11 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// The smallest normal f32, 2^-126. A smaller `eps` may be 0 in f32, in which the state is: then a weight whose
-    /// gradient has always been 0 (a token that has not come yet) becomes 0 / 0. PyTorch accepts that.
+    /// The smallest eps: the smallest normal f32, 2^-126. A smaller one may be 0 in f32, and a weight whose gradient
+    /// has always been 0 (of a token that has not occurred) would become 0 / 0. PyTorch accepts that.
     pub const MIN_EPS: f64 = f32::MIN_POSITIVE as f64;
 
-    /// The numbers of step `step`, the first being 1, for the optimizer's parameter number `parameter`.
+    /// Returns the coefficients of step `step`, counted from 1, for the parameter with index `parameter`.
     pub(super) fn update(&self, step: usize, parameter: usize) -> Update {
         let update = Update::new(self.lr, self.betas, self.eps, self.weight_decay, step);
         match self.moments {
@@ -92,13 +91,12 @@ impl AdamWConfig {
         }
     }
 
-    /// Checks that an optimizer can work with these numbers.
+    /// Checks the hyperparameters.
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: `lr` and `weight_decay` must be at least 0, `eps` at least
-    /// [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1. Updates are computed in f32: all of them, the
-    /// largest step `lr / (1 - beta1)` and the product `lr * weight_decay` must be finite there, or a step would make
-    /// weights infinite.
+    /// [`MIN_EPS`](Self::MIN_EPS), both betas at least 0 and under 1. These numbers, the largest step
+    /// `lr / (1 - beta1)` and the product `lr * weight_decay` must be finite in f32, in which updates are computed.
     pub fn validate(&self) -> Result<()> {
         at_least_zero("AdamWConfig", "lr", self.lr)?;
         for (field, beta) in [("betas.0", self.betas.0), ("betas.1", self.betas.1)] {
@@ -136,7 +134,7 @@ impl AdamWConfig {
     }
 }
 
-/// Refuses what is not a number from 0 on that f32 can hold.
+/// Checks that a value is at least 0 and finite in f32.
 pub(super) fn at_least_zero(config: &'static str, field: &'static str, value: f64) -> Result<()> {
     if is_finite_in_f32(value) && value >= 0.0 {
         return Ok(());
@@ -145,7 +143,7 @@ pub(super) fn at_least_zero(config: &'static str, field: &'static str, value: f6
         .must_be("at least 0, and finite in f32", "use 0 to switch it off"))
 }
 
-/// Whether a number is finite in the type that updates are computed in.
+/// Whether a number is finite in f32, in which updates are computed.
 fn is_finite_in_f32(value: f64) -> bool {
     (value as f32).is_finite()
 }
@@ -153,16 +151,16 @@ fn is_finite_in_f32(value: f64) -> bool {
 /// Parameters that are updated with the same hyperparameters.
 #[derive(Clone, Debug)]
 pub struct ParameterGroup {
-    /// The parameters, each with its name.
+    /// The parameters with their names.
     pub parameters: Vec<(String, Var)>,
     /// Their hyperparameters.
     pub config: AdamWConfig,
 }
 
-/// The variables of a `VarMap` with their names, sorted by name: what an optimizer of a model built from it trains.
+/// Returns the variables of a `VarMap`, sorted by name, as parameters of an optimizer.
 ///
-/// A `VarMap` keeps its variables in no order, and an order that changes from run to run changes the last digits of a
-/// gradient norm.
+/// A `VarMap` has no order of its own. An order that changes from run to run would change the last digits of a gradient
+/// norm.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -189,10 +187,11 @@ pub fn parameters_of(variables: &VarMap) -> Vec<(String, Var)> {
     parameters
 }
 
-/// The usual two groups, for weight decay of matrices alone.
+/// Splits parameters into two groups, so that weight decay applies to matrices only.
 ///
-/// Weight decay is as `config` has it for matrices (and whatever has more dimensions: linear and embedding weights),
-/// none for vectors and scalars (norm weights and biases). In this order; either may be empty.
+/// The first group has the parameters of two and more dimensions (weights of linear layers and embeddings), with the
+/// weight decay of `config`. The second has vectors and scalars (weights of norms, biases), without weight decay.
+/// Either may be empty.
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};

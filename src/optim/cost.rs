@@ -1,4 +1,4 @@
-//! What is known of what is done to gradients and weights.
+//! Costs of updates, norms and clipping.
 
 use super::slot::STEP;
 use crate::ops::cost::cost;
@@ -22,7 +22,7 @@ pub(crate) const ADAMW: OpInfo = OpInfo::new("adamw").costing(
     None,
 );
 
-/// Of one parameter, of any shape.
+/// The description of the update of a parameter of any shape.
 pub(super) const STEP_INFO: OpInfo = OpInfo::new(STEP).on_gpu_up_to(usize::MAX);
 
 const CLIP: OpInfo = OpInfo::new("clip_grad_norm").costing(

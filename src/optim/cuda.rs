@@ -1,4 +1,4 @@
-//! AdamW's step on a GPU: parameters are collected, and updated in one launch. And the norms of their gradients.
+//! AdamW's step on a GPU, with all parameters in one launch, and norms of gradients.
 
 use super::slot::Slot;
 use crate::Result;
@@ -8,7 +8,7 @@ use crate::ops::cuda::{elements, gpu};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::{CudaDevice, DType, Tensor, Var};
 
-/// What the launch will update.
+/// The parameters of a launch.
 #[derive(Default)]
 pub(super) struct Batch {
     parameters: Vec<Parameter>,
@@ -17,18 +17,18 @@ pub(super) struct Batch {
     prepared: Option<DeviceId>,
 }
 
-/// A parameter, held until the launch.
+/// A parameter of a launch.
 struct Parameter {
-    /// Its value in f32, gradient, and both moments.
+    /// Its value in f32, its gradient and both moments.
     tensors: [Tensor; 4],
-    /// Itself, where it is in half precision.
+    /// The parameter in half precision, if it is.
     half: Option<Tensor>,
-    /// Which of the updates it takes.
+    /// The index of its update.
     update: usize,
 }
 
 impl Batch {
-    /// Compiles and loads the kernel for a GPU: what can fail fails before anything has changed.
+    /// Compiles and loads the kernel for a GPU, so that errors occur before anything changes.
     pub(super) fn prepare(&mut self, gpu: &CudaDevice) -> Result<()> {
         if self.prepared != Some(gpu.id()) {
             adamw::prepare(gpu)?;
@@ -37,7 +37,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds a parameter with its gradient, in f32 or, beside a parameter in half precision, as that is.
+    /// Adds a parameter with its gradient, which is f32 or, for a parameter in half precision, of its dtype.
     pub(super) fn add(&mut self, parameter: &Var, gradient: &Tensor, slot: &Slot, update: &Update) {
         if self.updates.last() != Some(update) {
             self.updates.push(*update);
@@ -56,9 +56,9 @@ impl Batch {
         });
     }
 
-    /// Updates what was added: one launch for what is on one GPU and of the same dtypes.
+    /// Updates the parameters: one launch for each GPU and combination of dtypes.
     pub(super) fn step(&self) -> Result<()> {
-        /// What a launch's entries have in common.
+        /// The GPU and the dtypes that the parameters of a launch share.
         type Kind = (DeviceId, [DType; 2], Option<DType>);
 
         let mut launches: Vec<(Kind, &CudaDevice, Vec<Entry>)> = Vec::new();
@@ -88,8 +88,8 @@ impl Batch {
     }
 }
 
-/// The sum of the squares of each tensor's elements, in f64: one launch for all, and one wait. `None` unless all are on
-/// one GPU, in f32, bf16 or f16.
+/// Returns the sum of squares of each tensor, in f64, by one launch and one synchronization. Returns `None` unless all
+/// are on one GPU, in f32, bf16 or f16.
 pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Option<Vec<f64>>> {
     let Some(device) = tensors.first().map(|tensor| tensor.device()) else {
         return Ok(None);

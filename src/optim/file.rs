@@ -1,4 +1,4 @@
-//! The optimizer in a file: safetensors, with steps and hyperparameters in its metadata.
+//! Optimizer files: safetensors, with steps and hyperparameters in the metadata.
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
@@ -13,7 +13,7 @@ use std::path::Path;
 
 const KEY: &str = "tallow.adamw";
 
-/// What the file says beside the tensors, as JSON.
+/// The metadata of the file, as JSON.
 #[derive(Serialize, Deserialize)]
 struct Header {
     steps: usize,
@@ -29,12 +29,12 @@ struct GroupHeader {
 impl AdamW {
     /// Writes state, step count, groups and hyperparameters to a safetensors file.
     ///
-    /// The file is whole or not there: it is written under another name in the same folder, synced, and renamed.
+    /// The file is replaced atomically: it is written under another name in the same folder, synced, and renamed.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; [`Error::Weight`] names an entry with an element that is not
-    /// finite or, in `exp_avg_sq`, negative. What was there before stays. Of an optimizer that is
-    /// [divided](AdamW::shard) among ranks, which all have to call this, rank 0 writes all of it; [`Error::Rank`].
+    /// finite or, in `exp_avg_sq`, negative; an existing file is unchanged then. If the optimizer is
+    /// [sharded](AdamW::shard), all ranks have to call this and rank 0 writes the whole state; [`Error::Rank`].
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let entries = self.state_entries("")?;
@@ -58,15 +58,15 @@ impl AdamW {
         save_tensors(path, entries, &[(KEY, header)], 1)
     }
 
-    /// Reads what [`AdamW::save`] wrote into an optimizer of the same parameters in the same groups. Hyperparameters
-    /// become the saved ones, learning rates included. Later steps have the bits they would have had without the break.
-    /// An optimizer is loaded before it is [divided](AdamW::shard).
+    /// Reads a file of [`AdamW::save`] into an optimizer of the same parameters in the same groups. Hyperparameters and
+    /// learning rates become the saved ones. Later steps have the same bits as without the interruption. Load an
+    /// optimizer before it is [sharded](AdamW::shard).
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is damaged or no optimizer's,
+    /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is damaged or not of an optimizer,
     /// [`Error::Weight`] naming an entry that is missing, unexpected, of another shape or dtype, not finite or (in
-    /// `exp_avg_sq`) negative, [`Error::Resume`] if parameters are in other groups; [`Error::Order`] for an optimizer
-    /// that is divided. Nothing has changed then.
+    /// `exp_avg_sq`) negative, [`Error::Resume`] if parameters are in other groups; [`Error::Order`] if the optimizer
+    /// is sharded. Nothing has changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         if self.own_shard().is_some() {
@@ -96,8 +96,8 @@ impl AdamW {
         Ok(())
     }
 
-    /// The state as it is saved, every name after `prefix`: with numbers that training can go on with. Of a divided
-    /// optimizer rank 0 has it all, and the others nothing.
+    /// Returns the entries of the saved state, with `prefix` before each name. If the optimizer is sharded, rank 0 gets
+    /// all of them and other ranks none.
     ///
     /// # Errors
     /// [`Error::Rank`].
@@ -111,8 +111,8 @@ impl AdamW {
         Ok(entries.collect())
     }
 
-    /// The state that [`AdamW::state_entries`] gave, out of a file whose other tensors' names do not begin with
-    /// `prefix`; of an optimizer of parts, of which the file has all, this rank's.
+    /// Reads the state of [`AdamW::state_entries`] from a file, where only its names begin with `prefix`. If parameters
+    /// are shards, it reads this rank's part.
     ///
     /// # Errors
     /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].
@@ -157,7 +157,7 @@ impl AdamW {
         Ok(state)
     }
 
-    /// Whether the saved groups hold the parameters that this optimizer's groups hold.
+    /// Checks that the saved groups have the parameters of this optimizer's groups.
     fn check_groups(&self, path: &Path, saved: &[GroupHeader]) -> Result<()> {
         let differs = |field: String, saved: String, given: String| Error::Resume {
             path: path.into(),

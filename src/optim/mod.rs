@@ -1,8 +1,7 @@
 //! Optimization: [`AdamW`], gradient clipping and accumulation, loss scaling, learning-rate schedules.
 //!
-//! Everything works on ordinary candle [`Var`](candle_core::Var)s and [`GradStore`]s, of any model. The training loop
-//! that calls it is in [`train`](crate::train). Parameters are `(name, Var)` pairs, so that an error can name the
-//! parameter.
+//! All of it works on candle's [`Var`](candle_core::Var)s and [`GradStore`]s, of any model. Parameters are
+//! `(name, Var)` pairs, so that errors name the parameter. [`train`](crate::train) has a training loop.
 //!
 //! ```
 //! use candle_core::{DType, Device, Var};

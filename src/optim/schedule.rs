@@ -1,12 +1,12 @@
-//! Learning rates over a run.
+//! Learning-rate schedules.
 
 use super::config::at_least_zero;
 use crate::{Error, Result};
 use std::fmt;
 
-/// A learning rate for every step, steps counting from 0.
+/// A learning-rate schedule. Steps are counted from 0.
 ///
-/// Plain data, so that a checkpoint can keep it: with the step it is all there is to resume.
+/// It is plain data: a checkpoint that has it and the step can be resumed.
 ///
 /// ```
 /// use tallow::optim::Schedule;
@@ -26,12 +26,12 @@ use std::fmt;
 )]
 #[non_exhaustive]
 pub enum Schedule {
-    /// The same at every step.
+    /// A constant learning rate.
     Constant {
         /// The learning rate.
         lr: f64,
     },
-    /// From 0 up to `max_lr` in a straight line, down to `min_lr` along half a cosine, then `min_lr`:
+    /// A linear warm-up from 0 to `max_lr`, then half a cosine down to `min_lr`, then `min_lr`:
     ///
     /// ```text
     /// t < warmup_steps   max_lr * t / warmup_steps
@@ -42,27 +42,27 @@ pub enum Schedule {
     WarmupCosine {
         /// The highest learning rate, reached at step `warmup_steps`.
         max_lr: f64,
-        /// The lowest, reached at step `total_steps` and kept.
+        /// The final learning rate, from step `total_steps` on.
         min_lr: f64,
-        /// Steps of warm-up; 0 for none.
+        /// The number of warm-up steps; 0 for none.
         warmup_steps: usize,
-        /// The step at which `min_lr` is reached, warm-up included.
+        /// The step at which `min_lr` is reached, including the warm-up.
         total_steps: usize,
     },
-    /// As [`Schedule::WarmupCosine`], but down in a straight line.
+    /// A linear warm-up from 0 to `max_lr`, then linearly down to `min_lr`, then `min_lr`.
     WarmupLinear {
         /// The highest learning rate, reached at step `warmup_steps`.
         max_lr: f64,
-        /// The lowest, reached at step `total_steps` and kept.
+        /// The final learning rate, from step `total_steps` on.
         min_lr: f64,
-        /// Steps of warm-up; 0 for none.
+        /// The number of warm-up steps; 0 for none.
         warmup_steps: usize,
-        /// The step at which `min_lr` is reached, warm-up included.
+        /// The step at which `min_lr` is reached, including the warm-up.
         total_steps: usize,
     },
 }
 
-/// In words: `constant 0.001`, `up to 0.001 in 10 steps, down to 0.0001 at step 100 along a cosine`.
+/// Describes the schedule: `constant 0.001`, `up to 0.001 in 10 steps, down to 0.0001 at step 100 along a cosine`.
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A tenth of 0.003 is 0.00030000000000000003.
@@ -83,7 +83,7 @@ impl fmt::Display for Schedule {
 }
 
 impl Schedule {
-    /// The highest and the lowest rate, and the steps of the warm-up and until the lowest.
+    /// Returns the highest and the lowest rate, and the steps of the warm-up and in total.
     fn ramp(&self) -> ([f64; 2], [usize; 2]) {
         match *self {
             Self::Constant { lr } => ([lr, lr], [0, 0]),
@@ -106,7 +106,7 @@ impl Schedule {
         self.ramp().0[0]
     }
 
-    /// The learning rate of step `step`, the first step being 0.
+    /// Returns the learning rate of step `step`, counted from 0.
     pub fn learning_rate(&self, step: usize) -> f64 {
         let ([max_lr, min_lr], [warmup_steps, total_steps]) = self.ramp();
         if step < warmup_steps {
@@ -123,7 +123,7 @@ impl Schedule {
         min_lr + (max_lr - min_lr) * left
     }
 
-    /// Checks that the numbers make a schedule.
+    /// Checks the schedule.
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: rates must be at least 0 and finite in f32, `min_lr` at most `max_lr`,

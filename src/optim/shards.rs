@@ -1,4 +1,4 @@
-//! The optimizer's state divided among the ranks of a job.
+//! Sharding of the optimizer's state among ranks.
 
 use super::AdamW;
 #[cfg(feature = "files")]
@@ -9,26 +9,26 @@ use crate::{Error, Result};
 #[cfg(feature = "files")]
 use candle_core::{DType, Device, Tensor, Var};
 
-/// Which rank has which parameter's state.
+/// The rank that owns each parameter's state.
 #[derive(Debug)]
 pub(super) struct Shards {
     communicator: Communicator,
-    /// By parameter.
+    /// The owner of each parameter.
     owners: Vec<usize>,
 }
 
 impl AdamW {
-    /// Divides state and update among ranks that train one model (ZeRO, stage 1): this rank keeps the state of the
-    /// parameters that it owns, frees the rest, and from now on updates those parameters alone. The others come from
-    /// their owners: at the end of each [`step`](Self::step), or where a step is
-    /// [planned](crate::compile::Step::replicated) in its next run.
+    /// Shards state and update among the ranks that train a model (ZeRO, stage 1). This rank keeps the state of the
+    /// parameters that it owns, frees the rest, and updates only its own parameters. It receives the others from their
+    /// owners at the end of each [`step`](Self::step), or for a [planned](crate::compile::Step::replicated) step in the
+    /// next run.
     ///
-    /// Parameters are owned as a whole, and each rank owns about as many elements. State and update take 1 / world_size
-    /// of the memory and of the time that they take on one rank. All ranks have to call `step` with the same gradients,
-    /// as [`Replicated`](crate::distributed::Replicated) gives them, and have the same weights then as one rank alone.
+    /// Parameters are not split; each rank owns about the same number of elements. State and update need 1 / world_size
+    /// of the memory and the time of one rank. All ranks have to call `step` with the same gradients, as
+    /// [`Replicated`](crate::distributed::Replicated) returns them; the weights are then those of one rank alone.
     ///
-    /// Each rank's [`state`](Self::state) is that of its own parameters; [`save`](Self::save) and the
-    /// [trainer](crate::train::Trainer::save) write that of all. Load a state before this.
+    /// [`state`](Self::state) returns the state of this rank's parameters; [`save`](Self::save) and the
+    /// [trainer](crate::train::Trainer::save) write that of all. Load a state before sharding.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -59,8 +59,8 @@ impl AdamW {
     /// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
     ///
     /// # Errors
-    /// [`Error::Order`] for an optimizer that is divided already; [`Error::Placement`] for parameters on another device
-    /// than the ranks'; [`Error::Rank`] where ranks have other parameters, or another number of steps.
+    /// [`Error::Order`] if the optimizer is already sharded; [`Error::Placement`] for parameters on another device than
+    /// the communicator's; [`Error::Rank`] if ranks have different parameters or numbers of steps.
     pub fn shard(&mut self, communicator: &Communicator) -> Result<()> {
         const OP: &str = "AdamW::shard";
         if self.shards.is_some() {
@@ -93,11 +93,11 @@ impl AdamW {
         Ok(())
     }
 
-    /// Gives this rank the parameters that others own as they are there, if the optimizer is
-    /// [divided](Self::shard). All ranks have to call it.
+    /// Receives the current values of the parameters that other ranks own, if the optimizer is [sharded](Self::shard).
+    /// All ranks have to call it.
     ///
-    /// Only after [planned](crate::compile::Step::replicated) steps is there anything to do: they leave a rank
-    /// with the newest values of its own parameters, and fetch of the others what the next run reads.
+    /// It is needed only after [planned](crate::compile::Step::replicated) steps, which update a rank's own parameters
+    /// and fetch the others in the next run.
     ///
     /// # Errors
     /// [`Error::Rank`].
@@ -117,13 +117,13 @@ impl AdamW {
         Ok(())
     }
 
-    /// The share of this rank, if the optimizer is divided.
+    /// Returns this rank's shard, if the optimizer is sharded.
     pub(crate) fn own_shard(&self) -> Option<Shard> {
         Some(self.shards.as_ref()?.communicator.shard())
     }
 
-    /// The state of all parameters; of a divided optimizer it is on rank 0, on the host, and the others have none. All
-    /// ranks have to call it.
+    /// Returns the state of all parameters. If the optimizer is sharded, rank 0 gets it on the host and other ranks get
+    /// nothing; all ranks have to call it.
     ///
     /// # Errors
     /// [`Error::Rank`].
@@ -150,7 +150,7 @@ impl AdamW {
 
 #[cfg(feature = "files")]
 impl Shards {
-    /// Brings a tensor of a parameter's state to rank 0, from the rank that has it.
+    /// Sends a tensor of a parameter's state from its owner to rank 0.
     fn to_first(
         &self,
         var: &Var,

@@ -1,4 +1,4 @@
-//! One parameter's state, and its update: by the CPU's kernel, or in candle's own ops.
+//! The state of a parameter and its update, by the CPU kernel or by candle's own ops.
 
 use super::config::Moments;
 use crate::inplace::{is_supported, read, wide, with_mut_slice};
@@ -12,17 +12,17 @@ use half::{bf16, f16};
 
 pub(super) const STEP: &str = "AdamW::step";
 
-/// What a parameter's state is called, part by part.
+/// The names of the tensors of a parameter's state.
 pub(super) const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "master"];
 
-/// A parameter's state.
+/// The state of a parameter.
 #[derive(Debug)]
 pub(super) struct Slot {
-    /// Running mean of the gradient.
+    /// The running mean of the gradient.
     pub(super) exp_avg: Var,
-    /// Running mean of the gradient's square.
+    /// The running mean of the gradient's square.
     pub(super) exp_avg_sq: Var,
-    /// The parameter's value in `f32`, where the parameter is half precision.
+    /// The value in f32, if the parameter is in half precision.
     pub(super) master: Option<Var>,
 }
 
@@ -67,7 +67,7 @@ impl Slot {
         })
     }
 
-    /// The dtypes of a parameter's state, by its [`KINDS`].
+    /// Returns the dtypes of a parameter's state, in the order of [`KINDS`].
     #[cfg(feature = "files")]
     pub(super) fn layout(
         var: &Var,
@@ -120,7 +120,7 @@ fn step_full<T: Real + Stored, M: Moment<Wide = T>>(
     })
 }
 
-/// Of a parameter in half precision, with moments in `M`, computed in f32.
+/// Updates a parameter in half precision with moments in `M`; computes in f32.
 fn step_master<M: Moment<Wide = f32>>(
     parameter: &Tensor,
     gradient: &Tensor,
@@ -167,7 +167,7 @@ fn with_moments<M: Moment>(
     })
 }
 
-/// AdamW's update in candle's own ops: the kernel's specification, for any device.
+/// Updates a parameter with candle's own ops, on any device.
 pub(super) fn step_reference(
     parameter: &Var,
     gradient: &Tensor,
@@ -181,7 +181,7 @@ pub(super) fn step_reference(
     let p = match &slot.master {
         None => current,
         Some(master) => {
-            // The parameter's exact value, unless the parameter was set since.
+            // The master value, unless the parameter was set since.
             let master = master.detach();
             let unchanged = master.to_dtype(parameter.dtype())?.eq(&current)?;
             unchanged.where_cond(&master, &current.to_dtype(master.dtype())?)?
@@ -206,8 +206,8 @@ pub(super) fn step_reference(
     Ok(())
 }
 
-/// A moment in bf16, rounded at random, by the 16 bits from `shift` on of each element's. On the host: candle has no
-/// bits.
+/// Rounds a moment to bf16 stochastically, by 16 random bits of each element from bit `shift` on. It runs on the host,
+/// since candle has no ops on bits.
 fn rounded(moment: &Tensor, update: &Update, shift: u32) -> candle_core::Result<Tensor> {
     let values = moment.flatten_all()?.to_vec1::<f32>()?;
     let values = values.iter().enumerate().map(|(i, x)| {

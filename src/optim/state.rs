@@ -1,4 +1,4 @@
-//! The optimizer's state by name: taken out, put back.
+//! The optimizer's state by name.
 
 use super::adamw::AdamW;
 use super::slot::{KINDS, Slot};
@@ -8,10 +8,10 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 
-/// Makes the error of a state that does not fit: of an entry's name, what is expected, what was given, and a hint.
+/// Builds the error of a state that does not match, from the entry's name, what was expected, what came, and a hint.
 pub(super) type Refuse<'r> = dyn Fn(String, String, String, &str) -> Error + 'r;
 
-/// What the elements of the state called `name` can be.
+/// Returns which values the elements of the state `name` may have.
 pub(super) fn numbers_of(name: &str) -> Numbers {
     match name.starts_with("exp_avg_sq.") {
         true => Numbers::NotNegative, // a mean of squares
@@ -19,10 +19,10 @@ pub(super) fn numbers_of(name: &str) -> Numbers {
     }
 }
 
-/// The prefix of a parameter's count of skipped steps.
+/// The prefix of the count of skipped steps.
 pub(super) const SKIPPED: &str = "skipped.";
 
-/// Whether a state has numbers that a step can go on with.
+/// Checks that the elements of a state are finite, and not negative in `exp_avg_sq`.
 pub(super) fn check_numbers(state: &HashMap<String, Tensor>, refuse: &Refuse<'_>) -> Result<()> {
     let mut names: Vec<&String> = state.keys().collect();
     names.sort(); // the same error for the same state
@@ -37,20 +37,20 @@ pub(super) fn check_numbers(state: &HashMap<String, Tensor>, refuse: &Refuse<'_>
 }
 
 impl AdamW {
-    /// The state, named after the parameters: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>` for a
-    /// parameter in half precision; in the parameters' order. [`AdamW::steps`] belongs to it. Of an optimizer that is
-    /// [divided](AdamW::shard) among ranks it is this rank's part. After them comes `skipped.<name>`, an i64, for each
-    /// parameter that was left out of some steps ([`MissingGradients::Skip`](super::MissingGradients::Skip)): of how
-    /// many.
+    /// Returns the state by name, in the parameters' order: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>`
+    /// for a parameter in half precision. Then `skipped.<name>` follows, an i64, the number of steps without an update
+    /// ([`MissingGradients::Skip`](super::MissingGradients::Skip)), for each parameter with any. [`AdamW::steps`] is
+    /// the rest of the state. If the optimizer is [sharded](AdamW::shard), this is the state of this rank.
     ///
-    /// As in PyTorch the others are the optimizer's own, which the next step changes; [`Tensor::copy`] keeps one.
+    /// Except for the counts these are the optimizer's own tensors, which the next step changes, as in PyTorch;
+    /// [`Tensor::copy`] copies one.
     pub fn state(&self) -> Vec<(String, Tensor)> {
         let entries = self.state_vars();
         let entries = entries.map(|(name, var)| (name, var.detach()));
         entries.chain(self.skipped_steps()).collect()
     }
 
-    /// The counts of skipped steps, as the state has them.
+    /// Returns the counts of skipped steps by name.
     pub(super) fn skipped_steps(&self) -> impl Iterator<Item = (String, Tensor)> {
         let counts = self.parameters().zip(&self.skipped);
         let counts = counts.filter(|(_, skipped)| **skipped > 0);
@@ -60,12 +60,12 @@ impl AdamW {
         })
     }
 
-    /// Puts a state back that [`AdamW::state`] gave, taken after `steps` steps. With equal parameters, gradients and
-    /// hyperparameters, later steps then have the same bits.
+    /// Restores a state of [`AdamW::state`] that was taken after `steps` steps. With equal parameters, gradients and
+    /// hyperparameters, later steps have the same bits.
     ///
     /// # Errors
     /// [`Error::Data`] names an entry that is missing, unexpected, of another shape or dtype, or with an element that
-    /// is not finite or, in `exp_avg_sq`, negative; nothing has changed then.
+    /// is not finite or, in `exp_avg_sq`, negative; nothing changes then.
     pub fn load_state(
         &mut self,
         state: impl IntoIterator<Item = (String, Tensor)>,
@@ -81,7 +81,7 @@ impl AdamW {
         self.put_state(&state, steps)
     }
 
-    /// Overwrites the state with one that has passed [`AdamW::check_layout`], from whatever device.
+    /// Overwrites the state with one that has passed [`AdamW::check_layout`], from any device.
     pub(crate) fn put_state(
         &mut self,
         state: &HashMap<String, Tensor>,
@@ -108,7 +108,7 @@ impl AdamW {
             let Some(tensor) = state.get(&name) else {
                 continue; // not after the check
             };
-            // Its own state, put back as it is: nothing to do, and candle refuses to copy a variable onto itself.
+            // The same tensor: candle refuses to copy a variable onto itself.
             if storage_address(tensor) != storage_address(var) {
                 var.set(&tensor.to_device(var.device())?)?;
             }
@@ -117,7 +117,7 @@ impl AdamW {
         Ok(())
     }
 
-    /// Whether these descriptions by name are those of this optimizer's state.
+    /// Checks that names, shapes and dtypes are those of this optimizer's state.
     pub(super) fn check_layout(
         &self,
         mut given: BTreeMap<String, String>,

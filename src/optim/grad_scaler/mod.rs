@@ -1,4 +1,4 @@
-//! Loss scaling for training in `f16`.
+//! Loss scaling for training in f16.
 
 mod state;
 mod unscale;
@@ -12,11 +12,11 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor, TensorId, Var, backprop::GradStore};
 use std::collections::HashMap;
 
-/// Scales the loss, so that small gradients survive `f16`, and skips the steps in which large ones did not.
+/// Scales the loss so that small gradients do not become 0 in f16, and skips steps whose gradients overflow.
 ///
-/// Gradients under 6e-8 are 0 in `f16`. The gradients of `scale * loss` are `scale` times as large; divided by the
-/// scale in `f32` they are what they should be. Too large a scale makes some of them infinite, so it is moved by trial,
-/// as PyTorch's `torch.amp.GradScaler` does it:
+/// Gradients below 6e-8 are 0 in f16. Those of `scale * loss` are `scale` times as large, and are divided by the scale
+/// in f32. A scale that is too large makes some of them infinite, so it is adjusted, by the rule of PyTorch's
+/// `torch.amp.GradScaler`:
 ///
 /// ```text
 /// a gradient is infinite or NaN:  no update;  scale *= backoff_factor;  tracker = 0
@@ -33,9 +33,9 @@ use std::collections::HashMap;
 /// let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
 /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
 /// for _ in 0..3 {
-///     let loss = weight.sqr()?.sum_all()?; // under autocast, as a rule
+///     let loss = weight.sqr()?.sum_all()?; // usually under autocast
 ///     let mut gradients = tallow::backward(scaler.scale(&loss)?)?;
-///     scaler.unscale(&mut gradients, &parameters)?; // only because clipping follows
+///     scaler.unscale(&mut gradients, &parameters)?; // needed only for clipping
 ///     clip_grad_norm(&mut gradients, &parameters, 1.0)?;
 ///     let stepped = scaler.step(&mut optimizer, &mut gradients)?;
 ///     assert!(stepped);
@@ -47,31 +47,30 @@ use std::collections::HashMap;
 ///
 /// # Several optimizers, several backward passes
 ///
-/// A scaler serves any number of optimizers, each stepped once before [`update`](Self::update): which gradients are
-/// unscaled is kept by parameter, and an overflow skips only the optimizer that has it (the scale is everybody's).
-/// Gradients of several backward passes are added while they are scaled
-/// ([`GradientAccumulator`](super::GradientAccumulator)) and unscaled once.
+/// A scaler serves any number of optimizers, each of which steps once before [`update`](Self::update). An overflow
+/// skips only the optimizer that has it, and lowers the common scale. Gradients of several backward passes are added
+/// while they are scaled ([`GradientAccumulator`](super::GradientAccumulator)) and unscaled once.
 ///
 /// # Where it differs from PyTorch
 ///
-/// - A gradient in `f16` is unscaled to `f32`, where PyTorch refuses it: in `f16` the small ones would be lost again.
-///   [`AdamW`] takes it for an `f16` parameter as it is.
-/// - A gradient that overflows by being unscaled (with a scale under 1) counts as overflow, where PyTorch would step.
-/// - A scale that backs off until it has left `f32`'s normal numbers is an error, where PyTorch goes on in silence.
-/// - Parameters without a gradient are an error, unless [`AdamWConfig::missing_gradients`] says otherwise.
+/// - A gradient in f16 is unscaled to f32, since small ones would become 0 again in f16; PyTorch refuses it. [`AdamW`]
+///   accepts an f32 gradient for an f16 parameter.
+/// - A gradient that overflows when it is unscaled (by a scale under 1) counts as an overflow; PyTorch would step.
+/// - A scale that falls below the normal numbers of f32 is an error; PyTorch continues silently.
+/// - Parameters without a gradient are an error unless [`AdamWConfig::missing_gradients`] allows them.
 ///
 /// [`AdamWConfig::missing_gradients`]: super::AdamWConfig::missing_gradients
 #[derive(Clone, Debug)]
 pub struct GradScaler {
     enabled: bool,
     state: GradScalerState,
-    /// The parameters whose gradients were unscaled since the last update.
+    /// The progress of the parameters whose gradients were unscaled since the last update.
     unscaled: HashMap<TensorId, Progress>,
-    /// The first of them whose gradient was not finite.
+    /// The first parameter whose gradient was not finite.
     non_finite: Option<String>,
 }
 
-/// How far a parameter has come in this step.
+/// The progress of a parameter in this step.
 #[derive(Clone, Copy, Debug)]
 struct Progress {
     finite: bool,
@@ -79,10 +78,10 @@ struct Progress {
 }
 
 impl GradScaler {
-    /// A scaler at its first step.
+    /// Creates a scaler.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration cannot work.
+    /// [`Error::Config`] if [`GradScalerConfig::validate`] refuses the configuration.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {
@@ -93,16 +92,15 @@ impl GradScaler {
         })
     }
 
-    /// The scale, how it moves, and how long it has stood: what a checkpoint needs, taken after
-    /// [`update`](Self::update).
+    /// Returns the state for a checkpoint. Call it after [`update`](Self::update).
     pub fn state(&self) -> GradScalerState {
         self.state
     }
 
-    /// Goes on from a saved state, at the beginning of a step.
+    /// Restores a saved state, at the beginning of a step.
     ///
     /// # Errors
-    /// As [`GradScalerState::validate`]; nothing has changed then.
+    /// Those of [`GradScalerState::validate`]; nothing changes then.
     pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
         state.validate()?;
         self.state = state;
@@ -110,8 +108,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// `loss * scale`, to be given to [`backward`](crate::backward()). A loss in half precision is widened to `f32`
-    /// first.
+    /// Returns `loss * scale`, the argument of [`backward`](crate::backward()). A loss in half precision is widened to
+    /// f32 first.
     ///
     /// # Errors
     /// [`Error::DType`] for a loss that is not a float.
@@ -137,16 +135,16 @@ impl GradScaler {
         }
     }
 
-    /// Divides `parameters`' gradients by the scale, and notes whether all of them are finite: one pass over each.
+    /// Divides the gradients of `parameters` by the scale and checks whether they are finite, in one pass.
     ///
-    /// For what must see true gradients before the update, such as clipping; without it [`step`](Self::step) does the
-    /// same. Gradients are overwritten where they lie unless they are `f16` or share their storage. A variable given
+    /// It is needed only before clipping and other uses of the true gradients; otherwise [`step`](Self::step) does the
+    /// same. Gradients are overwritten in place unless they are f16 or share their storage. A variable that occurs
     /// twice (a tied weight) counts once.
     ///
     /// # Errors
     /// [`Error::Order`] if one of these gradients was unscaled since the last [`update`](Self::update);
     /// [`Error::MissingGradient`] names a parameter without a gradient; [`Error::Config`] if there are no parameters.
-    /// Nothing has changed then.
+    /// Nothing changes then.
     pub fn unscale(
         &mut self,
         gradients: &mut GradStore,
@@ -172,13 +170,13 @@ impl GradScaler {
         self.unscale_all(UNSCALE, gradients, &parameters)
     }
 
-    /// Updates the optimizer's parameters if all of their gradients are finite, and says whether it did.
+    /// Updates the optimizer's parameters if all gradients are finite; returns whether it did.
     ///
-    /// Gradients that [`unscale`](Self::unscale) has not seen are unscaled first. A skipped step changes neither
-    /// parameters nor state, and does not count in [`AdamW::steps`].
+    /// Unscales the gradients first, unless [`unscale`](Self::unscale) has. A skipped step changes neither parameters
+    /// nor state and does not count in [`AdamW::steps`].
     ///
     /// # Errors
-    /// [`Error::Order`] if one of the parameters was stepped since the last [`update`](Self::update), and as
+    /// [`Error::Order`] if one of the parameters was already stepped since the last [`update`](Self::update); those of
     /// [`AdamW::step`].
     pub fn step(&mut self, optimizer: &mut AdamW, gradients: &mut GradStore) -> Result<bool> {
         let parameters = optimizer.with_gradients(STEP, gradients)?;
@@ -187,8 +185,8 @@ impl GradScaler {
         })
     }
 
-    /// As [`step`](Self::step), for any other optimizer of `parameters`: `update` is called if their gradients are
-    /// finite.
+    /// Calls `update`, the step of any other optimizer of `parameters`, if all gradients are finite; returns whether it
+    /// did.
     ///
     /// ```
     /// use candle_core::{Device, Var};
@@ -208,8 +206,8 @@ impl GradScaler {
     /// ```
     ///
     /// # Errors
-    /// As [`unscale`](Self::unscale) and [`step`](Self::step), and what `update` returns; after that it may be called
-    /// again.
+    /// Those of [`unscale`](Self::unscale), [`step`](Self::step) and `update`. After an error of `update` it may be
+    /// called again.
     pub fn step_with(
         &mut self,
         gradients: &mut GradStore,
@@ -252,11 +250,11 @@ impl GradScaler {
         Ok(finite)
     }
 
-    /// Ends a step: moves the scale by the rule.
+    /// Ends a step and adjusts the scale.
     ///
     /// # Errors
-    /// [`Error::Order`] if nothing was unscaled or stepped since the last call; [`Error::Data`] if the scale would
-    /// leave the normal numbers of `f32` after one overflow upon another. Nothing has changed then.
+    /// [`Error::Order`] if nothing was unscaled or stepped since the last call; [`Error::Data`] if the scale would fall
+    /// below the normal numbers of f32 after repeated overflows. Nothing changes then.
     pub fn update(&mut self) -> Result<()> {
         if !self.enabled {
             return Ok(());
@@ -273,7 +271,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// The scale of the next step; `None` for a scaler that is switched off.
+    /// Returns the scale of the next step; `None` if the scaler is disabled.
     ///
     /// # Errors
     /// [`Error::Order`] if gradients were unscaled or stepped since the last update.
@@ -288,10 +286,10 @@ impl GradScaler {
         Ok(self.enabled.then_some(self.state.scale))
     }
 
-    /// Ends a planned step: moves the scale by the rule.
+    /// Ends a planned step and adjusts the scale.
     ///
     /// # Errors
-    /// As [`GradScaler::update`].
+    /// Those of [`GradScaler::update`].
     pub(crate) fn planned_update(&mut self, overflowed: bool) -> Result<()> {
         if self.enabled {
             self.state = self.state.after(overflowed)?;
@@ -304,7 +302,7 @@ impl GradScaler {
         self.non_finite = None;
     }
 
-    /// What losses are multiplied by now: 1 for a scaler that is switched off.
+    /// Returns the current scale; 1 if the scaler is disabled.
     pub fn loss_scale(&self) -> f64 {
         match self.enabled {
             true => self.state.scale,
@@ -312,16 +310,16 @@ impl GradScaler {
         }
     }
 
-    /// The first parameter whose gradient was infinite or NaN since the last [`update`](Self::update).
+    /// Returns the first parameter whose gradient was infinite or NaN since the last [`update`](Self::update).
     pub fn non_finite(&self) -> Option<&str> {
         self.non_finite.as_deref()
     }
 }
 
-/// The state in a file, as JSON.
+/// Files with the state as JSON.
 #[cfg(feature = "files")]
 impl GradScaler {
-    /// Writes [`GradScaler::state`] as JSON, with the keys of PyTorch's `state_dict`. The file is whole or not there.
+    /// Writes [`GradScaler::state`] as JSON, with the keys of PyTorch's `state_dict`. The file is replaced atomically.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be written.
@@ -332,11 +330,11 @@ impl GradScaler {
         crate::files::write_bytes(path, format!("{json}\n").as_bytes())
     }
 
-    /// Goes on from what [`GradScaler::save`], or PyTorch, wrote.
+    /// Restores a state that [`GradScaler::save`] or PyTorch wrote.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is no scaler's state, or one that cannot be:
-    /// it says which key is missing, unknown or out of range. Nothing has changed then.
+    /// [`Error::Io`] if the file cannot be read; [`Error::Format`] names a key that is missing, unknown or out of
+    /// range. Nothing changes then.
     pub fn load(&mut self, path: impl AsRef<std::path::Path>) -> Result<()> {
         let path = path.as_ref();
         let json = crate::files::read_to_string(path)?;
@@ -354,7 +352,7 @@ impl GradScaler {
 const UNSCALE: &str = "GradScaler::unscale";
 const STEP: &str = "GradScaler::step";
 
-/// `parameters`, each variable once; an error if there are none.
+/// Returns each variable of `parameters` once; an error if there are none.
 fn some_parameters(op: &'static str, parameters: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
     let parameters = distinct(parameters);
     if parameters.is_empty() {

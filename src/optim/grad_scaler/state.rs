@@ -1,21 +1,21 @@
-//! A scaler's configuration, its state, and the rule by which the scale moves.
+//! Configuration and state of the scaler, and the rule that adjusts the scale.
 
 use crate::{Error, Result};
 
-/// How the loss scale starts and moves, with PyTorch's meaning and defaults.
+/// The configuration of [`GradScaler`](super::GradScaler), with PyTorch's meaning and defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GradScalerConfig {
-    /// Whether anything is scaled. A scaler that is switched off hands losses and gradients on as they are, checks
-    /// nothing and always steps: one training loop serves every precision.
+    /// Whether losses are scaled. A disabled scaler does not change losses and gradients, checks nothing and always
+    /// steps, so that one training loop serves every precision.
     pub enabled: bool,
     /// The scale of the first step.
     pub init_scale: f64,
-    /// What the scale is multiplied by after `growth_interval` steps in a row without overflow.
+    /// The factor of the scale after `growth_interval` consecutive steps without overflow.
     pub growth_factor: f64,
-    /// What the scale is multiplied by after a step that overflowed.
+    /// The factor of the scale after an overflow.
     pub backoff_factor: f64,
-    /// How many steps in a row without overflow it takes to try a larger scale.
+    /// The number of consecutive steps without overflow after which the scale grows.
     pub growth_interval: usize,
 }
 
@@ -32,10 +32,10 @@ impl Default for GradScalerConfig {
 }
 
 impl GradScalerConfig {
-    /// Whether a scaler can work with these numbers.
+    /// Checks the configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: `init_scale` must be a normal number of `f32` and over 0, `growth_factor`
+    /// [`Error::Config`] naming the field: `init_scale` must be a positive normal f32, `growth_factor`
     /// finite and over 1, `backoff_factor` over 0 and under 1, `growth_interval` at least 1.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
@@ -72,7 +72,7 @@ impl GradScalerConfig {
     }
 }
 
-/// A scaler's state, with the keys of PyTorch's `GradScaler.state_dict()`: as JSON, either reads what the other wrote.
+/// The state of a scaler, with the keys of PyTorch's `GradScaler.state_dict()`; its JSON works in both directions.
 ///
 /// ```
 /// use tallow::optim::GradScalerState;
@@ -88,15 +88,15 @@ impl GradScalerConfig {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 pub struct GradScalerState {
-    /// The scale, an `f32`.
+    /// The scale, an f32.
     pub scale: f64,
-    /// As [`GradScalerConfig::growth_factor`].
+    /// See [`GradScalerConfig::growth_factor`].
     pub growth_factor: f64,
-    /// As [`GradScalerConfig::backoff_factor`].
+    /// See [`GradScalerConfig::backoff_factor`].
     pub backoff_factor: f64,
-    /// As [`GradScalerConfig::growth_interval`].
+    /// See [`GradScalerConfig::growth_interval`].
     pub growth_interval: usize,
-    /// Steps without overflow since the scale last moved: under `growth_interval`.
+    /// The number of steps without overflow since the scale last changed, below `growth_interval`.
     #[cfg_attr(
         feature = "serde",
         serde(rename = "_growth_tracker", alias = "growth_tracker")
@@ -115,11 +115,11 @@ impl GradScalerState {
         }
     }
 
-    /// Whether a scaler can go on from here.
+    /// Checks the state.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: `scale` must be a normal number of `f32` and over 0, `growth_tracker` under
-    /// `growth_interval`, the others as [`GradScalerConfig::validate`] has them.
+    /// [`Error::Config`] naming the field: `scale` must be a positive normal f32, `growth_tracker` under
+    /// `growth_interval`; the others as in [`GradScalerConfig::validate`].
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: String, got: String, hint: &str| {
             Err(Error::config("GradScalerState", field, got).must_be(expected, hint))
@@ -147,10 +147,10 @@ impl GradScalerState {
         Ok(())
     }
 
-    /// The state after a step that did or did not overflow.
+    /// Returns the state after a step with or without overflow.
     ///
     /// # Errors
-    /// [`Error::Data`] where the scale would leave the normal numbers of `f32` at their lower end.
+    /// [`Error::Data`] if the scale would fall below the normal numbers of f32.
     pub(super) fn after(self, overflowed: bool) -> Result<Self> {
         if overflowed {
             return self.backed_off();
@@ -186,14 +186,14 @@ impl GradScalerState {
     }
 }
 
-/// Rounded as PyTorch keeps it, infinite where it is too large.
+/// Rounds a scale to f32, as PyTorch stores it; infinite if it is too large.
 fn as_f32(scale: f64) -> f64 {
     f64::from(scale as f32)
 }
 
 const SCALE_RANGE: &str = "a normal number of f32, 1.2e-38 to 3.4e38";
 
-/// Whether `scale` can be one. As in PyTorch a scale is an `f32`; under its normal numbers `1 / scale` is no `f32`.
+/// Whether `scale` is a positive normal f32: below that `1 / scale` overflows.
 fn is_scale(scale: f64) -> bool {
     let scale = scale as f32;
     scale.is_normal() && scale > 0.0

@@ -1,4 +1,4 @@
-//! Gradients divided by the scale, and whether they are finite: on the CPU in one pass over each.
+//! Unscaling of gradients and the check that they are finite; one pass on the CPU.
 
 use super::super::clip::{are_finite, leave};
 use super::{GradScaler, Progress, UNSCALE};
@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use half::f16;
 
 impl GradScaler {
-    /// Unscales the gradients of parameters of which none is unscaled. All are looked at before one is changed.
+    /// Unscales the gradients of parameters. All are checked before one is changed.
     pub(super) fn unscale_all(
         &mut self,
         op: &'static str,
@@ -37,7 +37,7 @@ impl GradScaler {
     }
 }
 
-/// Every `gradient * factor` in its place, and whether it is finite. The GPU is waited for once.
+/// Replaces each gradient by `gradient * factor`; returns whether each is finite, with one synchronization.
 fn unscale_on_gpu(
     op: &'static str,
     gradients: &mut GradStore,
@@ -52,7 +52,7 @@ fn unscale_on_gpu(
     are_finite(&gradients_of(op, gradients, parameters)?)
 }
 
-/// Every `gradient * factor` in its place, and whether it is finite.
+/// Replaces each gradient by `gradient * factor`; returns whether each is finite.
 fn unscale_on_cpu(
     op: &'static str,
     gradients: &mut GradStore,
@@ -71,8 +71,8 @@ fn unscale_on_cpu(
     each.collect()
 }
 
-/// `gradient * factor` on the CPU, in place if it is not shared, in `f32` if it is `f16`. Returns what takes its place,
-/// where it was not overwritten, and whether no element is infinite or NaN.
+/// Computes `gradient * factor` on the CPU, in place if the storage is not shared, in f32 if it is f16. Returns the new
+/// tensor, if it is not in place, and whether all elements are finite.
 fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<(Option<Tensor>, bool)> {
     let gradient = gradient.detach();
     if gradient.dtype() == DType::F16 {
@@ -93,8 +93,7 @@ fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<(Option<Te
     Ok((Some(copy), finite))
 }
 
-/// The type of an unscaled gradient. `f16` loses what is under 6e-8, which is what the scale was for; `bf16` reaches as
-/// far as `f32`.
+/// Returns the dtype of an unscaled gradient: f32 for f16, whose smallest numbers are too large; bf16 has f32's range.
 fn kept_in(dtype: DType) -> DType {
     match dtype {
         DType::F16 => wide(dtype),
