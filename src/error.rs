@@ -1,69 +1,68 @@
-//! One error for the whole crate. A variant says which operation refused, what it
-//! wanted, what it got, and what the caller can do about it.
+//! The error type of this crate. A variant names the operation, what was expected, what came, and what to do.
 
 use std::fmt::{self, Display, Write};
 use std::path::{Path, PathBuf};
 
-/// What every fallible function of this crate returns.
+/// The result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why an operation refused.
+/// The error type of this crate.
 ///
-/// It converts into [`candle_core::Error`] and candle's errors convert into it, so `?` works in both directions. One of
-/// this crate's errors that passes through a [`candle_core::Result`] comes out as itself. `Debug` prints the same
-/// sentence as `Display`, so a `main` that returns an error, `unwrap` and `expect` print it too.
+/// It converts into [`candle_core::Error`] and from it, so `?` works in both directions; an error of this crate that
+/// passes through a [`candle_core::Result`] is restored. `Debug` prints the same sentence as `Display`, so a `main`
+/// that returns an error, `unwrap` and `expect` print it too.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A tensor of the wrong rank or with the wrong sizes.
+    /// A tensor of another rank or shape than expected.
     #[error("{op}: expected {expected}, got {}; {hint}", Visible(.got))]
     Shape {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The shape it works on.
+        /// The expected shape.
         expected: String,
-        /// The shape it was given.
+        /// The shape that came.
         got: String,
         /// What to do.
         hint: String,
     },
 
-    /// A tensor of a dtype that the operation does not take.
+    /// A tensor of a dtype that the operation does not support.
     #[error("{op}: expected {expected}, got {}; {hint}", Visible(.got))]
     DType {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The dtypes it works on.
+        /// The expected dtypes.
         expected: String,
-        /// The dtype it was given.
+        /// The dtype that came.
         got: String,
         /// What to do.
         hint: String,
     },
 
-    /// Tensors on different devices, or on one that the operation does not run on.
+    /// Tensors on different devices, or on an unsupported one.
     #[error("{op}: expected {expected}, got {got}; {hint}")]
     Placement {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// Where the tensors should be.
+        /// The expected devices.
         expected: String,
-        /// Where they are.
+        /// The devices that came.
         got: String,
         /// What to do.
         hint: String,
     },
 
-    /// A field of a configuration, or a flag, with a value that cannot work.
+    /// A field of a configuration, or a flag, with an invalid value.
     #[error("{config}: {field} must be {expected}, got {}; {}", Visible(.got), Visible(.hint))]
     Config {
         /// The configuration, for example `TransformerConfig`.
         config: &'static str,
         /// The field.
         field: &'static str,
-        /// What it must be.
+        /// The expected value.
         expected: String,
-        /// What it is.
+        /// The value that came.
         got: String,
         /// What to do.
         hint: String,
@@ -76,20 +75,20 @@ pub enum Error {
         vocab_size.saturating_sub(1)
     )]
     TokenId {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
         /// The id.
         id: i64,
         /// Its index in the flattened tensor.
         position: usize,
-        /// How many ids there are.
+        /// The number of ids.
         vocab_size: usize,
     },
 
-    /// A device name that means nothing, or a device that is not there.
+    /// An invalid device name, or a device that does not exist.
     #[error("device {name:?}: {}; {hint}", Visible(.problem))]
     Device {
-        /// The name as given.
+        /// The name.
         name: String,
         /// What is wrong with it.
         problem: String,
@@ -97,44 +96,44 @@ pub enum Error {
         hint: String,
     },
 
-    /// A parameter that the loss does not depend on, or whose gradient was lost on the way.
+    /// A parameter without a gradient: the loss does not depend on it, or an op is not differentiable.
     #[error(
         "{op}: parameter {} has no gradient; does the loss depend on it, and is every op between them differentiable? \
          (candle's fused ops are not) If it may have none, set AdamWConfig::missing_gradients",
         Visible(.parameter)
     )]
     MissingGradient {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The parameter's name, or its position and shape where names are not known.
+        /// The parameter's name, or its index and shape if it has no name.
         parameter: String,
     },
 
-    /// A call that does not follow on the one before it.
+    /// A call in the wrong order.
     #[error("{op}: {}; {}", Visible(.problem), Visible(.hint))]
     Order {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// What came before, or did not.
+        /// What was called before, or was not.
         problem: String,
         /// What to do.
         hint: String,
     },
 
-    /// A rank of a distributed job that failed, or that is not heard of any more.
+    /// A rank of a distributed job that failed or does not respond.
     #[error("rank {rank}, in {during}: {}; {hint}", Visible(.problem))]
     Rank {
-        /// Whose fault it is.
+        /// The rank.
         rank: usize,
-        /// What the ranks were doing together.
+        /// The collective operation.
         during: String,
-        /// What became of the rank.
+        /// What happened to the rank.
         problem: String,
         /// What to do.
         hint: String,
     },
 
-    /// An op without a kernel for a device and dtype, where kernels are demanded.
+    /// An op without a kernel for a device and dtype, under a strict kernel policy.
     #[error(
         "{op}: no kernel for {dtype} on {device}, and the kernel policy is strict; allow the reference implementation \
          (KernelPolicy::Prefer) or change dtype or device"
@@ -142,13 +141,13 @@ pub enum Error {
     NoKernel {
         /// The operation.
         op: &'static str,
-        /// The dtype asked for.
+        /// The dtype.
         dtype: String,
-        /// The device asked for.
+        /// The device.
         device: String,
     },
 
-    /// A weight in a file that is missing, misshapen or unexpected.
+    /// A weight in a file that is missing, of another shape, or unexpected.
     #[error(
         "{}: weight {}: expected {}, got {}; {}",
         Visible(.path.display()), Visible(.name), Visible(.expected), Visible(.got), Visible(.hint)
@@ -158,33 +157,33 @@ pub enum Error {
         path: Box<Path>, // boxed: the largest variant, and every Result carries its size
         /// The weight's name.
         name: String,
-        /// What the configuration asks for.
+        /// What the configuration expects.
         expected: String,
-        /// What the file holds.
+        /// What the file has.
         got: String,
         /// What to do.
         hint: String,
     },
 
-    /// A file whose content is not what its format says.
+    /// A file that violates its format.
     #[error("{}: {}; {}", Visible(.path.display()), Visible(.problem), Visible(.hint))]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with offset and value where there is one.
+        /// What is wrong, with offset and value if known.
         problem: String,
         /// What to do.
         hint: String,
     },
 
-    /// Data that is there, but cannot serve this request.
+    /// Data that does not suit the request.
     #[error("{}: expected {}, got {}; {}", Visible(.what), Visible(.expected), Visible(.got), Visible(.hint))]
     Data {
-        /// The data: a file's name or what it is for.
+        /// The data: the name of a file, or its purpose.
         what: String,
-        /// What is needed.
+        /// What was expected.
         expected: String,
-        /// What there is.
+        /// What came.
         got: String,
         /// What to do.
         hint: String,
@@ -206,29 +205,29 @@ pub enum Error {
         given: String,
     },
 
-    /// More memory needed than there is, known before anything was allocated, or an allocation that was refused.
+    /// Not enough memory, found before anything was allocated or by a failed allocation.
     #[error(
         "{}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
          context or a smaller model",
         Visible(.what)
     )]
     OutOfMemory {
-        /// What wanted it.
+        /// What needs the memory.
         what: String,
-        /// Bytes wanted.
+        /// The bytes needed.
         wanted_bytes: u64,
-        /// Bytes there.
+        /// The bytes available.
         available_bytes: u64,
     },
 
-    /// The operating system refused to read or write.
+    /// An input or output error of the operating system.
     #[error("{}: cannot {action}: {}", Visible(.path.display()), Visible(.source))]
     Io {
-        /// What was tried, as a verb: `read`, `write`, `map`.
+        /// The action, as a verb: `read`, `write`, `map`.
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The system's answer.
+        /// The error of the system.
         source: std::io::Error,
     },
 
@@ -236,13 +235,13 @@ pub enum Error {
     #[error("plot: {}", Visible(.0))]
     Plot(String),
 
-    /// candle's own error.
+    /// An error of candle.
     #[error(transparent)]
     Candle(candle_core::Error),
 }
 
-/// Text that may come from a file (a name, a value, a path), as errors show it: characters that would control the
-/// terminal, or change the order of what is read, are escaped as Rust writes them.
+/// Text in errors that may come from a file (a name, a value, a path). Characters that control a terminal or change the
+/// direction of text are escaped as in Rust.
 struct Visible<T>(T);
 
 impl<T: Display> Display for Visible<T> {
@@ -266,8 +265,8 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// Whether a terminal acts on a character instead of showing it: control characters, line separators, and those that
-/// switch between left-to-right and right-to-left.
+/// Whether a terminal interprets a character instead of showing it: control characters, line separators, and marks of
+/// the direction of text.
 fn is_control(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -279,11 +278,11 @@ impl fmt::Debug for Error {
     }
 }
 
-/// The first half of an error: what was given, and to whom.
+/// The first half of an error: the operation and what came.
 pub(crate) struct Got(Error);
 
 impl Got {
-    /// The error that says what must have been given, and what to do.
+    /// Completes the error with what was expected and what to do.
     pub(crate) fn must_be(mut self, what: impl Into<String>, todo: impl Into<String>) -> Error {
         if let Error::Shape { expected, hint, .. }
         | Error::DType { expected, hint, .. }
@@ -298,7 +297,7 @@ impl Got {
     }
 }
 
-/// The halves, of variants that have what is named, an expectation, what was given and a hint.
+/// Generates constructors for variants with a subject, an expectation, what came and a hint.
 macro_rules! halves {
     ($($(#[$doc:meta])* $name:ident: $variant:ident { $($field:ident: $T:ty),+ })+) => {$(
         $(#[$doc])*
@@ -359,9 +358,8 @@ impl Error {
         }
     }
 
-    /// Whether this is for want of memory: [`OutOfMemory`](Self::OutOfMemory), or what CUDA and cuBLAS answer when the
-    /// GPU is full. What failed gives back what it had taken (on a GPU once the stream has come by), so smaller work
-    /// can go on.
+    /// Whether memory ran out: [`OutOfMemory`](Self::OutOfMemory), or the error of CUDA or cuBLAS for a full GPU. The
+    /// failed operation frees its memory (on a GPU in stream order), so smaller work can continue.
     pub fn is_out_of_memory(&self) -> bool {
         const ANSWERS: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
         match self {
@@ -387,15 +385,14 @@ impl From<Error> for candle_core::Error {
     }
 }
 
-/// An error of this crate that candle returns is converted back to itself; candle's context, paths and backtraces
-/// around it are dropped.
+/// An error of this crate inside candle's is restored; candle's context, paths and backtraces are dropped.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
         unwrapped(error).unwrap_or_else(Error::Candle)
     }
 }
 
-/// The error of this crate inside candle's, or candle's unchanged.
+/// Returns the error of this crate inside candle's, or candle's unchanged.
 fn unwrapped(error: candle_core::Error) -> std::result::Result<Error, candle_core::Error> {
     use candle_core::Error as Candle;
     match error {

@@ -1,4 +1,4 @@
-//! Whether this thread records a graph; and what holds on a thread while a function runs.
+//! Gradient tracking, and thread-local values that are set while a function runs.
 
 use std::cell::Cell;
 
@@ -6,10 +6,10 @@ thread_local! {
     static ENABLED: Cell<bool> = const { Cell::new(true) };
 }
 
-/// Runs `f` without building a graph: whatever this crate's ops and layers compute in it keeps nothing for backward.
+/// Runs `f` without gradient tracking: this crate's ops and layers build no graph and save nothing for backward.
 ///
-/// candle has no such switch of its own, so an ordinary candle op on a [`Var`](candle_core::Var) inside `f` still
-/// records itself. Regions nest, hold for the calling thread only, and end on panic too.
+/// candle has no such switch: its own ops on a [`Var`](candle_core::Var) inside `f` are still tracked. Calls may be
+/// nested and apply to the calling thread only.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -25,18 +25,18 @@ pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
     with_grad(false, f)
 }
 
-/// Runs `f` with a graph or without, whatever held before, which holds again afterwards.
+/// Runs `f` with gradient tracking enabled or disabled, and restores the previous setting.
 pub(crate) fn with_grad<R>(enabled: bool, f: impl FnOnce() -> R) -> R {
     holding(|enabled| ENABLED.replace(enabled), enabled, f)
 }
 
-/// Whether ops record themselves on this thread.
+/// Returns whether gradients are tracked on this thread.
 pub fn is_grad_enabled() -> bool {
     ENABLED.get()
 }
 
-/// Runs `f` while `value` is in a thread's cell, of which `replace` puts one in and returns the other. The former holds
-/// again afterwards, on panic too.
+/// Runs `f` while a thread-local cell has `value`; `replace` swaps the cell. The previous value is restored, also on
+/// panics.
 pub(crate) fn holding<T, R>(replace: impl Fn(T) -> T, value: T, f: impl FnOnce() -> R) -> R {
     struct Restore<T, F: Fn(T) -> T> {
         former: Option<T>,

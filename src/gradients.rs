@@ -1,4 +1,4 @@
-//! Parameters' gradients out of a store, checked, and which of them may be written where they lie.
+//! Validated lookup of parameters' gradients in a store, and which of them may be overwritten.
 
 use crate::hardware::device_name;
 use crate::inplace::{is_supported, storage_address};
@@ -6,14 +6,14 @@ use crate::{Error, Result};
 use candle_core::{Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
 
-/// `parameters` without repetitions of a variable (tied weights), in order.
+/// Returns `parameters` without repeated variables (tied weights), in order.
 pub(crate) fn distinct(parameters: &[(String, Var)]) -> Vec<(String, Var)> {
     let mut seen = HashSet::new();
     let firsts = parameters.iter().filter(|(_, var)| seen.insert(var.id()));
     firsts.cloned().collect()
 }
 
-/// Parameters as ranks compare them: names, shapes, dtypes.
+/// Describes parameters for comparison between ranks: names, shapes, dtypes.
 pub(crate) fn described<'a>(parameters: impl Iterator<Item = &'a (String, Var)>) -> String {
     let described = parameters.map(|(name, var)| {
         let dtype = var.dtype().as_str();
@@ -22,7 +22,7 @@ pub(crate) fn described<'a>(parameters: impl Iterator<Item = &'a (String, Var)>)
     described.collect::<Vec<_>>().join(", ")
 }
 
-/// The gradient of `var`: there, of its shape, of a float dtype, on its device.
+/// Returns the gradient of `var`; an error unless it exists, has the shape and device of `var`, and is a float.
 pub(crate) fn gradient_of<'a>(
     op: &'static str,
     gradients: &'a GradStore,
@@ -39,7 +39,7 @@ pub(crate) fn missing(op: &'static str, name: &str) -> Error {
     }
 }
 
-/// As [`gradient_of`], `None` where there is no gradient.
+/// Returns the gradient of `var` like [`gradient_of`], or `None` if there is none.
 pub(crate) fn find_gradient<'a>(
     op: &'static str,
     gradients: &'a GradStore,
@@ -75,7 +75,7 @@ pub(crate) fn find_gradient<'a>(
     Ok(Some(gradient))
 }
 
-/// The [gradient](gradient_of) of each parameter.
+/// Returns the [gradient](gradient_of) of each parameter.
 pub(crate) fn gradients_of<'a>(
     op: &'static str,
     gradients: &'a GradStore,
@@ -87,9 +87,9 @@ pub(crate) fn gradients_of<'a>(
         .collect()
 }
 
-/// How many tensors lie on each storage: every gradient of a store, and the parameters themselves.
+/// The number of tensors on each storage, of all gradients of a store and the parameters.
 ///
-/// What is alone on its storage can be overwritten without changing another.
+/// A tensor that is alone on its storage can be overwritten without changing another.
 pub(crate) struct Owners(HashMap<usize, usize>);
 
 impl Owners {
@@ -110,12 +110,12 @@ impl Owners {
     }
 }
 
-/// What happens to a parameter that has no gradient: an expert that no token chose, a branch that was not taken.
+/// The treatment of a parameter without a gradient: an expert that no token chose, a branch that was not taken.
 ///
 /// It is set per parameter group, in [`AdamWConfig::missing_gradients`](crate::optim::AdamWConfig::missing_gradients),
-/// for eager and [planned](crate::compile::Step) steps. What takes a list of parameters ([`clip_grad_norm`],
-/// [`GradScaler::unscale`], [`check_finite`]) is given those that have a gradient, by
-/// [`with_gradients`](Self::with_gradients). [`GradientAccumulator::with_missing`] has it too.
+/// for eager and [planned](crate::compile::Step) steps, and in [`GradientAccumulator::with_missing`]. Functions that
+/// take a list of parameters ([`clip_grad_norm`], [`GradScaler::unscale`], [`check_finite`]) expect those with a
+/// gradient, which [`with_gradients`](Self::with_gradients) returns.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -150,20 +150,20 @@ impl Owners {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
 pub enum MissingGradients {
-    /// An error that names the parameter: nothing is left untrained unnoticed.
+    /// Returns an error that names the parameter, so that no parameter stays untrained unnoticed.
     #[default]
     Error,
-    /// The parameter and its state are left as they are, as PyTorch leaves those whose `grad` is `None`. Bias
-    /// correction counts the updates of each parameter.
+    /// Leaves the parameter and its state unchanged, as PyTorch does if `grad` is `None`. Bias correction counts the
+    /// updates of each parameter.
     Skip,
-    /// The parameter is updated with a gradient of zeros: its moments decay, and weight decay applies. PyTorch does
-    /// this after `zero_grad(set_to_none=False)`.
+    /// Updates the parameter with a gradient of zeros: its moments decay, and weight decay applies, as in PyTorch after
+    /// `zero_grad(set_to_none=False)`.
     Zero,
 }
 
 impl MissingGradients {
-    /// Returns the parameters that have a gradient, in order. Those without one add nothing to a norm, and there is
-    /// nothing to unscale: with [`Skip`](Self::Skip) and [`Zero`](Self::Zero) they are left out.
+    /// Returns the parameters that have a gradient, in order. With [`Skip`](Self::Skip) and [`Zero`](Self::Zero) the
+    /// others are left out.
     ///
     /// # Errors
     /// With [`Error`](Self::Error), [`Error::MissingGradient`](crate::Error::MissingGradient) names the first parameter
@@ -176,7 +176,7 @@ impl MissingGradients {
         self.present("MissingGradients::with_gradients", gradients, parameters)
     }
 
-    /// As [`with_gradients`](Self::with_gradients); errors name `op`.
+    /// Returns the parameters like [`with_gradients`](Self::with_gradients); errors name `op`.
     pub(crate) fn present(
         self,
         op: &'static str,

@@ -1,17 +1,15 @@
-//! What a program sets once for its process.
+//! Settings of the process.
 
-/// Has candle's threads sleep sooner while they wait for work: by default they spin on cores that this crate's kernels
-/// then want (with 16 cores a small eager step took four times as long).
+/// Shortens how long candle's worker threads spin before they sleep. Call it first in `main`.
 ///
-/// Call it first in `main`. Says whether the
-/// setting holds.
+/// By default they spin on cores that this crate's kernels need: with 16 cores a small eager step took four times as
+/// long. Returns whether the setting applies.
 ///
-/// It sets the environment variable `CANDLE_BARRIER_POOL_SPIN_LIMIT` to 1000, which candle reads at its first op. One
-/// that is set already stays, and holds. A process's environment may be changed only while it has one thread; where
-/// there are more, or where that is not known (on neither Linux nor Windows), nothing is set. Set it outside then.
+/// It sets the environment variable `CANDLE_BARRIER_POOL_SPIN_LIMIT` to 1000, which candle reads at its first op; an
+/// existing value is kept and applies. The environment can be changed safely only while the process has one thread.
+/// With more threads, and on other systems than Linux and Windows, nothing is set: set it outside of the process.
 ///
-/// A program also gains by an allocator that keeps freed pages, which a library cannot choose:
-/// [Speed](crate#speed-of-a-program-that-uses-it).
+/// An allocator that keeps freed pages saves time too; see [Speed](crate#speed-of-a-program-that-uses-it).
 ///
 /// ```
 /// fn main() -> tallow::Result<()> {
@@ -40,7 +38,7 @@ fn is_alone() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
-/// Windows locks the environment; elsewhere this is not known.
+/// On Windows the environment is locked; on other systems the number of threads is unknown.
 #[cfg(not(target_os = "linux"))]
 fn is_alone() -> bool {
     cfg!(windows)

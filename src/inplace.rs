@@ -1,4 +1,4 @@
-//! Candle tensors as slices that can be written, several at a time, on the CPU; and what is made of that.
+//! Access to the elements of CPU tensors as mutable slices, and in-place functions on them.
 
 use crate::kernels::cpu::{Stored, reduce};
 use candle_core::{
@@ -6,7 +6,7 @@ use candle_core::{
 };
 use std::cell::Cell;
 
-/// Runs `$body` with the type `$T` that the dtype names; only the kernels' dtypes get here.
+/// Runs `$body` with the type `$T` of a dtype, which must be one of the kernels' dtypes.
 macro_rules! for_real {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -24,7 +24,7 @@ macro_rules! for_real {
 }
 pub(crate) use for_real;
 
-/// As [`for_real`], with half precision too, for kernels that widen as they read.
+/// Runs `$body` like [`for_real`], also for half precision, with kernels that widen on reading.
 macro_rules! for_stored {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -42,7 +42,7 @@ macro_rules! for_stored {
 }
 pub(crate) use for_stored;
 
-/// Evaluates `$body` with the elements of a CPU storage, of whatever dtype the kernels know, as `$x`.
+/// Evaluates `$body` with the elements of a CPU storage of any of the kernels' dtypes as `$x`.
 macro_rules! for_elements {
     ($storage:expr, $x:ident => $body:expr) => {
         match $storage {
@@ -99,13 +99,12 @@ pub(crate) fn with_mut_bytes<R>(
     }
 }
 
-/// As [`with_mut_bytes`] for all of `tensors` at once, which must be on storages of their own: `f` gets their bytes, in
-/// order.
+/// Calls `f` with the bytes of all `tensors`, in order, for writing. Each must be alone on its storage.
 pub(crate) fn with_all_mut_bytes<R>(
     tensors: &[&Tensor],
     f: impl FnOnce(&[*mut [u8]]) -> R,
 ) -> Result<R> {
-    // Behind a pointer, or every level would be a type of its own.
+    // Behind a pointer: otherwise each level of recursion would be another type.
     type Borrower<'f, R> = Box<dyn FnOnce(&[*mut [u8]]) -> R + 'f>;
 
     fn lend_rest<R>(
@@ -134,7 +133,7 @@ pub(crate) fn with_mut_slice<T: Stored, R>(
         if dtype != T::DTYPE {
             bail!("expected a tensor of {}", T::DTYPE.as_str());
         }
-        // SAFETY: the bytes of elements of `T`, which nothing else has meanwhile.
+        // SAFETY: the bytes of elements of `T`, borrowed exclusively.
         f(unsafe { std::slice::from_raw_parts_mut(bytes.cast(), bytes.len() / size_of::<T>()) })
     })?
 }
@@ -157,12 +156,12 @@ pub(crate) fn storage_address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*storage).addr()
 }
 
-/// Whether the kernels take this element type.
+/// Whether the kernels support this dtype.
 pub(crate) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
-/// The type that numbers stored as `dtype` are added up in.
+/// Returns the dtype in which numbers stored as `dtype` are summed.
 pub(crate) fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
@@ -170,13 +169,13 @@ pub(crate) fn wide(dtype: DType) -> DType {
     }
 }
 
-/// A scalar tensor's value. Not every device has `f64`, so it is converted on the host.
+/// Returns the value of a scalar tensor. It is converted on the host, since not every device has f64.
 pub(crate) fn to_f64(scalar: &Tensor) -> Result<f64> {
     let scalar = scalar.detach().to_device(&Device::Cpu)?;
     scalar.to_dtype(DType::F64)?.to_scalar()
 }
 
-/// The sum of the squares of all elements.
+/// Returns the sum of squares of all elements.
 pub(crate) fn sum_of_squares(tensor: &Tensor) -> Result<f64> {
     if !tensor.device().is_cpu() {
         return to_f64(&tensor.to_dtype(wide(tensor.dtype()))?.sqr()?.sum_all()?);
@@ -185,7 +184,7 @@ pub(crate) fn sum_of_squares(tensor: &Tensor) -> Result<f64> {
     for_stored!(x.dtype(), T => read(&x, |x: &[T]| Ok(reduce::sum_of_squares(x))))
 }
 
-/// Whether no element is infinite or NaN.
+/// Returns whether all elements are finite.
 pub(crate) fn all_finite(tensor: &Tensor) -> Result<bool> {
     if !tensor.device().is_cpu() {
         // 0 times infinity is NaN, and a sum keeps a NaN.
@@ -196,7 +195,7 @@ pub(crate) fn all_finite(tensor: &Tensor) -> Result<bool> {
     for_stored!(x.dtype(), T => read(&x, |x: &[T]| Ok(reduce::all_finite(x))))
 }
 
-/// `tensor *= factor` in place: a contiguous CPU tensor.
+/// Computes `tensor *= factor` on a contiguous CPU tensor.
 pub(crate) fn scale(tensor: &Tensor, factor: f64) -> Result<()> {
     for_stored!(tensor.dtype(), T => with_mut_slice(tensor, |x: &mut [T]| {
         reduce::scale(x, factor);
@@ -204,7 +203,7 @@ pub(crate) fn scale(tensor: &Tensor, factor: f64) -> Result<()> {
     }))
 }
 
-/// `tensor = min(max(tensor, -bound), bound)` in place: a contiguous CPU tensor.
+/// Computes `tensor = min(max(tensor, -bound), bound)` on a contiguous CPU tensor.
 pub(crate) fn clamp(tensor: &Tensor, bound: f64) -> Result<()> {
     for_stored!(tensor.dtype(), T => with_mut_slice(tensor, |x: &mut [T]| {
         reduce::clamp(x, bound);
@@ -212,7 +211,7 @@ pub(crate) fn clamp(tensor: &Tensor, bound: f64) -> Result<()> {
     }))
 }
 
-/// `sum += factor * tensor` in place: contiguous CPU tensors on storages of their own, `sum` of the wide type.
+/// Computes `sum += factor * tensor` on contiguous CPU tensors with separate storages; `sum` has the wide dtype.
 pub(crate) fn add_scaled(sum: &Tensor, tensor: &Tensor, factor: f64) -> Result<()> {
     for_stored!(tensor.dtype(), T => read(tensor, |x: &[T]| {
         with_mut_slice(sum, |sum: &mut [<T as Stored>::Wide]| {

@@ -1,24 +1,23 @@
-//! Train transformer language models on [candle](candle_core), and know what a training step costs.
+//! Trains transformer language models on [candle](candle_core) and measures what a training step costs.
 //!
-//! tallow is a library of parts, each of which works alone on ordinary candle tensors:
+//! Each part of tallow works alone on ordinary candle tensors:
 //!
 //! - [`model`]: a transformer language model ([`TransformerLM`](model::TransformerLM)) that loads Stanford CS336's
-//!   checkpoints, counts its FLOPs, and generates;
-//! - [`nn`]: its layers, built from any candle `VarBuilder`;
-//! - [`ops`]: differentiable operations with hand-written CPU kernels and backwards, where candle's own fused ones cut
-//!   the graph silently; every op has a `reference` in plain candle ops, which is its specification;
-//! - [`attention`]: scaled dot-product attention with masks, naive and in tiles ([`flash`](attention::flash()), with a
-//!   backward);
+//!   checkpoints, with FLOP counts and text generation;
+//! - [`nn`]: the layers, built from any candle `VarBuilder`;
+//! - [`ops`]: differentiable ops with CPU and CUDA kernels for forward and backward (candle's own fused ops have no
+//!   backward); each has a reference implementation in plain candle ops;
+//! - [`attention`]: scaled dot-product attention with masks, naive and tiled ([`flash`](attention::flash()));
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
-//! - [`backward`](backward()): the gradients of a loss, which frees the graph as it goes;
-//! - [`optim`]: AdamW that keeps f32 state and updates in place, clipping, accumulation, schedules, loss scaling;
+//! - [`backward`](backward()): the gradients of a loss; it frees the graph as it proceeds;
+//! - [`optim`]: AdamW with f32 state and in-place updates, clipping, accumulation, schedules, loss scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
-//! - [`distributed`]: several processes that train together, each with its GPU;
-//! - [`compile`]: a training step planned beforehand: one list of kernel calls in one piece of memory, faster than the
-//!   graph and with a memory account that is exact;
-//! - [`graph`]: a forward traced as data, without computing anything: what a model does, op by op;
+//! - [`distributed`]: data parallelism and sharding over several GPUs, processes or threads;
+//! - [`compile`]: planned training steps: a list of kernel calls with one memory arena, faster than the graph, with an
+//!   exact account of memory;
+//! - [`graph`]: a forward pass traced as data, without computing it;
 //! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables;
-//! - [`profile`]: where a step's time goes, op by op and place by place, and what candle spends between them.
+//! - [`profile`]: the time of a step by op and by layer, and the overhead between ops.
 //!
 //! ```
 //! use tallow::model::{TransformerConfig, TransformerLM};
@@ -51,53 +50,51 @@
 //!
 //! # Kernels and references
 //!
-//! On the CPU ops run kernels, in f32, f64, f16 and bf16: parallel, vectorised for the processor that is there, and
-//! with the same bits for any number of threads. So they do on CUDA in f32, f16 and bf16: products are cuBLAS's, the
-//! rest are kernels of our own. Elsewhere they run their reference, and [`ops::fallbacks`] says which did;
-//! [`ops::KernelPolicy::Strict`] makes that an error instead.
+//! On the CPU ops have kernels in f32, f64, f16 and bf16. They are parallel, vectorized for the processor at run time,
+//! and give the same bits with any number of threads. On CUDA ops have kernels in f32, f16 and bf16; matmuls call
+//! cuBLAS. Otherwise an op runs its reference implementation: [`ops::fallbacks`] lists these ops, and
+//! [`ops::KernelPolicy::Strict`] makes them an error.
 //!
 //! # Backward
 //!
-//! Ops are nodes of candle's graph, and `loss.backward()` works. [`backward()`] gives the same gradients in less time
-//! and memory: it frees the graph as it goes, and adds gradients in place.
+//! Ops are nodes of candle's graph, so `loss.backward()` works. [`backward()`] computes the same gradients in less time
+//! and memory.
 //!
 //! # Features
 //!
-//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and
-//! [`distributed`] are always there. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and
-//! little else. The rest is by feature, and on by default:
+//! [`ops`], [`attention`], [`nn`], [`model`], [`optim`], [`precision`], [`graph`], [`compile`] and [`distributed`] are
+//! always included. With `default-features = false` they depend on candle, `gemm`, `pulp`, `rayon` and few other
+//! crates. These features are on by default:
 //!
 //! - `train`: [`data`] and [`train`]. Includes `hf`.
 //! - `report`: [`report`], [`bench`](mod@bench), [`memory`], [`profile`], and plans as text and picture
 //!   ([`Plan::explain`](compile::Plan::explain)).
-//! - `png`: pictures saved as PNG too, with a font that the build carries (its licence:
-//!   `src/report/DejaVu-LICENSE.txt`). Includes `report`.
-//! - `files`: weights, and the states of optimizer and loss scale, saved and loaded with checksums
+//! - `png`: pictures as PNG, with an embedded font (licence: `src/report/DejaVu-LICENSE.txt`). Includes `report`.
+//! - `files`: files of weights, optimizer and loss scaler, with checksums
 //!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
-//!   and `report`. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write weights. [`hf`] is
-//!   part of it.
+//!   and `report`; includes [`hf`]. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write
+//!   weights.
 //! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
-//! - `serde`: configurations that serde reads and writes. Included in `files`.
+//! - `serde`: serde for configurations. Included in `files`.
 //!
-//! Off by default: `cuda`, `cudnn`, `metal`, `mkl` and `accelerate` switch on the same in candle; the last two speed up
-//! candle's own matmul only, since this crate's ops have products of their own, and the `gemm` crate's. `nvtx` hands
-//! ranges to NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda` includes it. `mpi` has ranks on CPUs ([`distributed`];
-//! needs an MPI and libclang to build).
+//! These are off by default: `cuda`, `cudnn`, `metal`, `mkl` and `accelerate` enable the same features of candle; the
+//! last two affect only candle's own matmul. `nvtx` emits ranges for NVIDIA's profilers ([`probe::emit_nvtx`]); `cuda`
+//! includes it. `mpi` adds ranks that are processes on CPUs ([`distributed`]; the build needs an MPI and libclang).
 //!
 //! # Speed of a program that uses it
 //!
-//! - Cargo's profiles do not reach dependent crates: build with `--release`, or set `opt-level = 3` in `[profile.dev]`.
-//! - candle's CPU backend allocates for every op. With mimalloc, told to keep freed pages, eager steps take less time;
-//!   the examples do this.
-//! - candle's thread pool spins before it sleeps, on cores that kernels then want: begin `main` with [`init`]. On a
-//!   machine that is busy with other work, `CANDLE_NUM_THREADS=1` makes training faster still.
-//! - On the CPU bf16 saves time where the processor multiplies it itself ([`hardware::bf16_products`]). Else half
-//!   precision saves memory, not time: kernels widen it, compute in f32 and round once.
+//! - Build with `--release`, or set `opt-level = 3` in `[profile.dev]`: profiles of a dependency do not apply.
+//! - candle's CPU backend allocates for every op. Eager steps are faster with mimalloc, configured to keep freed pages,
+//!   as in the examples.
+//! - candle's worker threads spin on cores that kernels need: call [`init`] first in `main`. On a machine with other
+//!   work, `CANDLE_NUM_THREADS=1` makes training faster still.
+//! - On the CPU bf16 saves time only if the processor has bf16 instructions ([`hardware::bf16_products`]). Otherwise
+//!   half precision saves memory only: kernels widen it, compute in f32 and round once.
 //!
 //! # Errors and panics
 //!
-//! Every fallible function returns [`Error`], which says what was wanted, what came and what to do. No input makes a
-//! public function panic.
+//! Every fallible function returns [`Error`], which names what was expected, what came and what to do. Public functions
+//! do not panic on any input.
 #![deny(missing_docs)]
 // With some features off, docs link to modules that are not there, and crate-private helpers of theirs have no caller.
 // The default build checks both.
@@ -146,7 +143,7 @@ mod saved;
 pub mod train;
 
 pub use backward::{backward, backward_from};
-/// The candle that this crate is built on: a program that uses it by this name has the same version.
+/// The version of candle that this crate depends on.
 pub use candle_core as candle;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
@@ -154,7 +151,7 @@ pub use hardware::device;
 pub use init::init;
 pub use precision::autocast;
 
-/// The README's example, compiled with the other examples of the docs.
+/// Compiles the example of the README as a doctest.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,25 +1,25 @@
-//! What saved tensors may be, for errors: their numbers, their types and shapes.
+//! Validation of the elements of saved tensors.
 
 use crate::Result;
 use crate::inplace::{for_stored, is_supported, read};
 use candle_core::{Tensor, WithDType};
 use rayon::prelude::*;
 
-/// Elements that one task looks at.
+/// The elements that one task checks.
 const CHUNK: usize = 1 << 15;
 
 pub(crate) fn describe(tensor: &Tensor) -> String {
     format!("{} {:?}", tensor.dtype().as_str(), tensor.dims())
 }
 
-/// What the elements of a saved tensor may be.
+/// The values that elements of a saved tensor may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Numbers {
-    /// Whatever there is.
+    /// Any value.
     Any,
-    /// Neither infinite nor NaN.
+    /// Finite values.
     Finite,
-    /// Finite, and none under 0.
+    /// Finite values from 0 on.
     NotNegative,
 }
 
@@ -32,10 +32,10 @@ impl Numbers {
         }
     }
 
-    /// The first element that may not be, with its place, as errors say it.
+    /// Describes the first invalid element and its position, for errors.
     ///
     /// # Errors
-    /// candle's where a tensor cannot be brought to the host.
+    /// Errors of candle if the tensor cannot be copied to the host.
     pub(crate) fn misfit(self, tensor: &Tensor) -> Result<Option<String>> {
         if self == Self::Any || !is_supported(tensor.dtype()) {
             return Ok(None);
@@ -53,7 +53,7 @@ impl Numbers {
         };
         let chunks = elements.par_chunks(CHUNK).enumerate();
         chunks.find_map_first(|(i, chunk)| {
-            // Without an early exit it is one vectorised pass; the search runs only where it will find something.
+            // One vectorized pass without an early exit; the search runs only if there is an invalid element.
             let any = chunk.iter().fold(false, |any, x| any | wrong(x));
             let position = any.then(|| chunk.iter().position(wrong)).flatten()?;
             let value = chunk[position].to_f64();

@@ -1,9 +1,9 @@
-//! Gradients that are known, tied to candle's graph.
+//! Attaches precomputed gradients to candle's graph.
 //!
-//! An op of candle's has at most three arguments, and what is known may be of any number of tensors. So they are
-//! threaded onto a token, a scalar without meaning: each [`Attach`] takes the token so far and one more tensor and
-//! gives the next token. In backward each gives its tensor the gradient that was left for it: before, or by a node that
-//! the last token is the argument of, whose turn comes first.
+//! An op of candle has at most three arguments, but the gradients may be of any number of tensors. So a token, a scalar
+//! without meaning, is passed through a chain of ops: each [`Attach`] maps the token and one more tensor to the next
+//! token. In backward each returns the gradient in its slot, which was stored before, or by the node that reads the
+//! last token and whose backward runs first.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -13,11 +13,10 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// A gradient on its way to an attachment.
+/// The slot with the gradient of an attachment.
 ///
-/// Backward may run through one graph on several threads, and on one thread inside of itself: through a captured
-/// tensor, say, whose attachment is then met before an earlier gradient was picked up. What is inside is done first, so
-/// the last one in is the first one out.
+/// Backward may run through one graph on several threads, and recursively on one thread: through a captured tensor,
+/// whose attachment may run before an earlier gradient is taken. The inner backward ends first, so the slot is a stack.
 #[derive(Default)]
 pub(crate) struct Slot(Mutex<HashMap<ThreadId, Vec<Option<Tensor>>>>);
 
@@ -28,7 +27,7 @@ impl Slot {
         mine.push(gradient);
     }
 
-    /// `None` if nothing was put there.
+    /// Takes the gradient; `None` if none was stored.
     fn take(&self) -> Option<Option<Tensor>> {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let id = thread::current().id();
@@ -41,12 +40,12 @@ impl Slot {
     }
 }
 
-/// The token to start from.
+/// Creates the first token.
 pub(crate) fn token(like: &Tensor) -> Result<Tensor> {
     Tensor::zeros((), DType::F32, like.device())
 }
 
-/// (token, tensor) to token; backward passes the tensor's gradient through.
+/// Maps (token, tensor) to a token; backward returns the gradient in the slot.
 pub(crate) struct Attach(pub Arc<Slot>);
 
 impl CustomOp2 for Attach {
@@ -98,7 +97,7 @@ impl CustomOp2 for Attach {
     }
 }
 
-/// A scalar of the dtype and device of another tensor.
+/// Creates a scalar with the dtype and device of another tensor.
 fn zero<S: BackendStorage>(like: &S) -> Result<(S, Shape)>
 where
     S::Device: BackendDevice<Storage = S>,

@@ -1,5 +1,4 @@
-//! Backward through the graph of a tensor, which frees the graph as it goes.
-//! The graph is candle's; ops of this crate are found in it by the tape that `ops` writes.
+//! Backward that frees the graph as it proceeds. The graph is candle's; `ops` records this crate's ops on a tape.
 
 mod attach;
 mod sums;
@@ -13,20 +12,18 @@ use sums::Sums;
 pub(crate) use attach::{Attach, Slot, token};
 pub(crate) use sums::empty_store;
 
-/// The gradients of `loss` with respect to the variables that it depends on, as `loss.backward()` gives them, in less
-/// time and memory:
+/// Computes the gradients of `loss` with respect to its variables, like `loss.backward()` in less time and memory.
 ///
-/// - a first gradient is taken as the op makes it, where candle adds it to zeros, and later ones are added in place;
-/// - an op's output and what it keeps are freed as soon as its backward is done, where candle's graph lasts until the
-///   end. That is why the loss is taken by value: what else holds it, or a tensor of its graph, keeps that part alive.
-///   `loss.detach()` is its value without the graph; a clone keeps the graph, for a second backward.
+/// - The first gradient of a tensor is used directly, and later ones are added in place; candle adds each to zeros.
+/// - The output and saved tensors of an op are freed as soon as its backward is done; candle's graph lives until the
+///   end. The loss is taken by value for that: other handles of it or of a tensor in its graph keep that part alive.
+///   `loss.detach()` is its value without the graph; a clone keeps the graph for a second backward.
 ///
-/// candle does not show the ops behind its own results. Where one of them is in the graph, everything that comes after
-/// it in backward is left to candle, in candle's time and memory: of a loss that was scaled by candle's `*` that is
-/// all. Views, which are candle's, are no such case.
+/// candle does not expose its own ops. From the first of them that backward meets, candle computes the rest, with its
+/// time and memory; for a loss that was scaled by candle's `*` that is all of it. Views are an exception.
 ///
-/// The bits are those of `loss.backward()`, but for the sign of zeros (candle's sums begin at 0, and 0 + -0 is 0) and
-/// what is read by views: the gradient of a broadcast is summed in another order, in f32 where it is in half precision.
+/// The bits are those of `loss.backward()`, except for the sign of zeros (candle's sums begin at 0, and 0 + -0 is 0)
+/// and for broadcasts, whose gradient is summed in another order, in f32 if it is in half precision.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -43,13 +40,13 @@ pub(crate) use sums::empty_store;
 /// ```
 ///
 /// # Errors
-/// Those of the ops' backwards, and of memory.
+/// Errors of the ops' backward; lack of memory.
 pub fn backward(loss: Tensor) -> Result<GradStore> {
     let seed = loss.ones_like()?;
     run(loss, seed)
 }
 
-/// As [`backward`], from this gradient of `output`: the product of a vector with a Jacobian.
+/// Computes the gradients from a given gradient of `output` (a vector-Jacobian product).
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -64,7 +61,7 @@ pub fn backward(loss: Tensor) -> Result<GradStore> {
 /// ```
 ///
 /// # Errors
-/// As [`backward`]; [`Error::Shape`] and [`Error::DType`] for a gradient unlike the output.
+/// Those of [`backward`]; [`Error::Shape`] and [`Error::DType`] for a gradient that does not match the output.
 pub fn backward_from(output: Tensor, gradient: &Tensor) -> Result<GradStore> {
     check_gradient(&output, gradient)?;
     run(output, gradient.detach())
@@ -87,9 +84,9 @@ fn check_gradient(output: &Tensor, gradient: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Backward from `seed`, which is the gradient of `root`.
+/// Runs backward from `seed`, the gradient of `root`.
 fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
-    // As candle sorts them: gradients are added in its order, which sets the bits of a sum.
+    // candle's order, since the order of additions determines the bits of a sum.
     let mut graph: Vec<Tensor> = root.sorted_nodes().into_iter().cloned().collect();
     graph.reverse(); // the next is the last
     let mut sums = Sums::new(&graph);
@@ -121,7 +118,7 @@ fn run(root: Tensor, seed: Tensor) -> Result<GradStore> {
     }
 }
 
-/// Backward through the rest of `graph` by candle, which goes on from the gradients so far.
+/// Lets candle run backward through the rest of `graph`, from the gradients so far.
 fn by_candle(graph: &[Tensor], mut sums: Sums) -> Result<GradStore> {
     let variables = sums.variables().to_vec();
     let mut last: Option<Tensor> = None;

@@ -1,4 +1,4 @@
-//! Gradients so far.
+//! Partial sums of gradients during backward.
 
 use crate::inplace::storage_address;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
@@ -7,23 +7,23 @@ use crate::{Result, ops};
 use candle_core::{DType, Device, Tensor, TensorId, backprop::GradStore};
 use std::collections::HashMap;
 
-/// The gradient of each tensor of a graph: the sum of what came so far.
+/// The partial sum of the gradients of each tensor of a graph.
 pub(super) struct Sums {
     sums: HashMap<TensorId, Sum>,
-    /// What nodes and variables are, by their storage: views of one show its elements.
+    /// The outputs of nodes and the variables, by storage: the bases of views.
     wholes: HashMap<usize, (TensorId, Vec<usize>)>,
     variables: Vec<Tensor>,
 }
 
-/// A gradient, contiguous.
+/// A contiguous gradient.
 pub(super) struct Sum {
     pub gradient: Tensor,
-    /// Whether no other tensor has its elements: it may be added to in place.
+    /// Whether no other tensor shares its storage, so that it may be changed in place.
     is_own: bool,
 }
 
 impl Sums {
-    /// Of the tensors of `graph`; none yet.
+    /// Creates empty sums for the tensors of `graph`.
     pub fn new(graph: &[Tensor]) -> Self {
         let is_whole = |x: &&Tensor| {
             (x.is_variable() || node_of(x).is_some())
@@ -40,12 +40,12 @@ impl Sums {
         }
     }
 
-    /// The variables, in the order in which candle meets them.
+    /// Returns the variables, in candle's order.
     pub fn variables(&self) -> &[Tensor] {
         &self.variables
     }
 
-    /// Whether `x` is a view of something that is no result of candle's.
+    /// Whether `x` is a view of a variable or of an output of this crate's ops.
     pub fn is_view(&self, x: &Tensor) -> bool {
         self.whole(x).is_some()
     }
@@ -62,7 +62,7 @@ impl Sums {
         self.sums.contains_key(&x.id())
     }
 
-    /// Takes that of a variable which nothing is added to any more: no other tensor has its elements.
+    /// Takes the final gradient of a variable; no other tensor shares its storage.
     fn complete(&mut self, variable: &Tensor) -> Result<Option<Tensor>> {
         let gradient = self.take(variable).map(|sum| match sum.is_own {
             true => Ok(sum.gradient),
@@ -79,7 +79,7 @@ impl Sums {
         self.sums.remove(&x.id())
     }
 
-    /// Adds what a node has made of `dy` for its `inputs`.
+    /// Adds the gradients of the `inputs` of a node.
     pub fn add_all(
         &mut self,
         inputs: &[Tensor],
@@ -109,7 +109,7 @@ impl Sums {
         self.add_to(x.id(), own_if_copied(dx, is_own)?)
     }
 
-    /// Adds the gradient of a view to that of its whole.
+    /// Adds the gradient of a view to that of its base.
     pub fn add_view(&mut self, x: &Tensor, dx: Sum) -> Result<()> {
         let Some((id, shape)) = self.whole(x) else {
             return Ok(());
@@ -127,7 +127,7 @@ impl Sums {
         Ok(())
     }
 
-    /// The gradients of variables.
+    /// Returns the gradients of the variables.
     pub fn into_store(mut self) -> Result<GradStore> {
         let mut store = empty_store()?;
         for variable in std::mem::take(&mut self.variables) {
@@ -165,7 +165,7 @@ fn own_if_copied(dx: Tensor, is_own: bool) -> Result<Sum> {
     })
 }
 
-/// The gradient of the tensor of this `shape` that `x` is a view of, from that of `x`.
+/// Returns the gradient of the base of `x`, which has this `shape`, from that of the view.
 fn of_whole(x: &Tensor, dx: Sum, shape: &[usize]) -> Result<Sum> {
     if let Some(order) = put_back(&view_of(x), shape) {
         let dx = own_if_copied(dx.gradient.permute(order)?, dx.is_own)?;
@@ -180,7 +180,7 @@ fn of_whole(x: &Tensor, dx: Sum, shape: &[usize]) -> Result<Sum> {
     })
 }
 
-/// A store without gradients. candle offers none, but a constant's backward pass leaves nothing except its own.
+/// Creates an empty store. candle has no constructor, but backward of a constant stores only the constant's gradient.
 pub(crate) fn empty_store() -> Result<GradStore> {
     let constant = Tensor::zeros((), DType::F32, &Device::Cpu)?;
     let mut store = constant.backward()?;

@@ -1,14 +1,14 @@
-//! What a sum loses when it is kept in few bits, and two ways to lose less.
+//! Rounding errors of sums in low precision, and algorithms that reduce them.
 //!
-//! Every addition is rounded to the accumulator's type. Once the sum is so large that a term is less than half of the
-//! distance to the next number, the sum no longer changes: adding 0.01 to a bf16 sum never gets past 4. What helps is a
-//! wider accumulator (as in this crate's kernels and PyTorch's products), carrying the lost part along ([`kahan_sum`]),
-//! or adding numbers of similar size ([`pairwise_sum`]).
+//! Each addition is rounded to the type of the accumulator. A sum stops growing when a term is less than half of the
+//! distance to the next number: adding 0.01 repeatedly in bf16 never exceeds 4. Three things help: a wider accumulator
+//! (used by this crate's kernels and by PyTorch's matmuls), compensation of the error ([`kahan_sum`]), and adding
+//! numbers of similar size ([`pairwise_sum`]).
 //!
-//! Terms and accumulator have types of their own: `running_sum::<f32, f16>` sums f16 terms in f32. A term is converted
-//! to the accumulator's type before it is added, which is exact where that is the wider one.
+//! Terms and accumulator may have different types: `running_sum::<f32, f16>` sums f16 terms in f32. A term is converted
+//! to the accumulator's type first, which is exact if that is the wider one.
 //!
-//! These are for measuring and explaining, one addition after another; [`ops::sum`](crate::ops::sum()) is for tensors.
+//! These functions are for experiments and sum sequentially; [`ops::sum`](crate::ops::sum()) is for tensors.
 //!
 //! ```
 //! use half::f16;
@@ -23,14 +23,14 @@
 
 use candle_core::FloatDType;
 
-/// The terms one after another into one accumulator: `sum += term`.
+/// Sums the terms in order: `sum += term`.
 ///
 /// The error grows with the number of terms: up to `(n - 1) u sum |term|`, where u is half of the type's epsilon.
 pub fn running_sum<A: FloatDType, T: FloatDType>(terms: &[T]) -> A {
     running_sums(terms).last().unwrap_or(A::zero())
 }
 
-/// The sum after each term: what [`running_sum`] goes through.
+/// Returns the partial sums of [`running_sum`], after each term.
 pub fn running_sums<A: FloatDType, T: FloatDType>(terms: &[T]) -> impl Iterator<Item = A> {
     terms.iter().scan(A::zero(), |sum, term| {
         *sum += convert::<A, T>(*term);
@@ -38,10 +38,10 @@ pub fn running_sums<A: FloatDType, T: FloatDType>(terms: &[T]) -> impl Iterator<
     })
 }
 
-/// As [`running_sum`], carrying the rounding error of each addition into the next.
+/// Sums the terms in order and adds the rounding error of each addition to the next term (compensated summation).
 ///
-/// The error is that of rounding the result, however many terms there are (`2 u sum |term|`, and u^2 n beside it), for
-/// four additions a term.
+/// The error is at most `(2 u + O(n u^2)) sum |term|`, almost independent of the number of terms. It needs four
+/// additions for each term.
 ///
 /// Kahan, "Pracniques: further remarks on reducing truncation errors", 1965.
 pub fn kahan_sum<A: FloatDType, T: FloatDType>(terms: &[T]) -> A {
@@ -55,10 +55,10 @@ pub fn kahan_sum<A: FloatDType, T: FloatDType>(terms: &[T]) -> A {
     sum
 }
 
-/// The sum of the first half plus the sum of the second, and so on down to single terms.
+/// Sums the first half and the second half recursively and adds both.
 ///
-/// The error grows with the logarithm of the number of terms: up to `log2(n) u sum |term|`. As many additions as
-/// [`running_sum`], and none waits for the one before: what a parallel reduction does.
+/// The error grows with the logarithm of the number of terms: up to `log2(n) u sum |term|`. It needs as many additions
+/// as [`running_sum`]; a parallel reduction has this order.
 ///
 /// Higham, "The accuracy of floating point summation", 1993, section 3.
 pub fn pairwise_sum<A: FloatDType, T: FloatDType>(terms: &[T]) -> A {

@@ -1,16 +1,16 @@
 //! The lists of PyTorch 2.15 by op name (ATen/autocast_mode.h and autocast_mode.cpp, both policies).
 //!
-//! What is on no list follows its inputs. What this crate's ops are called there stands at the end.
+//! An op on no list follows its inputs. The names of this crate's ops on the lists are at the end.
 
-/// CUDA, lower precision. As all of these, names with spaces between.
+/// The ops of CUDA's policy in lower precision; names are separated by spaces, as in all lists.
 pub(super) const CUDA_LOWER: &str = "\
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d \
     conv_transpose2d conv_transpose3d convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear \
     lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention";
 
-/// CUDA, f32: those that are told f32 as their output's dtype (softmax, sum, ..) among them, and cross_entropy_loss,
-/// which there is log_softmax and nll_loss. rms_norm is on the list of 2.15 and left out here: see
-/// [`rms_norm`](crate::ops::rms_norm()).
+/// The ops of CUDA's policy in f32, including those with an output dtype of f32 (softmax, sum, ...) and
+/// cross_entropy_loss, which PyTorch composes of log_softmax and nll_loss. rms_norm is on PyTorch's list but not here:
+/// see [`rms_norm`](crate::ops::rms_norm()).
 pub(super) const CUDA_F32: &str = "\
     acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod \
     cumsum dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss \
@@ -44,8 +44,7 @@ pub(super) const CPU_F32: &str = "\
 pub(super) const CPU_WIDEST: &str = "\
     cat index_copy stack";
 
-/// This crate's ops that are cast and stand on a list under another name: an op of several parts has the class of its
-/// products.
+/// This crate's ops with other names on the lists. A fused op has the class of its matmuls.
 const OWN_AS: [(&str, &str); 12] = [
     ("add_scaled", "add"),
     ("attention::flash", "scaled_dot_product_attention"),
@@ -61,12 +60,12 @@ const OWN_AS: [(&str, &str); 12] = [
     ("swiglu_linear", "linear"),
 ];
 
-/// This crate's ops that are cast, by names that PyTorch's lists have too or leave out.
+/// This crate's ops that are looked up by their own names.
 const OWN: &str = "\
     add div dropout embedding exp geglu gelu layer_norm linear log log_softmax matmul mean merge_heads mul pow \
     relu repeat_heads rms_norm rope rsqrt sigmoid silu soft_cap softmax split_heads sub sum swiglu tanh";
 
-/// The ops of this crate that are cast, each with its name on the lists.
+/// Returns this crate's ops with their names on the lists.
 pub(super) fn own() -> impl Iterator<Item = (&'static str, &'static str)> {
     let same = OWN.split_whitespace().map(|op| (op, op));
     same.chain(OWN_AS)

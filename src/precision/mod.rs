@@ -1,8 +1,8 @@
-//! Mixed precision: in which dtype an op computes.
+//! Mixed precision: autocast policies.
 //!
-//! [`Autocast`] is a policy: a class for each op, as PyTorch's autocast has them, and the lower dtype. [`autocast()`]
-//! runs a closure under a policy. The casts themselves, and the cache of cast weights, are in
-//! [`ops::cast_for`](crate::ops::cast_for). [`accumulate`] shows on plain numbers what a sum in half precision loses.
+//! [`Autocast`] is a policy: a lower dtype and a class for each op, as in PyTorch's autocast. [`autocast()`] runs a
+//! closure under a policy. [`ops::cast_for`](crate::ops::cast_for) casts operands and caches cast weights.
+//! [`accumulate`] has experiments with sums in half precision.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -17,31 +17,29 @@
 //!     ops::sum(&y)
 //! })?;
 //! assert_eq!(loss.dtype(), DType::F32);
-//! let gradients = tallow::backward(loss)?; // outside of the region: it covers forward and loss
+//! let gradients = tallow::backward(loss)?; // outside of the region, which is for forward and loss
 //! assert_eq!(gradients.get(&w).map(|g| g.dtype()), Some(DType::F32));
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
 //! # What a region does
 //!
-//! - It applies to this crate's ops and layers, on the calling thread. Plain candle ops do not see it, and fail on
-//!   mixed dtypes; [`ops::cast_for`](crate::ops::cast_for) casts operands for them as it does for this crate's ops.
-//! - Parameters keep their dtype. A cast is part of the graph, so what backward needs is kept in the lower dtype, and
-//!   gradients have the parameters' own dtype. Linear maps have the weight in the graph and its copy beside it: the
-//!   weight's gradient is summed and returned in f32, where PyTorch rounds it to the lower dtype on its way.
-//! - A weight is cast once: its copy is kept until the outermost region ends. A weight that is changed inside of a
-//!   region (other than by this crate's optimizer) is read there as it was.
-//! - f64 is never cast, nor are integers.
-//! - Regions nest, and the innermost applies; [`Autocast::disabled`] switches casting off inside. A region ends with
-//!   its closure or guard, on error and panic too.
+//! - It applies to this crate's ops and layers, on the calling thread. candle's own ops ignore it and fail on mixed
+//!   dtypes; [`ops::cast_for`](crate::ops::cast_for) casts operands for them.
+//! - Parameters keep their dtype. A cast is part of the graph: tensors are saved for backward in the lower dtype, and
+//!   gradients have the dtype of the parameters. A linear layer sums the weight's gradient in f32 and returns it in
+//!   f32; PyTorch rounds it to the lower dtype in between.
+//! - A weight is cast once, and the copy is cached until the outermost region ends. If a weight is changed inside of a
+//!   region (other than by this crate's optimizer), the region still reads the old value.
+//! - f64 and integers are never cast.
+//! - Regions may be nested; the innermost applies. [`Autocast::disabled`] disables casts inside. A region ends with its
+//!   closure or guard, also on errors and panics.
 //!
-//! Dtypes are PyTorch's; where results are rounded is not always. Attention, RoPE and the gate of SwiGLU are one op
-//! each here: they compute in f32 and round their result once, where a composition of PyTorch's ops rounds scaled
-//! scores, probabilities and products in between. Over a whole model, results differ from PyTorch's in bf16 by as much
-//! as those differ from f32.
+//! Dtypes are those of PyTorch. Rounding differs in fused ops: attention, RoPE and the gate of SwiGLU compute in f32
+//! and round their result once, whereas PyTorch's composed ops round scaled scores, probabilities and products in
+//! between. Over a whole model in bf16, the difference to PyTorch is as large as PyTorch's difference to f32.
 //!
-//! The policies do not depend on the device: `Autocast::cuda` on a CPU computes in the dtypes that PyTorch would on a
-//! GPU.
+//! Policies do not depend on the device: `Autocast::cuda` on a CPU computes in the dtypes of PyTorch on a GPU.
 
 pub mod accumulate;
 mod lists;

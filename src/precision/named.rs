@@ -1,4 +1,4 @@
-//! Precision chosen by name.
+//! The precision of a model, by name.
 
 use super::{Autocast, autocast};
 use crate::{Error, Result};
@@ -7,14 +7,14 @@ use candle_core::DType::{self, BF16, F16, F32};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a model computes in: f32, or half precision in one of its [regimes](Regime).
+/// The precision of a model: f32, or half precision in one of the [regimes](Regime).
 ///
 /// ```
 /// use candle_core::DType;
 /// use tallow::precision::{Precision, Regime};
 ///
 /// let precision: Precision = "bf16".parse()?;
-/// assert_eq!(precision, Precision::BF16); // autocast, by CUDA's policy, with f32 parameters
+/// assert_eq!(precision, Precision::BF16); // autocast with CUDA's policy and f32 parameters
 /// let full = precision.with_regime(Regime::Full);
 /// assert_eq!(full.parameter_dtype(), DType::BF16);
 /// assert_eq!(full.to_string(), "bf16-full");
@@ -35,7 +35,7 @@ impl Default for Precision {
     }
 }
 
-/// How a model uses half precision.
+/// The way in which a model uses half precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Regime {
     /// Parameters in f32, forward and loss under [`Autocast::cuda`].
@@ -43,12 +43,12 @@ pub enum Regime {
     CudaAutocast,
     /// Parameters in f32, forward and loss under [`Autocast::cpu`].
     CpuAutocast,
-    /// Parameters, activations and gradients in half precision, without a region. Optimizers of this crate keep an f32
-    /// copy of the weights and f32 moments.
+    /// Parameters, activations and gradients in half precision, without autocast. Optimizers of this crate keep master
+    /// weights and moments in f32.
     Full,
 }
 
-/// Every precision, as flags and files name it.
+/// The names of all precisions in flags and files.
 const NAMES: [(&str, DType, Regime, bool); 11] = [
     ("f32", F32, CudaAutocast, false),
     ("bf16", BF16, CudaAutocast, false),
@@ -76,14 +76,14 @@ fn named() -> impl Iterator<Item = (&'static str, Precision)> {
 }
 
 impl Precision {
-    /// f32 throughout: no region.
+    /// f32, without autocast.
     pub const F32: Self = Self::new(F32);
     /// [`Autocast::cuda`] in bf16.
     pub const BF16: Self = Self::new(BF16);
-    /// [`Autocast::cuda`] in f16. Gradients under 6e-8 become 0 in it, which is what scaling the loss is for.
+    /// [`Autocast::cuda`] in f16. Gradients below 6e-8 become 0: [scale the loss](crate::optim::GradScaler).
     pub const F16: Self = Self::new(F16);
 
-    /// The three that have the default regime.
+    /// The three precisions with the default regime.
     pub const ALL: [Self; 3] = [Self::F32, Self::BF16, Self::F16];
 
     const fn new(dtype: DType) -> Self {
@@ -94,15 +94,14 @@ impl Precision {
         }
     }
 
-    /// The same dtype in another regime. f32 has none, and stays what it is.
+    /// Sets the regime. f32 has none and is unchanged.
     #[must_use]
     pub const fn with_regime(self, regime: Regime) -> Self {
         Self { regime, ..self }.with_dropped_casts(self.drops_casts)
     }
 
-    /// Whether a region casts a weight wherever it is used and drops the copy as soon as nothing needs it
-    /// ([`Autocast::with_weight_cache`]), or keeps it until it ends, as it does unless told otherwise. Nothing changes
-    /// where nothing is cast: in f32, and in [`Regime::Full`].
+    /// Sets whether weights are cast at each use instead of once in a region ([`Autocast::with_weight_cache`]); off by
+    /// default. It has no effect in f32 and in [`Regime::Full`].
     #[must_use]
     pub const fn with_dropped_casts(self, drops_casts: bool) -> Self {
         match (self.dtype, self.regime) {
@@ -118,12 +117,12 @@ impl Precision {
         }
     }
 
-    /// f32, or the half precision that products are computed in.
+    /// Returns the dtype of matmuls.
     pub fn dtype(self) -> DType {
         self.dtype
     }
 
-    /// What the parameters are kept in: f32, but in [`Regime::Full`].
+    /// Returns the dtype of the parameters: f32 except in [`Regime::Full`].
     pub fn parameter_dtype(self) -> DType {
         match self.regime {
             Full => self.dtype(),
@@ -131,17 +130,17 @@ impl Precision {
         }
     }
 
-    /// How half precision is used; the default where it is not.
+    /// Returns the regime; the default for f32.
     pub fn regime(self) -> Regime {
         self.regime
     }
 
-    /// Whether casts of weights are [dropped after use](Self::with_dropped_casts).
+    /// Returns whether weights are [cast at each use](Self::with_dropped_casts).
     pub fn drops_casts(self) -> bool {
         self.drops_casts
     }
 
-    /// The policy of its region; `None` where there is none.
+    /// Returns the autocast policy, if there is one.
     pub fn policy(self) -> Option<Autocast> {
         let policy = match (self.dtype, self.regime) {
             (F32, _) | (_, Full) => return None,
@@ -151,10 +150,10 @@ impl Precision {
         Some(policy.with_weight_cache(!self.drops_casts))
     }
 
-    /// Runs `f` in its region, or as it is where there is none.
+    /// Runs `f` under the autocast policy, if there is one.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// Errors of `f`.
     pub fn run<T>(self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         match self.policy() {
             Some(policy) => autocast(policy, f),
@@ -162,8 +161,8 @@ impl Precision {
         }
     }
 
-    /// As flags and reports name it: the dtype, then `-cpu` or `-full` for a regime other than the default, then
-    /// `-dropping-casts`.
+    /// Returns the name in flags and reports: the dtype, then `-cpu` or `-full` for another regime than the default,
+    /// then `-dropping-casts`.
     pub fn name(self) -> &'static str {
         let found = named().find(|(_, precision)| *precision == self);
         found.map_or("f32", |(name, _)| name)
@@ -179,8 +178,8 @@ impl fmt::Display for Precision {
 impl FromStr for Precision {
     type Err = Error;
 
-    /// Parses a [name](Self::name), in any case, with PyTorch's names of the dtypes as aliases: float32, fp32, float16,
-    /// fp16, half, bfloat16.
+    /// Parses a [name](Self::name), in any case. PyTorch's names of dtypes are aliases: float32, fp32, float16, fp16,
+    /// half, bfloat16.
     fn from_str(name: &str) -> Result<Self> {
         const ALIASES: [(&str, &str); 6] = [
             ("bfloat16", "bf16"),

@@ -1,4 +1,4 @@
-//! Which class an op belongs to.
+//! Autocast policies: the class of each op.
 
 use super::lists;
 use crate::probe::Operand;
@@ -8,22 +8,22 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// In which dtype an op computes.
+/// The class of an op: the dtype in which it computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OpClass {
-    /// In the lower dtype: products, where half precision pays, and sums are taken in f32 anyway.
+    /// The lower dtype: matmuls, which are faster in it and sum in f32.
     Lower,
-    /// In f32: large sums, exponentials, losses.
+    /// f32: large sums, exponentials, losses.
     F32,
-    /// In the widest dtype of its inputs, and at least the lower one.
+    /// The widest dtype of the inputs, at least the lower one.
     Widest,
-    /// In its inputs' dtype; inputs of several are promoted (f16 + f32 is f32).
+    /// The dtype of the inputs; different dtypes are promoted (f16 + f32 is f32).
     Follow,
 }
 
 impl OpClass {
-    /// As tables name it.
+    /// Returns the name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lower => "lower",
@@ -40,11 +40,11 @@ impl fmt::Display for OpClass {
     }
 }
 
-/// An autocast policy: the class of every op, by PyTorch's name or this crate's, and the lower dtype.
+/// An autocast policy: a lower dtype, and the class of each op, by PyTorch's name or this crate's.
 ///
-/// PyTorch's two differ: [`cuda`](Self::cuda) computes softmax, layer norm, exponentials and sums in f32, where
-/// [`cpu`](Self::cpu) lets them follow their inputs. Either may be used on any device, and changed by
-/// [`with`](Self::with). It displays as a table:
+/// PyTorch has two policies: in [`cuda`](Self::cuda) softmax, layer norm, exponentials and sums compute in f32, in
+/// [`cpu`](Self::cpu) they follow their inputs. Both may be used on any device and changed by [`with`](Self::with).
+/// `Display` prints a table:
 ///
 /// ```
 /// use candle_core::DType;
@@ -58,16 +58,16 @@ impl fmt::Display for OpClass {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Autocast {
-    /// `None` casts nothing.
+    /// `None` if casts are disabled.
     lower: Option<DType>,
     classes: BTreeMap<Cow<'static, str>, OpClass>,
     caches_weights: bool,
 }
 
 impl Autocast {
-    /// PyTorch's policy for CUDA, with `lower` (f16 is its default) for the ops that are better off in it.
+    /// Returns PyTorch's policy for CUDA with the lower dtype `lower`; PyTorch's default is f16.
     ///
-    /// A dtype that is neither f16 nor bf16 is refused by [`enter`](Self::enter).
+    /// [`enter`](Self::enter) returns an error for a dtype that is neither f16 nor bf16.
     pub fn cuda(lower: DType) -> Self {
         Self::of_lists(
             lower,
@@ -77,14 +77,14 @@ impl Autocast {
         )
     }
 
-    /// PyTorch's policy for the CPU, with `lower` (bf16 is its default) for the ops that are better off in it.
+    /// Returns PyTorch's policy for the CPU with the lower dtype `lower`; PyTorch's default is bf16.
     ///
-    /// A dtype that is neither f16 nor bf16 is refused by [`enter`](Self::enter).
+    /// [`enter`](Self::enter) returns an error for a dtype that is neither f16 nor bf16.
     pub fn cpu(lower: DType) -> Self {
         Self::of_lists(lower, lists::CPU_LOWER, lists::CPU_F32, lists::CPU_WIDEST)
     }
 
-    /// No casts: what switches them off inside of a region, `torch.autocast(enabled=False)`.
+    /// Returns a policy without casts, for a part of a region (`torch.autocast(enabled=False)`).
     pub fn disabled() -> Self {
         Self {
             lower: None,
@@ -119,11 +119,10 @@ impl Autocast {
         }
     }
 
-    /// The same policy with `op` in another class. PyTorch's name moves this crate's ops of that class too: with
-    /// `scaled_dot_product_attention` go `attention::naive` and `attention::flash`, with `linear` go `swiglu_linear`
-    /// and `geglu_linear`.
+    /// Sets the class of `op`. PyTorch's names include this crate's ops: `scaled_dot_product_attention` sets
+    /// `attention::naive` and `attention::flash`, `linear` sets `swiglu_linear` and `geglu_linear`.
     ///
-    /// Any name will do: [`ops::cast_for`](crate::ops::cast_for) asks for the class of whatever it is given.
+    /// Custom names are allowed: [`ops::cast_for`](crate::ops::cast_for) looks up any name.
     pub fn with(mut self, op: &str, class: OpClass) -> Self {
         let own = lists::own().filter(|(_, pytorch)| *pytorch == op);
         for name in own.map(|(own, _)| own).chain([op]) {
@@ -132,11 +131,10 @@ impl Autocast {
         self
     }
 
-    /// The same policy, keeping cast weights until the outermost region ends (as it does unless told otherwise), or
-    /// not: PyTorch's `cache_enabled`.
+    /// Sets whether cast weights are cached until the outermost region ends (PyTorch's `cache_enabled`); on by default.
     ///
-    /// Without, a weight that is used several times is cast as often, and its copy lives as long as something needs it:
-    /// under [`no_grad`](crate::no_grad) until its op is done, otherwise until the graph goes.
+    /// Without the cache a weight is cast at each use. The copy is freed with the op under
+    /// [`no_grad`](crate::no_grad), otherwise with the graph.
     pub fn with_weight_cache(self, caches_weights: bool) -> Self {
         Self {
             caches_weights,
@@ -144,17 +142,17 @@ impl Autocast {
         }
     }
 
-    /// The lower dtype; `None` if it is [disabled](Self::disabled).
+    /// Returns the lower dtype; `None` if casts are [disabled](Self::disabled).
     pub fn compute_dtype(&self) -> Option<DType> {
         self.lower
     }
 
-    /// The class of `op`: [`OpClass::Follow`] for names it does not know.
+    /// Returns the class of `op`; [`OpClass::Follow`] for unknown names.
     pub fn class(&self, op: &str) -> OpClass {
         self.classes.get(op).copied().unwrap_or(OpClass::Follow)
     }
 
-    /// Every op that it knows with its class, by name: the rows of a table.
+    /// Returns all known ops with their classes, sorted by name.
     pub fn classes(&self) -> impl Iterator<Item = (&str, OpClass)> {
         self.classes.iter().map(|(op, class)| (op.as_ref(), *class))
     }
@@ -173,7 +171,7 @@ impl Autocast {
         }
     }
 
-    /// The dtype that `op` should compute in for inputs of these; `None` where nothing needs a cast.
+    /// Returns the dtype that `op` computes in for these inputs; `None` if none needs a cast.
     pub(super) fn decide(&self, op: &str, inputs: &[Operand<'_>]) -> Option<DType> {
         let lower = self.lower?;
         let class = self.class(op);
@@ -192,7 +190,7 @@ impl Autocast {
     }
 }
 
-/// A table of all ops that it knows, by class.
+/// Prints a table of all known ops, by class.
 impl fmt::Display for Autocast {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(lower) = self.lower else {
@@ -218,15 +216,14 @@ impl fmt::Display for Autocast {
     }
 }
 
-/// Whether a policy may cast it: half precision and f32. f64 is never narrowed, and integers are no numbers to
-/// round.
+/// Whether policies cast this dtype: half precision and f32.
 pub(crate) fn is_castable(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
 }
 
-/// What PyTorch computes in for these: the widest float among the tensors with dimensions, or, where none of them is a
-/// float, among the scalars; f32 for f16 beside bf16 (neither holds the other). Integers have no say beside floats.
-/// `None` without a float that it knows.
+/// Returns the dtype of PyTorch's type promotion: the widest float dtype of the tensors with dimensions, or, if none of
+/// them is a float, of the scalars. f16 and bf16 are promoted to f32; integers do not count. Returns `None` without
+/// floats.
 pub(crate) fn promoted(operands: &[Operand<'_>]) -> Option<DType> {
     let of = |scalars| {
         let asked = operands

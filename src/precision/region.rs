@@ -1,4 +1,4 @@
-//! Where a policy holds.
+//! Autocast regions.
 
 use super::Autocast;
 use crate::grad::holding;
@@ -10,25 +10,25 @@ use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::rc::Rc;
 
-/// A region of this thread: whose, and what holds in it (`None`: nothing is cast).
+/// A region of this thread: its id, and its policy (`None`: no casts).
 struct Region {
     id: u64,
     policy: Option<Rc<Autocast>>,
 }
 
 thread_local! {
-    /// Outermost first.
+    /// The open regions, outermost first.
     static REGIONS: RefCell<Vec<Region>> = const { RefCell::new(Vec::new()) };
     static NEXT_ID: Cell<u64> = const { Cell::new(0) };
-    /// What is told when no region is left.
+    /// The listener that is called when the outermost region ends.
     static ON_OUTERMOST_END: Cell<Option<fn()>> = const { Cell::new(None) };
 }
 
-/// Runs `f` under `policy`, on this thread, and restores what held before, on error and panic too.
+/// Runs `f` under an autocast policy, on this thread.
 ///
-/// Put forward and loss inside, backward and the optimizer outside. A function with errors of another type holds the
-/// guard of [`Autocast::enter`] instead. See [`precision`](crate::precision) for what a
-/// region does.
+/// Run forward and loss inside, backward and optimizer outside. The previous policy is restored afterwards, also on
+/// errors and panics. For a function with another error type use the guard of [`Autocast::enter`]. The rules of a
+/// region are in [`precision`](crate::precision).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -46,29 +46,28 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// As [`Autocast::enter`], and those of `f`.
+/// Those of [`Autocast::enter`] and of `f`.
 pub fn autocast<T>(policy: impl Borrow<Autocast>, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let _guard = policy.borrow().enter()?;
     f()
 }
 
-/// The policy that holds on this thread: to go on under it elsewhere, say. `None` outside of regions and where casting
-/// is switched off.
+/// Returns the current policy of this thread; `None` outside of regions and if casts are disabled.
 pub fn current() -> Option<Autocast> {
     with_policy(Autocast::clone)
 }
 
-/// A region, until it is dropped.
+/// The guard of a region, which ends when it is dropped.
 #[derive(Debug)]
 #[must_use = "the region ends when the guard is dropped"]
 pub struct AutocastGuard {
     id: u64,
-    /// A region is its thread's: a guard stays there.
+    /// A region belongs to its thread, and so does the guard.
     not_send: PhantomData<*const ()>,
 }
 
 impl Autocast {
-    /// Begins a region that ends when the guard is dropped, for where a closure ([`autocast`]) is in the way.
+    /// Begins a region that ends when the guard is dropped, for code that does not fit in a closure ([`autocast`]).
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -103,8 +102,7 @@ fn push(policy: Option<Rc<Autocast>>) -> AutocastGuard {
 
 impl Drop for AutocastGuard {
     fn drop(&mut self) {
-        // By id: guards that are dropped in another order still end their own regions. A thread that is ending has
-        // none.
+        // By id: guards may be dropped in any order. A thread that is being destroyed has no regions.
         let none_left = REGIONS.try_with(|regions| {
             let mut regions = regions.borrow_mut();
             regions.retain(|region| region.id != self.id);
@@ -112,31 +110,31 @@ impl Drop for AutocastGuard {
         });
         if none_left == Ok(true) {
             graph::autocast_ended();
-            if let Ok(Some(tell)) = ON_OUTERMOST_END.try_with(Cell::get) {
-                tell();
+            if let Ok(Some(listener)) = ON_OUTERMOST_END.try_with(Cell::get) {
+                listener();
             }
         }
     }
 }
 
-/// Has `tell` called whenever this thread's outermost region ends. There is one listener, the last to ask.
-pub(crate) fn on_outermost_end(tell: fn()) {
-    ON_OUTERMOST_END.set(Some(tell));
+/// Sets the listener that is called when this thread's outermost region ends; it replaces the previous one.
+pub(crate) fn on_outermost_end(listener: fn()) {
+    ON_OUTERMOST_END.set(Some(listener));
 }
 
-/// Runs `f` with nothing cast: the parts of an op whose inputs have been.
+/// Runs `f` with casts disabled: for the parts of an op whose inputs are already cast.
 pub(crate) fn without_autocast<T>(f: impl FnOnce() -> T) -> T {
     let _guard = push(None);
     f()
 }
 
-/// Runs `f` as if no region were open on this thread. They are open again afterwards, on panic too.
+/// Runs `f` outside of all regions. They are restored afterwards, also on panics.
 pub(crate) fn outside<T>(f: impl FnOnce() -> T) -> T {
     holding(|regions| REGIONS.replace(regions), Vec::new(), f)
 }
 
-/// The dtype that `op` should compute in here, for inputs of these: for those of them that are f16, bf16 or f32 and not
-/// of it yet. `None` outside of regions, and where nothing changes.
+/// Returns the dtype to which the inputs of `op` in f16, bf16 and f32 are cast here; `None` outside of regions, and if
+/// none needs a cast.
 pub(crate) fn decide(op: &str, inputs: &[Operand<'_>]) -> Option<DType> {
     with_policy(|policy| policy.decide(op, inputs)).flatten()
 }
