@@ -1,6 +1,7 @@
 //! The tables: a row a run, and for all runs their memory by kind, largest allocations and what is saved for backward.
 
 use crate::answers::Row;
+use crate::common::runs::label_columns;
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use tallow::Result;
@@ -10,19 +11,12 @@ use tallow::report::{Answer, Column, Fields, Report, format_mib};
 
 /// The table of peaks; a GPU's pool has two.
 pub fn columns(device: &Device) -> Vec<Column> {
-    let mut columns = vec![
-        Column::text("size", "Model"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
-        Column::text("attention", "Attention"),
-        Column::text("checkpointing", "Checkpointing"),
-        Column::text("precision", "Precision"),
-        Column::text("execution", "Execution"),
-        Column::text("mode", "Mode"),
+    let mut columns = label_columns();
+    columns.extend([
         Column::text("status", "Status").minor(5),
         Column::mib("peak", "Peak"),
         Column::text("than_f32", "Than f32"),
-    ];
+    ]);
     if !device.is_cpu() {
         columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
     }
@@ -101,6 +95,9 @@ struct Largest {
     origin: String,
 }
 
+/// The largest allocations that are listed for each run.
+const LARGEST: usize = 5;
+
 /// Tables over all runs. Each row begins with the number of its run, whose name [`into_tables`](Self::into_tables)
 /// puts there.
 #[derive(Default)]
@@ -112,8 +109,8 @@ pub struct Details {
 }
 
 impl Details {
-    /// Adds what a run has shown, with its `count` largest allocations.
-    pub fn add(&mut self, run: usize, profile: &MemoryProfile, count: usize) -> Result<()> {
+    /// Adds what a run has shown.
+    pub fn add(&mut self, run: usize, profile: &MemoryProfile) -> Result<()> {
         let recording = &profile.recording;
         let at_peak = recording.holdings_at(recording.peak_at());
         let phases = recording.phase_report().rows;
@@ -145,7 +142,7 @@ impl Details {
         }
         let numbered = |report: Report| report.rows.into_iter().map(move |row| (run, row));
         self.largest
-            .extend(numbered(recording.largest_report(count)));
+            .extend(numbered(recording.largest_report(LARGEST)));
         if !profile.saved.tensors.is_empty() {
             let saved = profile.saved.report();
             self.saved_columns = saved.columns.iter().cloned().map(saved_column).collect();

@@ -1,9 +1,6 @@
 //! Half precision compared with f32: a table line for each configuration, and answers. The tests read both.
 
-#[allow(clippy::duplicate_mod)] // the tests read both examples that have it
-mod against_f32;
-
-use against_f32::{change, memory};
+use super::words::{change, counts, listed, memory};
 use serde::Deserialize;
 use tallow::precision::Precision;
 use tallow::report::{
@@ -17,6 +14,8 @@ pub struct Measured {
     pub batch_size: usize,
     pub context_length: usize,
     pub attention: String,
+    #[serde(default)]
+    pub checkpointing: String,
     pub mode: String,
     pub phase: String,
     pub precision: String,
@@ -63,12 +62,20 @@ impl Measured {
 
     /// `tiny B4 T256 forward`.
     fn title(&self) -> String {
-        let attention = match self.attention.as_str() {
-            "naive" => String::new(),
+        let variant = match self.variant() {
+            naive if naive == "naive" => String::new(),
             other => format!(" {other}"),
         };
         let (b, t) = (self.batch_size, self.context_length);
-        format!("{} B{b} T{t}{attention} {}", self.size, self.mode)
+        format!("{} B{b} T{t}{variant} {}", self.size, self.mode)
+    }
+
+    /// The attention, and the checkpointing if there is any.
+    pub fn variant(&self) -> String {
+        match self.checkpointing.as_str() {
+            "" | "none" => self.attention.clone(),
+            strategy => format!("{}, checkpointing {strategy},", self.attention),
+        }
     }
 }
 
@@ -188,13 +195,9 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
     }
     let dropping: Vec<String> = all.iter().flat_map(dropping).collect();
     if !dropping.is_empty() {
-        let more = match dropping.len().saturating_sub(NAMED) {
-            0 => String::new(),
-            more => format!("; {more} more in the table"),
-        };
-        let shown = dropping[..dropping.len().min(NAMED)].join("; ");
         let text = format!(
-            "The peak without the copies, and the speed as a ratio of means to the step with them: {shown}{more}."
+            "The peak without the copies, and the speed as a ratio of means to the step with them: {}.",
+            listed(&dropping, NAMED)
         );
         let question = "What does dropping the copies of the weights after each use change?";
         answers.push(Answer::new(question, text));
@@ -218,37 +221,27 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
 
 /// In how many configurations `name` is faster than f32, and the range.
 pub fn speed(name: &str, found: &[(String, Speedup)]) -> String {
-    let count = |verdict| {
-        let own = found.iter().filter(|(_, s)| s.verdict() == verdict);
-        own.count()
+    let verdict = |(_, speedup): &(String, Speedup)| match speedup.verdict() {
+        Verdict::Faster => "faster than f32",
+        Verdict::Slower => "slower than f32",
+        Verdict::AsFast => "as fast as f32",
+        Verdict::Unclear => "undecided",
     };
-    let words = [
-        (Verdict::Faster, "faster than f32"),
-        (Verdict::Slower, "slower than f32"),
-        (Verdict::AsFast, "as fast as f32"),
-        (Verdict::Unclear, "undecided"),
-    ];
-    let counts = words
-        .into_iter()
-        .filter(|(verdict, _)| count(*verdict) > 0)
-        .map(|(verdict, words)| format!("{words} in {}", count(verdict)));
-    let counts: Vec<String> = counts.collect();
-    let order = |a: &&(String, Speedup), b: &&(String, Speedup)| a.1.ratio.total_cmp(&b.1.ratio);
-    let clear = || found.iter().filter(|(_, speedup)| speedup.is_clear());
-    let range = match (clear().min_by(order), clear().max_by(order)) {
-        (Some(least), Some(most)) if clear().count() > 1 => format!(
-            " The ratio of means goes from {} ({}) to {} ({}).",
-            least.1, least.0, most.1, most.0
-        ),
-        (Some(only), _) => format!(" The ratio of means is {} ({}).", only.1, only.0),
-        _ => String::new(),
+    let counts = counts(found.iter().map(verdict));
+    let mut clear: Vec<_> = found.iter().filter(|(_, s)| s.is_clear()).collect();
+    clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
+    let range = match clear[..] {
+        [(title, only)] => format!(" The ratio of means is {only} ({title})."),
+        [(slowest, least), .., (fastest, most)] => {
+            format!(" The ratio of means goes from {least} ({slowest}) to {most} ({fastest}).")
+        }
+        [] => String::new(),
     };
-    let undecided = match count(Verdict::Unclear) {
-        0 => "",
-        _ => " Undecided is where the spread is too large: take more steps on a quiet machine.",
+    let undecided = match clear.len() < found.len() {
+        true => " Undecided is where the spread is too large: take more steps on a quiet machine.",
+        false => "",
     };
     let total = counted(found.len(), "configuration");
-    let counts = counts.join(", ");
     format!("Of {total}, {name} is {counts}.{range}{undecided}")
 }
 
@@ -260,7 +253,7 @@ fn trends(all: &[Configuration], name: &str) -> Option<String> {
     }
     let group = |c: &Configuration| {
         let own = c.first();
-        format!("{} {}, T {}", own.attention, own.mode, own.context_length)
+        format!("{} {}, T {}", own.variant(), own.mode, own.context_length)
     };
     let mut groups: Vec<String> = all.iter().map(group).collect();
     groups.sort();

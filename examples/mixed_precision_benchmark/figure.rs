@@ -20,7 +20,7 @@ pub fn figure(all: &[Configuration]) -> Figure {
             true => format!("T {}", own.context_length),
             false => format!("B {}", own.batch_size),
         };
-        format!("{}, {}, {other}", own.mode, own.attention)
+        format!("{}, {}, {other}", own.mode, own.variant())
     };
     let mut lines: Vec<String> = Vec::new();
     for line in all.iter().map(|c| line_of(c.first())) {

@@ -8,6 +8,7 @@ mod compared;
 mod curves;
 
 use super::{number, run, text};
+use crate::words;
 use candle_core::Device;
 use compared::configurations;
 use rstest::rstest;
