@@ -22,7 +22,7 @@ use candle_core::Device;
 use clap::{Parser, ValueEnum};
 use common::models::describe;
 use common::modes::{is_any, not_planned};
-use common::runs::{GridFlags, Run, label_columns};
+use common::runs::{self, GridFlags, Run, label_columns};
 use common::{Effects, Output, words};
 use eager::Question;
 use std::process::ExitCode;
@@ -137,12 +137,7 @@ impl Flags {
         let predicted = runs.iter().map(|run| self.predicted(run, device.as_ref()));
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-        let named = rows.iter().zip(&runs).map(|(row, run)| {
-            let mut row = row.clone();
-            row.insert("phase", run.run.mode.name()); // names end in it
-            row
-        });
-        let names = words::names(&named.collect::<Vec<_>>());
+        let names = runs::names(&runs);
         let mut report = Report {
             environment: common::environment(device.as_ref().unwrap_or(&Device::Cpu)),
             configuration,

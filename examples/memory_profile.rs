@@ -22,7 +22,7 @@ use clap::Parser;
 use common::models::{Model, describe};
 use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
-use common::runs::{GridFlags, Run};
+use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, values, words};
 use serde::Deserialize;
 use std::path::PathBuf;
@@ -146,14 +146,15 @@ impl Flags {
                 }
                 false => match self.run_eager(&run.run, &device, &mut row)? {
                     Some(profile) => {
-                        details.add(index, &profile)?;
+                        details.add(index, &profile);
                         let said = profile.recording.notes().into_iter();
                         notes.extend(said.map(|note| format!("{title}: {note}.")));
                         self.write(&profile, &title, several)
                     }
                     None => {
                         let breakdown = run.run.estimate(&device)?.breakdown;
-                        details.add_predicted(index, &breakdown)
+                        details.add_predicted(index, &breakdown);
+                        Ok(())
                     }
                 },
             };
@@ -162,13 +163,8 @@ impl Flags {
         }
         answers::compare_with_f32(&mut rows);
         let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
-        let with_phase = fields.iter().zip(&rows).map(|(fields, row)| {
-            let mut fields = fields.clone();
-            fields.insert("phase", row.mode.as_str()); // names end in it
-            fields.insert("status", "ok");
-            fields
-        });
-        let names = words::names(&with_phase.collect::<Vec<_>>());
+        let runs = &runs[..rows.len()]; // those before Ctrl-C
+        let names = runs::names(runs);
         let mut answers = answers::answers(&rows, &names);
         answers.push(self.residual_stream(&models));
         answers.extend(details.largest(&names));
@@ -192,7 +188,7 @@ impl Flags {
             rows: fields,
             answers,
             notes,
-            details: details.into_tables(&names, &rows)?,
+            details: details.into_tables(&names, runs),
             ..Default::default()
         });
         kept.and(published)
@@ -275,7 +271,7 @@ impl Flags {
             Err(error) if error.is_out_of_memory() => return Ok(()),
             plan => plan?,
         };
-        details.add_predicted(index, &planned_breakdown(&plan))?;
+        details.add_predicted(index, &planned_breakdown(&plan));
         match &self.timeline {
             Some(timeline) => plan.save_memory_map(path(timeline)),
             None => Ok(()),

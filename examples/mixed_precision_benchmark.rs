@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --example mixed_precision_benchmark
 //! cargo run --example mixed_precision_benchmark -- --size small medium --batch-size 64 32 --context-length 256
-//! cargo run --example mixed_precision_benchmark -- --drop-casts --context-length 32 128 512 --plot precision.svg
+//! cargo run --example mixed_precision_benchmark -- --drop-casts --context-length 32 128 512
 //! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
@@ -11,8 +11,6 @@
 mod common;
 #[path = "mixed_precision_benchmark/compared.rs"]
 mod compared;
-#[path = "mixed_precision_benchmark/figure.rs"]
-mod figure;
 
 use candle_core::DType;
 use clap::Parser;
@@ -20,7 +18,6 @@ use common::models::{Model, describe};
 use common::runs::{GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, values, words};
 use compared::{Configuration, configurations, key};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::bench::{EndToEnd, alternate};
@@ -30,7 +27,7 @@ use tallow::report::{Column, Fields, Report, list_in_note};
 
 const EXAMPLES: &str = "Examples:
   mixed_precision_benchmark --size small medium large --context-length 256
-  mixed_precision_benchmark --drop-casts --context-length 32 128 512 --plot precision.svg
+  mixed_precision_benchmark --drop-casts --context-length 32 128 512
   mixed_precision_benchmark --precision bf16 f16 --mode all --format markdown";
 
 /// Times half precision and f32 in turns, with their memory
@@ -55,10 +52,6 @@ struct Flags {
     #[arg(long, default_value_t = 4, value_name = "N", alias = "iterations", value_parser = values::count(), help_heading = "Run")]
     steps: usize,
 
-    /// Draw time and memory (.svg, .png)
-    #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
-    plot: Option<PathBuf>,
-
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
 
@@ -77,7 +70,7 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check_with([&self.plot])?;
+        self.output.check_with([])?;
         let device = self.common.device()?;
         let precisions = self.precisions()?;
         self.output.check_columns([columns(&precisions)])?;
@@ -114,12 +107,7 @@ impl Flags {
             rows,
             ..Default::default()
         };
-        let published = self.output.publish(&report);
-        if let Some(path) = self.plot.as_ref().filter(|_| !all.is_empty()) {
-            figure::figure(&all).save(path)?;
-            common::wrote(path);
-        }
-        published
+        self.output.publish(&report)
     }
 
     /// f32 first, and nothing that drops casts without the precision that keeps them.

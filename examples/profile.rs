@@ -33,7 +33,7 @@ use common::effects::names_gpu;
 use common::models::{Model, describe};
 use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
-use common::runs::{GridFlags, Run, label_columns};
+use common::runs::{self, GridFlags, Run, label_columns};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
 use std::path::{Path, PathBuf};
@@ -365,14 +365,12 @@ fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
 
 /// The answers of all runs, each with its run's name if there are several.
 fn named_answers(all: Vec<(&Run, Vec<Answer>)>) -> Vec<Answer> {
-    let labels = all.iter().map(|(run, _)| run.labels());
-    let names = words::names(&labels.collect::<Vec<_>>());
+    let names = runs::names(all.iter().map(|(run, _)| *run));
     let is_one = all.len() == 1;
-    let named = all.into_iter().zip(names).flat_map(|((run, own), name)| {
-        let name = format!("{} {}", name.trim_start_matches("all"), run.run.mode.name());
+    let named = all.into_iter().zip(names).flat_map(|((_, own), name)| {
         own.into_iter().map(move |own| match is_one {
             true => own,
-            false => Answer::new(format!("{} ({})", own.question, name.trim()), own.answer),
+            false => Answer::new(format!("{} ({name})", own.question), own.answer),
         })
     });
     named.collect()

@@ -3,7 +3,7 @@
 use super::models::{Model, ModelFlags, VariantFlags};
 use super::modes::{CompileFlag, ModeFlag, executed, modes};
 use super::precision::PrecisionFlags;
-use super::values;
+use super::{values, words};
 use candle_core::Device;
 use clap::Args;
 use tallow::Result;
@@ -158,6 +158,16 @@ impl Run {
     pub fn is_planned(&self) -> bool {
         self.run.execution == Execution::Planned
     }
+}
+
+/// The runs' names: the values in which they differ, and their mode.
+pub fn names<'r>(runs: impl IntoIterator<Item = &'r Run>) -> Vec<String> {
+    let labels = runs.into_iter().map(|run| {
+        let mut labels = run.labels();
+        labels.insert("phase", run.run.mode.name()); // names end in it
+        labels
+    });
+    words::names(&labels.collect::<Vec<_>>())
 }
 
 /// The columns of [`Run::labels`].

@@ -1,8 +1,7 @@
 //! Half precision compared with f32: a table line for each configuration, and answers. The tests read both.
 
-use super::words::{change, counts, listed, memory};
+use super::words::{change, counts, memory};
 use serde::Deserialize;
-use tallow::precision::Precision;
 use tallow::report::{
     Answer, Fields, PowerLaw, Speedup, Verdict, counted, format_mib, mean_and_std, speedup,
 };
@@ -21,7 +20,6 @@ pub struct Measured {
     pub precision: String,
     pub status: String,
     pub parameters: Option<u64>,
-    pub mean_ms: Option<f64>,
     pub tokens_per_s: Option<f64>,
     pub peak_bytes: Option<u64>,
     pub reserved_peak_bytes: Option<u64>,
@@ -141,9 +139,6 @@ impl Configuration {
     }
 }
 
-/// At most this many configurations are named in an answer.
-const NAMED: usize = 6;
-
 /// The key of a precision's quantity in a line.
 pub fn key(quantity: &str, precision: &str) -> String {
     format!("{quantity} {precision}")
@@ -160,7 +155,7 @@ pub fn precisions(all: &[Configuration]) -> Vec<String> {
     names
 }
 
-/// What the figures say about speed, its trend over sizes, memory, copies of the weights, and what fits.
+/// What the figures say about speed, its trend over sizes, memory, and what fits.
 pub fn answers(all: &[Configuration]) -> Vec<Answer> {
     let mut answers = Vec::new();
     for name in precisions(all).iter().filter(|name| *name != "f32") {
@@ -192,15 +187,6 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
             let question = format!("Does {name} use less memory than f32?");
             answers.push(Answer::new(question, memory(name, &peaks, copies)));
         }
-    }
-    let dropping: Vec<String> = all.iter().flat_map(dropping).collect();
-    if !dropping.is_empty() {
-        let text = format!(
-            "The peak without the copies, and the speed as a ratio of means to the step with them: {}.",
-            listed(&dropping, NAMED)
-        );
-        let question = "What does dropping the copies of the weights after each use change?";
-        answers.push(Answer::new(question, text));
     }
     let oom = all.iter().filter(|c| c.outcome() != "ok").map(|c| {
         let needed = c.sides().filter(|side| side.status != "ok").map(|side| {
@@ -309,20 +295,4 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
             law.r_squared
         ),
     })
-}
-
-/// A precision that drops its casts compared with the one that keeps them.
-fn dropping(c: &Configuration) -> Vec<String> {
-    let dropping = c.sides().filter_map(|side| {
-        let precision: Precision = side.precision.parse().ok()?;
-        let keeping = precision.with_dropped_casts(false);
-        let (before, after) = c.peaks(keeping.name(), &side.precision)?;
-        let speed = c.speedup(keeping.name(), &side.precision);
-        let speed = speed.map_or("not timed".into(), |speed| speed.to_string());
-        (precision != keeping).then(|| {
-            let (title, kept) = (c.first().title(), format_mib(before));
-            format!("{title} {} instead of {kept} ({speed})", format_mib(after))
-        })
-    });
-    dropping.collect()
 }

@@ -61,10 +61,6 @@ const CASES: &[Case] = &[
             ("head-dim", &["--module --head-dim 8"]),
             ("documents", &["--module --documents 2"]),
             (
-                "dropout",
-                &["--module --dropout 0.5", "--compare planned --dropout 0.5"],
-            ),
-            (
                 "full",
                 &[
                     "--context-length 8 --head-dim 8 --time-budget-ms 10 --full",
@@ -310,7 +306,6 @@ const CASES: &[Case] = &[
                 "rounds",
                 "warmup-steps",
                 "steps",
-                "plot",
                 "memory-limit-gib",
             ],
         ],
