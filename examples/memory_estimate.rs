@@ -1,11 +1,6 @@
 //! The memory of a step before anything is run, term by term with its formula, and what follows: what fits, and with
 //! which checkpointing.
 //!
-//! ```text
-//! cargo run --example memory_estimate -- --size small medium --context-length 512 --mode forward train-step
-//! cargo run --example memory_estimate -- --size small --compile=only --precision bf16 --world-size 8 --strategy fully-shard
-//! ```
-//!
 //! The GPU of `--device cuda` need not be there. `memory_profile` measures what is predicted here.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
@@ -35,6 +30,7 @@ use tallow::{Error, Result};
 const EXAMPLES: &str = "Examples:
   memory_estimate --size small medium --context-length 512 --mode forward train-step
   memory_estimate --size medium --context-length 1024 --memory-limit-gib 8
+  memory_estimate --size small --compile=only --world-size 8 --strategy fully-shard
   memory_estimate --size xl --compile=only --precision bf16 --device cuda --memory-limit-gib 80";
 
 /// Predicts the memory of a transformer's forward, backward and optimizer

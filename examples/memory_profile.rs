@@ -1,12 +1,5 @@
 //! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's
-//! snapshot.
-//!
-//! ```text
-//! cargo run --example memory_profile
-//! cargo run --example memory_profile -- --size 2.7b --mode forward train-step --timeline step.svg
-//! cargo run --example memory_profile -- --mode train-step --checkpoint none block sqrt
-//! cargo run --features cuda --example memory_profile -- --device cuda:0 --size 2.7b --precision f32 bf16 --compile
-//! ```
+//! snapshot. `--help` has commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

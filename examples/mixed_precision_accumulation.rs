@@ -1,9 +1,4 @@
 //! Adds 0.01 up a thousand times in f32, f16 and bf16: CS336's exercise "mixed_precision_accumulation".
-//!
-//! ```text
-//! cargo run --example mixed_precision_accumulation
-//! cargo run --example mixed_precision_accumulation -- --value 0.1 --count 100000 --format markdown
-//! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

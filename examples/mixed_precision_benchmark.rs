@@ -1,10 +1,5 @@
 //! Half precision compared with f32: time and memory of forward and of forward and backward, for each size of model.
-//!
-//! ```text
-//! cargo run --example mixed_precision_benchmark
-//! cargo run --example mixed_precision_benchmark -- --size small medium --batch-size 64 32 --context-length 256
-//! cargo run --example mixed_precision_benchmark -- --drop-casts --context-length 32 128 512
-//! ```
+//! `--help` has commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -101,7 +96,7 @@ impl Flags {
             environment,
             configuration: self.configuration(&models, &precisions, peak_flops),
             columns: columns(&precisions),
-            lines: all.iter().map(line).collect(),
+            lines: all.iter().map(Configuration::line).collect(),
             answers: compared::answers(&all),
             notes: notes(&rows, &sweep),
             rows,
@@ -176,19 +171,6 @@ impl Flags {
         fields.insert("peak for MFU", peak);
         fields
     }
-}
-
-/// A configuration's line, with speed-ups as cells.
-fn line(configuration: &Configuration) -> Fields {
-    let mut line = configuration.line();
-    for side in configuration.sides().filter(|side| side.precision != "f32") {
-        let speedup = configuration.speedup("f32", &side.precision);
-        line.insert(
-            key("speed-up", &side.precision),
-            words::speedup_cell(speedup),
-        );
-    }
-    line
 }
 
 fn columns(precisions: &[Precision]) -> Vec<Column> {

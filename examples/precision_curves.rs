@@ -1,9 +1,4 @@
 //! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
-//!
-//! ```text
-//! cargo run --example precision_curves -- --plot curves.svg
-//! cargo run --example precision_curves -- --data my.txt --precision f32 bf16 --format markdown
-//! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -12,6 +7,7 @@ mod common;
 mod compared;
 
 use clap::Parser;
+use common::models::{Model, describe};
 use common::{Common, Effects, Output, Sweep, values};
 use compared::{Run, STEPS_A_POINT};
 use std::path::PathBuf;
@@ -128,7 +124,7 @@ impl Flags {
         };
         let (train, validation) = tokens.split(VALIDATION_FRACTION)?;
         let device = self.common.device()?;
-        let model = TransformerConfig {
+        let config = TransformerConfig {
             vocab_size: train.vocab_size(),
             context_length: self.context_length,
             d_model: self.d_model,
@@ -138,13 +134,15 @@ impl Flags {
             attention: self.attention,
             ..Default::default()
         };
+        let name = "custom".to_string();
+        let model = Model { name, config };
         let mut runs = Vec::new();
         let mut sweep = Sweep::new(configs.len())?;
         for config in configs {
             if !sweep.begins(config.precision) {
                 break;
             }
-            let untrained = TransformerLM::new(&model, self.common.seed, &device)?;
+            let untrained = TransformerLM::new(&model.config, self.common.seed, &device)?;
             let trainer = Trainer::new(untrained, config, train.clone(), validation.clone())?;
             runs.push(train_in(trainer)?);
         }
@@ -190,11 +188,7 @@ impl Flags {
         }
     }
 
-    fn configuration(
-        &self,
-        config: &TransformerConfig,
-        [train, validation]: [&Tokens; 2],
-    ) -> Fields {
+    fn configuration(&self, model: &Model, [train, validation]: [&Tokens; 2]) -> Fields {
         let count = |n: usize| group_digits(n as u64);
         let data = format!(
             "{} to train, {} to evaluate (bytes of {})",
@@ -202,17 +196,14 @@ impl Flags {
             count(validation.len()),
             self.data.display()
         );
-        let sizes = format!(
-            "d_model {}, d_ff {}, layers {}, heads {}, context {}",
-            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
-        );
-        Fields::from_iter([
-            ("data", data),
-            ("model", sizes),
-            ("attention", config.attention.name().into()),
-            ("batch size", self.batch_size.to_string()),
-            ("steps", self.steps.to_string()),
-        ])
+        let mut fields = Fields::from_iter([("data", data)]);
+        fields.merge(describe(std::slice::from_ref(model)));
+        fields
+            .insert("context", self.context_length)
+            .insert("attention", self.attention.name())
+            .insert("batch size", self.batch_size)
+            .insert("steps", self.steps);
+        fields
     }
 }
 

@@ -4,21 +4,7 @@
 //! On NVIDIA GPUs kernels are recorded by CUPTI, a library of the CUDA toolkit, and no op waits for the GPU. A planned
 //! step is replayed as CUDA graphs, as without a profiler; each kernel is assigned to the call that launched it.
 //!
-//! ```text
-//! cargo run --example profile
-//! cargo run --example profile -- --size small --context-length 128 256 512 --mode forward train-step
-//! cargo run --example profile -- --phase backward --by layer
-//! cargo run --example profile -- --mode forward --by layer --reference-ops
-//! cargo run --example profile -- --mode train-step --trace step.json --flame-graph step.svg
-//! cargo run --features cuda --example profile -- --device cuda --precision bf16 --by kernel
-//! ```
-//!
-//! Under Nsight Systems (untried here), where `--nvtx` names the ranges; `--by name --no-kernels` leaves CUPTI to it:
-//!
-//! ```text
-//! nsys profile -t cuda,nvtx -o step target/debug/examples/profile --device cuda --nvtx --by name --no-kernels
-//! nsys stats -r cuda_gpu_kern_sum,nvtx_gpu_proj_sum step.nsys-rep
-//! ```
+//! `--help` has commands; `examples/README.md` says how to run it under Nsight Systems.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

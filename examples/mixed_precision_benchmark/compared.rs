@@ -1,6 +1,6 @@
 //! Half precision compared with f32: a table line for each configuration, and answers. The tests read both.
 
-use super::words::{change, counts, memory};
+use super::words::{change, counts, memory, speedup_cell};
 use serde::Deserialize;
 use tallow::report::{
     Answer, Fields, PowerLaw, Speedup, Verdict, counted, format_mib, mean_and_std, speedup,
@@ -133,6 +133,8 @@ impl Configuration {
             let peaks = self.peaks("f32", name);
             let change = peaks.map(|(before, after)| change(before, after));
             line.insert(key("change", name), change);
+            let speedup = self.speedup("f32", name).filter(|_| name != "f32");
+            line.insert(key("speed-up", name), speedup_cell(speedup));
         }
         line.insert("outcome", self.outcome());
         line
@@ -166,11 +168,10 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
         if !speedups.is_empty() {
             let question = format!("Is {name} faster than f32?");
             answers.push(Answer::new(question, speed(name, &speedups)));
-            answers.extend(trends(all, name).map(|text| {
-                let question =
-                    format!("How does the speed-up of {name} change with the model's size?");
-                Answer::new(question, text)
-            }));
+            let question = format!("How does the speed-up of {name} change with the model's size?");
+            let few = "A trend needs three sizes of model (--size tiny small medium).";
+            let trend = trends(all, name).unwrap_or_else(|| few.into());
+            answers.push(Answer::new(question, trend));
         }
         let peaks: Vec<(String, u64, u64)> = all
             .iter()
@@ -233,10 +234,6 @@ pub fn speed(name: &str, found: &[(String, Speedup)]) -> String {
 
 /// A sentence for each group of configurations that differ in the model's size alone.
 fn trends(all: &[Configuration], name: &str) -> Option<String> {
-    let is_any_other = |c: &Configuration| c.first().parameters != all[0].first().parameters;
-    if !all.iter().any(is_any_other) && name != first_half(all) {
-        return None; // said once
-    }
     let group = |c: &Configuration| {
         let own = c.first();
         format!("{} {}, T {}", own.variant(), own.mode, own.context_length)
@@ -254,15 +251,7 @@ fn trends(all: &[Configuration], name: &str) -> Option<String> {
     let sentences: Vec<String> = sentences
         .filter_map(|(own, points)| Some(format!("{own}: {}.", trend(&points)?)))
         .collect();
-    Some(match sentences.is_empty() {
-        true => "A trend needs three sizes of model (--size tiny small medium).".into(),
-        false => sentences.join(" "),
-    })
-}
-
-fn first_half(all: &[Configuration]) -> String {
-    let mut names = precisions(all).into_iter();
-    names.find(|name| name != "f32").unwrap_or_default()
+    (!sentences.is_empty()).then(|| sentences.join(" "))
 }
 
 /// What speed-ups at several numbers of parameters show together; `None` for fewer than three sizes.
