@@ -6,6 +6,7 @@ mod common;
 #[path = "precision_curves/compared.rs"]
 mod compared;
 
+use candle_core::Device;
 use clap::Parser;
 use common::models::{Model, describe};
 use common::{Common, Effects, Output, Sweep, values};
@@ -13,15 +14,16 @@ use compared::{Run, STEPS_A_POINT};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
-use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::data::Tokens;
+use tallow::memory::{self, Kernels, Workload};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::Schedule;
 use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
 use tallow::train::{TrainConfig, Trainer};
+use tallow::{Error, Result};
 
 /// The files of a folder that are read.
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
@@ -142,6 +144,7 @@ impl Flags {
             if !sweep.begins(config.precision) {
                 break;
             }
+            check_memory(&model.config, &config, &device)?;
             let untrained = TransformerLM::new(&model.config, self.common.seed, &device)?;
             let trainer = Trainer::new(untrained, config, train.clone(), validation.clone())?;
             runs.push(train_in(trainer)?);
@@ -204,6 +207,27 @@ impl Flags {
             .insert("batch size", self.batch_size)
             .insert("steps", self.steps);
         fields
+    }
+}
+
+/// Refuses a training step that does not fit, by the memory of an eager one, instead of being killed for it.
+fn check_memory(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<()> {
+    let step = Workload {
+        batch_size: config.batch_size,
+        sequence_length: config.sequence_length,
+        attention: model.attention,
+        precision: config.precision,
+        kernels: Kernels::of(device),
+        ..Default::default()
+    };
+    let wanted_bytes = memory::estimate(model, &step)?.peak_bytes;
+    match tallow::hardware::available_bytes_on(device) {
+        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            what: "the training step".into(),
+            wanted_bytes,
+            available_bytes,
+        }),
+        _ => Ok(()),
     }
 }
 
