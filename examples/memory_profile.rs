@@ -17,7 +17,6 @@ use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, values, words};
-use serde::Deserialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tables::{Details, columns, line};
@@ -69,16 +68,6 @@ fn main() -> ExitCode {
     grid.models
         .fill_context(&mut grid.context_length, &[128, 256, 512]);
     common::run(|| flags.common.around(|| flags.run()))
-}
-
-/// What a planned run measures.
-#[derive(Deserialize)]
-struct Planned {
-    status: String,
-    estimate_bytes: Option<u64>,
-    available_bytes: Option<u64>,
-    peak_bytes: Option<u64>,
-    reserved_peak_bytes: Option<u64>,
 }
 
 impl Flags {
@@ -250,15 +239,14 @@ impl Flags {
         path: impl Fn(&std::path::Path) -> PathBuf,
     ) -> Result<()> {
         let measured = run.run(device, |_, _| ())?;
-        if let Some(measured) = measured.first().and_then(Fields::read::<Planned>) {
-            row.status = measured.status;
-            row.estimate_bytes = measured.estimate_bytes;
-            row.available_bytes = measured.available_bytes;
-            row.peak_bytes = measured.peak_bytes;
-            row.reserved_peak_bytes = measured.reserved_peak_bytes;
+        if let Some(measured) = measured.first().and_then(Fields::read::<Row>) {
             let both = measured.estimate_bytes.zip(measured.peak_bytes);
-            row.estimate_error_percent =
-                both.map(|(predicted, peak)| 100.0 * (predicted as f64 / peak as f64 - 1.0));
+            let error = both.map(|(predicted, peak)| predicted as f64 / peak as f64 - 1.0);
+            *row = Row {
+                size: row.size.clone(),
+                estimate_error_percent: error.map(|error| 100.0 * error),
+                ..measured
+            };
         }
         let plan = match run.plan(device) {
             Err(error) if error.is_out_of_memory() => return Ok(()),

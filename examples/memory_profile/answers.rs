@@ -1,11 +1,12 @@
 //! The rows of runs, and what they answer. The tests read both.
 
 use super::words::{change, listed, memory};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tallow::report::{Answer, format_mib};
 
 /// One run: prediction and measurement. `OOM` where it was not run.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Row {
     pub size: String,
     pub batch_size: usize,
