@@ -18,8 +18,8 @@ pub(super) const LEFT: i32 = 90;
 pub(super) const RIGHT: i32 = WIDTH - 34;
 pub(super) const MARGIN_TOP: i32 = 10;
 
-/// Colours that people who confuse red and green can tell apart: those of Okabe and Ito with grey and purple in place of
-/// black. Lines leave out the grey and the yellow, which are too faint on white.
+/// Colours that people who confuse red and green can tell apart: those of Okabe and Ito with grey and purple instead
+/// of black. Lines leave out the grey and the yellow, which are too faint on white.
 pub(super) const COLOURS: [&str; 9] = [
     "#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#AA4499",
     "#F0E442",
