@@ -79,10 +79,6 @@ struct Flags {
     #[arg(long, default_value_t = 1, value_parser = values::count(), conflicts_with = "module", value_name = "N")]
     documents: usize,
 
-    /// Dropout on probabilities (naive and flash)
-    #[arg(long, default_value_t = 0.0, value_name = "P", value_parser = values::from_0, conflicts_with = "module")]
-    dropout: f64,
-
     /// Measure causal self-attention with its projections
     #[arg(long)]
     module: bool,
@@ -150,11 +146,6 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
-            .only(
-                "without planned attention, which has none",
-                &["dropout"],
-                |flags| !flags.is_any_planned() || flags.dropout == 0.0,
-            )
             .only(
                 "with --module",
                 &["d-model", "autocast", "full-half", "drop-casts"],
@@ -268,7 +259,6 @@ impl Flags {
         fields.insert("batch size", self.batch_size);
         fields.insert("mask", self.mask().to_string());
         fields.insert("documents", (self.documents > 1).then_some(self.documents));
-        fields.insert("dropout", (self.dropout != 0.0).then_some(self.dropout));
         fields.insert("precision", names.join(", "));
         fields.insert("warm-up steps", sampling.warmup_steps);
         fields.insert("steps", sampling.iterations);

@@ -1,12 +1,5 @@
 //! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's
-//! snapshot.
-//!
-//! ```text
-//! cargo run --example memory_profile
-//! cargo run --example memory_profile -- --size 2.7b --mode forward train-step --timeline step.svg
-//! cargo run --example memory_profile -- --mode train-step --checkpoint none block sqrt
-//! cargo run --features cuda --example memory_profile -- --device cuda:0 --size 2.7b --precision f32 bf16 --compile
-//! ```
+//! snapshot. `--help` has commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -19,21 +12,17 @@ mod tables;
 use answers::Row;
 use candle_core::Device;
 use clap::Parser;
-use common::models::{Model, ModelFlags, VariantFlags, describe};
-use common::modes::{
-    CompileFlag, ModeFlag, check_planned_flags, executed, is_any, modes, not_planned,
-    optimizer_words,
-};
+use common::models::{Model, describe};
+use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
-use common::precision::PrecisionFlags;
+use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, values, words};
-use serde::Deserialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tables::{Details, columns, line};
 use tallow::Result;
-use tallow::bench::{EndToEnd, Execution, MemoryProfile, OptimizerChoice};
-use tallow::memory::{MemoryKind, RecordConfig, Snapshot, planned_breakdown, timeline};
+use tallow::bench::{EndToEnd, MemoryProfile};
+use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
 use tallow::report::{Answer, Fields, Report, format_mib};
 
 const EXAMPLES: &str = "Examples:
@@ -44,60 +33,19 @@ const EXAMPLES: &str = "Examples:
 /// Records where the memory of a step goes, by phase, kind and origin
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
+#[command(mut_arg("mode", |arg| arg.default_values(["forward", "train-step"])))]
+#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 128 256 512]")))]
 struct Flags {
     #[command(flatten)]
-    models: ModelFlags,
-
-    #[command(flatten)]
-    variants: VariantFlags,
-
-    /// Sequences in a batch; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
-    batch_size: Vec<usize>,
-
-    /// Tokens in a sequence; several [default: 128 256 512]
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
-    context_length: Vec<usize>,
-
-    #[command(flatten, next_help_heading = "Run")]
-    precision: PrecisionFlags,
-
-    /// forward, forward-backward, train-step, all
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "forward,train-step", value_name = "NAME", help_heading = "Run")]
-    mode: Vec<ModeFlag>,
+    grid: GridFlags,
 
     /// Planned steps too, or alone with =only
     #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
     compile: Option<CompileFlag>,
 
-    /// Most memory of a planned step's arena
-    #[arg(long, value_name = "GIB", requires = "compile", value_parser = values::gib, help_heading = "Run")]
-    memory_budget_gib: Option<f64>,
-
-    /// Planned steps update parameters in backward
-    #[arg(long, requires = "compile", help_heading = "Run")]
-    optimizer_in_backward: bool,
-
     /// Steps before the recorded one
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::count_from_0(), help_heading = "Run")]
     warmup_steps: usize,
-
-    /// Memory that may be used [default: what is available]
-    #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
-    memory_limit_gib: Option<f64>,
-
-    /// Largest allocations to list for each run
-    #[arg(long, value_name = "N", default_value_t = 5, help_heading = "Output")]
-    largest: usize,
-
-    /// Smallest block that is recorded
-    #[arg(
-        long,
-        value_name = "BYTES",
-        default_value_t = 4096,
-        help_heading = "Output"
-    )]
-    threshold_bytes: usize,
 
     /// Draw memory over time (.svg, .png); one file a run
     #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
@@ -116,20 +64,10 @@ struct Flags {
 
 fn main() -> ExitCode {
     let mut flags = Flags::effects().parse();
-    flags
-        .models
-        .fill_context(&mut flags.context_length, &[128, 256, 512]);
+    let grid = &mut flags.grid;
+    grid.models
+        .fill_context(&mut grid.context_length, &[128, 256, 512]);
     common::run(|| flags.common.around(|| flags.run()))
-}
-
-/// What a planned run measures.
-#[derive(Deserialize)]
-struct Planned {
-    status: String,
-    estimate_bytes: Option<u64>,
-    available_bytes: Option<u64>,
-    peak_bytes: Option<u64>,
-    reserved_peak_bytes: Option<u64>,
 }
 
 impl Flags {
@@ -140,13 +78,19 @@ impl Flags {
             .only(
                 "where a step can be planned: in f32, or f32 parameters with kept copies",
                 &["compile"],
-                |flags| is_any(&flags.precision, flags.compile, &modes(&flags.mode), true),
+                |flags| flags.is_any(true),
             )
             .only(
                 "where steps run eagerly: without --compile=only",
-                &["snapshot", "largest", "threshold-bytes"],
-                |flags| is_any(&flags.precision, flags.compile, &modes(&flags.mode), false),
+                &["snapshot"],
+                |flags| flags.is_any(false),
             )
+    }
+
+    /// Whether any run is planned, or any is not.
+    fn is_any(&self, planned: bool) -> bool {
+        let grid = &self.grid;
+        is_any(&grid.precision, self.compile, &grid.modes(), planned)
     }
 
     fn run(&self) -> Result<()> {
@@ -155,63 +99,54 @@ impl Flags {
         }
         self.output.check_with([&self.timeline, &self.snapshot])?;
         let device = self.common.device()?;
-        let longest = self.context_length.iter().copied().max();
-        let models = self
-            .models
-            .models(longest.unwrap_or_default(), &self.variants.attention)?;
-        let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
-        let precisions = self.precision.precisions()?;
-        check_planned_flags(is_any_given, self.compile, &modes(&self.mode), &precisions)?;
-        let mut runs = self.runs(&models)?;
-        let all = runs.iter().map(|(_, run)| run);
-        let available_bytes = common::memory::available_bytes(&device, self.memory_limit_gib, all)?;
+        let models = self.grid.models()?;
+        let precisions = self.grid.precision.precisions()?;
+        let mut runs = self.grid.runs(&models, &precisions, self.compile);
+        for Run { run, .. } in &mut runs {
+            run.warmup_steps = self.warmup_steps;
+            run.seed = self.common.seed;
+        }
+        let all = runs.iter_mut().map(|run| &mut run.run);
+        self.grid.give_memory(all, &device)?;
         self.output.check_columns([columns(&device)])?;
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
         let mut kept = Ok(()); // a file that fails does not cost the table
         let mut sweep = Sweep::new(runs.len())?;
         let several = runs.len();
-        for (size, run) in &mut runs {
-            let title = title(size, run);
+        for run in &runs {
+            let title = run.title();
             if !sweep.begins(&title) {
                 break;
             }
-            run.available_bytes = available_bytes;
             let index = rows.len();
-            let mut row = labels(size, run);
-            let written = match run.execution {
-                Execution::Planned => {
-                    self.run_planned(run, &device, &mut row, (index, &mut details), |path| {
+            let mut row = Row::of(run);
+            let written = match run.is_planned() {
+                true => {
+                    self.run_planned(&run.run, &device, &mut row, (index, &mut details), |path| {
                         named(path, &title, several)
                     })
                 }
-                Execution::Eager => {
-                    let profile = self.run_eager(run, &device, &mut row)?;
-                    match &profile {
-                        Some(profile) => {
-                            details.add(index, profile, self.largest)?;
-                            let said = profile.recording.notes().into_iter();
-                            notes.extend(said.map(|note| format!("{title}: {note}.")));
-                            self.write(profile, &title, several)
-                        }
-                        None => {
-                            let breakdown = run.estimate(&device)?.breakdown;
-                            details.add_predicted(index, &breakdown)
-                        }
+                false => match self.run_eager(&run.run, &device, &mut row)? {
+                    Some(profile) => {
+                        details.add(index, &profile);
+                        let said = profile.recording.notes().into_iter();
+                        notes.extend(said.map(|note| format!("{title}: {note}.")));
+                        self.write(&profile, &title, several)
                     }
-                }
+                    None => {
+                        let breakdown = run.run.estimate(&device)?.breakdown;
+                        details.add_predicted(index, &breakdown);
+                        Ok(())
+                    }
+                },
             };
             kept = kept.and(written);
             rows.push(row);
         }
         answers::compare_with_f32(&mut rows);
         let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
-        let with_phase = fields.iter().zip(&rows).map(|(fields, row)| {
-            let mut fields = fields.clone();
-            fields.insert("phase", row.mode.as_str()); // names end in it
-            fields.insert("status", "ok");
-            fields
-        });
-        let names = words::names(&with_phase.collect::<Vec<_>>());
+        let runs = &runs[..rows.len()]; // those before Ctrl-C
+        let names = runs::names(runs);
         let mut answers = answers::answers(&rows, &names);
         answers.push(self.residual_stream(&models));
         answers.extend(details.largest(&names));
@@ -223,10 +158,8 @@ impl Flags {
         );
         notes.extend(sweep.note());
         let mut configuration = describe(&models);
-        let optimizer = optimizer_words("adamw", self.optimizer_in_backward);
-        configuration.insert("optimizer", optimizer);
-        let threshold = format!("{} bytes and more", self.threshold_bytes);
-        configuration.insert("recorded blocks", threshold);
+        configuration.insert("optimizer", "adamw");
+        configuration.insert("recorded blocks", "4096 bytes and more");
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
         let published = self.output.publish(&Report {
@@ -237,7 +170,7 @@ impl Flags {
             rows: fields,
             answers,
             notes,
-            details: details.into_tables(&names, &rows)?,
+            details: details.into_tables(&names, runs),
             ..Default::default()
         });
         kept.and(published)
@@ -260,11 +193,7 @@ impl Flags {
         {
             return Ok(None);
         }
-        let record = RecordConfig {
-            threshold_bytes: self.threshold_bytes,
-            ..Default::default()
-        };
-        let profile = match run.profile_memory(device, record) {
+        let profile = match run.profile_memory(device, Default::default()) {
             Err(error) if error.is_out_of_memory() => {
                 row.available_bytes = tallow::hardware::available_bytes_on(device);
                 return Ok(None);
@@ -310,21 +239,20 @@ impl Flags {
         path: impl Fn(&std::path::Path) -> PathBuf,
     ) -> Result<()> {
         let measured = run.run(device, |_, _| ())?;
-        if let Some(measured) = measured.first().and_then(Fields::read::<Planned>) {
-            row.status = measured.status;
-            row.estimate_bytes = measured.estimate_bytes;
-            row.available_bytes = measured.available_bytes;
-            row.peak_bytes = measured.peak_bytes;
-            row.reserved_peak_bytes = measured.reserved_peak_bytes;
+        if let Some(measured) = measured.first().and_then(Fields::read::<Row>) {
             let both = measured.estimate_bytes.zip(measured.peak_bytes);
-            row.estimate_error_percent =
-                both.map(|(predicted, peak)| 100.0 * (predicted as f64 / peak as f64 - 1.0));
+            let error = both.map(|(predicted, peak)| predicted as f64 / peak as f64 - 1.0);
+            *row = Row {
+                size: row.size.clone(),
+                estimate_error_percent: error.map(|error| 100.0 * error),
+                ..measured
+            };
         }
         let plan = match run.plan(device) {
             Err(error) if error.is_out_of_memory() => return Ok(()),
             plan => plan?,
         };
-        details.add_predicted(index, &planned_breakdown(&plan))?;
+        details.add_predicted(index, &planned_breakdown(&plan));
         match &self.timeline {
             Some(timeline) => plan.save_memory_map(path(timeline)),
             None => Ok(()),
@@ -354,8 +282,8 @@ impl Flags {
     fn residual_stream(&self, models: &[Model]) -> Answer {
         let mut sizes = Vec::new();
         for Model { name, config } in models {
-            for &batch_size in &self.batch_size {
-                for &length in &self.context_length {
+            for &batch_size in &self.grid.batch_size {
+                for &length in &self.grid.context_length {
                     let width = config.d_model;
                     let bytes = 4.0 * batch_size as f64 * length as f64 * width as f64;
                     let size = format_mib(bytes as u64);
@@ -369,75 +297,21 @@ impl Flags {
         let text = format!("B x T x D elements of 4 bytes: {}.", sizes.join("; "));
         Answer::new("How large is a tensor of the residual stream in f32?", text)
     }
+}
 
-    /// Every combination of the flags' lists.
-    fn runs(&self, models: &[Model]) -> Result<Vec<(String, EndToEnd)>> {
-        let budget = self.memory_budget_gib.map(common::gib_bytes);
-        let precisions = self.precision.precisions()?;
-        let mut runs = Vec::new();
-        for Model { name, config } in models {
-            let variants = self.variants.variants(config);
-            for &batch_size in &self.batch_size {
-                for &sequence_length in &self.context_length {
-                    for config in &variants {
-                        for &precision in &precisions {
-                            for (mode, execution) in
-                                executed(self.compile, modes(&self.mode), precision)
-                            {
-                                let is_step = execution.is_planned_step(mode);
-                                let run = EndToEnd {
-                                    config: config.clone(),
-                                    batch_size,
-                                    sequence_length,
-                                    mode,
-                                    precision,
-                                    warmup_steps: self.warmup_steps,
-                                    steps: 1,
-                                    optimizer: OptimizerChoice::AdamW(Default::default()),
-                                    execution,
-                                    optimizer_in_backward: self.optimizer_in_backward && is_step,
-                                    memory_budget_bytes: budget.filter(|_| is_step),
-                                    seed: self.common.seed,
-                                    peak_flops: None,
-                                    available_bytes: None,
-                                };
-                                runs.push((name.clone(), run));
-                            }
-                        }
-                    }
-                }
-            }
+impl Row {
+    /// A run's row before it is measured.
+    fn of(Run { size, run }: &Run) -> Self {
+        Self {
+            size: size.clone(),
+            batch_size: run.batch_size,
+            context_length: run.sequence_length,
+            attention: run.config.attention.name().into(),
+            checkpointing: run.config.checkpointing.to_string(),
+            precision: run.precision.name().into(),
+            execution: run.execution.name().into(),
+            mode: run.mode.name().into(),
+            ..Default::default()
         }
-        Ok(runs)
-    }
-}
-
-/// A run's name in files and progress.
-fn title(size: &str, run: &EndToEnd) -> String {
-    format!(
-        "{size} B{} T{}, {}, {}, checkpointing {}, {}, {}",
-        run.batch_size,
-        run.sequence_length,
-        run.mode.name(),
-        run.config.attention,
-        run.config.checkpointing,
-        run.precision,
-        run.execution.name()
-    )
-}
-
-/// A run's row before it is measured.
-fn labels(size: &str, run: &EndToEnd) -> Row {
-    Row {
-        size: size.into(),
-        batch_size: run.batch_size,
-        context_length: run.sequence_length,
-        attention: run.config.attention.name().into(),
-        checkpointing: run.config.checkpointing.to_string(),
-        precision: run.precision.name().into(),
-        execution: run.execution.name().into(),
-        optimizer_in_backward: run.optimizer_in_backward,
-        mode: run.mode.name().into(),
-        ..Default::default()
     }
 }

@@ -1,65 +1,39 @@
 //! Half precision compared with f32: time and memory of forward and of forward and backward, for each size of model.
-//!
-//! ```text
-//! cargo run --example mixed_precision_benchmark
-//! cargo run --example mixed_precision_benchmark -- --size small medium --batch-size 64 32 --context-length 256
-//! cargo run --example mixed_precision_benchmark -- --drop-casts --context-length 32 128 512 --plot precision.svg
-//! ```
+//! `--help` has commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 mod common;
 #[path = "mixed_precision_benchmark/compared.rs"]
 mod compared;
-#[path = "mixed_precision_benchmark/figure.rs"]
-mod figure;
 
 use candle_core::DType;
 use clap::Parser;
-use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{ModeFlag, modes};
-use common::precision::PrecisionFlags;
+use common::models::{Model, describe};
+use common::runs::{GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, values, words};
 use compared::{Configuration, configurations, key};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate};
+use tallow::bench::{EndToEnd, alternate};
 use tallow::model::flops;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report, list_in_note};
 
 const EXAMPLES: &str = "Examples:
   mixed_precision_benchmark --size small medium large --context-length 256
-  mixed_precision_benchmark --drop-casts --context-length 32 128 512 --plot precision.svg
+  mixed_precision_benchmark --drop-casts --context-length 32 128 512
   mixed_precision_benchmark --precision bf16 f16 --mode all --format markdown";
 
 /// Times half precision and f32 in turns, with their memory
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
+#[command(mut_arg("mode", |arg| arg.default_values(["forward", "forward-backward"])))]
+#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 64 256]")))]
+#[command(mut_arg("batch_size", |arg| arg.help("Sequences in a batch; one per size, or each with every size")))]
 struct Flags {
     #[command(flatten)]
-    models: ModelFlags,
-
-    /// naive or flash; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
-    attention: Vec<Algorithm>,
-
-    /// Sequences in a batch; one per size, or each with every size
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
-    batch_size: Vec<usize>,
-
-    /// Tokens in a sequence; several [default: 64 256]
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
-    context_length: Vec<usize>,
-
-    #[command(flatten, next_help_heading = "Run")]
-    precision: PrecisionFlags,
-
-    /// forward, forward-backward, train-step or all; several
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "forward,forward-backward", value_name = "NAME", help_heading = "Run")]
-    mode: Vec<ModeFlag>,
+    grid: GridFlags,
 
     /// How often the precisions take turns
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = values::count(), help_heading = "Run")]
@@ -73,14 +47,6 @@ struct Flags {
     #[arg(long, default_value_t = 4, value_name = "N", alias = "iterations", value_parser = values::count(), help_heading = "Run")]
     steps: usize,
 
-    /// Memory that may be used [default: what is available]
-    #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
-    memory_limit_gib: Option<f64>,
-
-    /// Draw time and memory (.svg, .png)
-    #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
-    plot: Option<PathBuf>,
-
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
 
@@ -91,40 +57,33 @@ struct Flags {
 fn main() -> ExitCode {
     let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
     let mut flags = flags.parse();
-    flags
-        .models
-        .fill_context(&mut flags.context_length, &[64, 256]);
+    let grid = &mut flags.grid;
+    grid.models
+        .fill_context(&mut grid.context_length, &[64, 256]);
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
     fn run(&self) -> Result<()> {
-        self.output.check_with([&self.plot])?;
+        self.output.check_with([])?;
         let device = self.common.device()?;
         let precisions = self.precisions()?;
         self.output.check_columns([columns(&precisions)])?;
-        let longest = self.context_length.iter().copied().max();
-        let models = self
-            .models
-            .models(longest.unwrap_or_default(), &self.attention)?;
+        let models = self.grid.models()?;
         let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
-        let runs = self.runs(&models, &precisions, peak_flops);
-        let all = runs.iter().flat_map(|(_, runs)| runs);
-        let available_bytes = common::memory::available_bytes(&device, self.memory_limit_gib, all)?;
+        let mut runs = self.runs(&models, &precisions, peak_flops);
+        let all = runs.iter_mut().flat_map(|(_, runs)| runs);
+        self.grid.give_memory(all, &device)?;
         let mut rows = Vec::new();
         let mut sweep = Sweep::new(runs.len())?;
-        for (name, mut runs) in runs {
-            let run = &runs[0];
+        for (Run { size: name, run }, runs) in &runs {
             let (b, t, mode) = (run.batch_size, run.sequence_length, run.mode.name());
             if !sweep.begins(format!("{name} B{b} T{t} {} {mode}", run.config.attention)) {
                 break;
             }
-            for run in &mut runs {
-                run.available_bytes = available_bytes;
-            }
-            for measured in alternate(&runs, self.rounds, &device, |_, _, _| ())? {
+            for measured in alternate(runs, self.rounds, &device, |_, _, _| ())? {
                 rows.extend(measured.into_iter().map(|row| {
-                    let mut named = Fields::from_iter([("size", name)]);
+                    let mut named = Fields::from_iter([("size", name.as_str())]);
                     named.merge(row);
                     named
                 }));
@@ -137,25 +96,20 @@ impl Flags {
             environment,
             configuration: self.configuration(&models, &precisions, peak_flops),
             columns: columns(&precisions),
-            lines: all.iter().map(line).collect(),
+            lines: all.iter().map(Configuration::line).collect(),
             answers: compared::answers(&all),
             notes: notes(&rows, &sweep),
             rows,
             ..Default::default()
         };
-        let published = self.output.publish(&report);
-        if let Some(path) = self.plot.as_ref().filter(|_| !all.is_empty()) {
-            figure::figure(&all).save(path)?;
-            common::wrote(path);
-        }
-        published
+        self.output.publish(&report)
     }
 
     /// f32 first, and nothing that drops casts without the precision that keeps them.
     fn precisions(&self) -> Result<Vec<Precision>> {
         let default = [Precision::F32, Precision::BF16];
         let mut all = vec![Precision::F32];
-        for precision in self.precision.precisions_or(&default)? {
+        for precision in self.grid.precision.precisions_or(&default)? {
             for one in [precision.with_dropped_casts(false), precision] {
                 if !all.contains(&one) {
                     all.push(one);
@@ -165,47 +119,34 @@ impl Flags {
         Ok(all)
     }
 
-    /// Every configuration, in every precision.
-    fn runs<'m>(
+    /// Every configuration, with its run in every precision.
+    fn runs(
         &self,
-        models: &'m [Model],
+        models: &[Model],
         precisions: &[Precision],
         peak_flops: Option<f64>,
-    ) -> Vec<(&'m str, Vec<EndToEnd>)> {
-        let is_paired = models.len() == self.batch_size.len();
-        let mut runs = Vec::new();
-        for (i, model) in models.iter().enumerate() {
-            let batch_sizes = match is_paired {
-                true => &self.batch_size[i..=i],
-                false => &self.batch_size[..],
-            };
-            for &batch_size in batch_sizes {
-                for &sequence_length in &self.context_length {
-                    for &attention in &self.attention {
-                        for mode in modes(&self.mode) {
-                            let run = |&precision| EndToEnd {
-                                config: with_attention(&model.config, attention),
-                                batch_size,
-                                sequence_length,
-                                mode,
-                                precision,
-                                warmup_steps: self.warmup_steps,
-                                steps: self.steps,
-                                optimizer: OptimizerChoice::AdamW(Default::default()),
-                                execution: Execution::Eager,
-                                optimizer_in_backward: false,
-                                memory_budget_bytes: None,
-                                seed: self.common.seed,
-                                peak_flops,
-                                available_bytes: None,
-                            };
-                            runs.push((model.name.as_str(), precisions.iter().map(run).collect()));
-                        }
-                    }
-                }
+    ) -> Vec<(Run, Vec<EndToEnd>)> {
+        let is_paired = models.len() == self.grid.batch_size.len();
+        let configurations = models.iter().enumerate().flat_map(|(i, model)| {
+            let mut grid = self.grid.clone();
+            if is_paired {
+                grid.batch_size = vec![self.grid.batch_size[i]];
             }
-        }
-        runs
+            grid.runs(std::slice::from_ref(model), &[Precision::F32], None)
+        });
+        let runs = configurations.map(|configuration| {
+            let run = |&precision| EndToEnd {
+                precision,
+                warmup_steps: self.warmup_steps,
+                steps: self.steps,
+                seed: self.common.seed,
+                peak_flops,
+                ..configuration.run.clone()
+            };
+            let runs = precisions.iter().map(run).collect();
+            (configuration, runs)
+        });
+        runs.collect()
     }
 
     fn configuration(
@@ -217,31 +158,19 @@ impl Flags {
         let mut fields = describe(models);
         let names: Vec<&str> = precisions.iter().map(|p| p.name()).collect();
         fields.insert("precision", names.join(", "));
-        let attention: Vec<&str> = self.attention.iter().map(|a| a.name()).collect();
+        let attention = &self.grid.variants.attention;
+        let attention: Vec<&str> = attention.iter().map(|a| a.name()).collect();
         fields.insert("attention", attention.join(", "));
         fields.insert("execution", "eager");
         fields.insert("rounds", self.rounds);
         fields.insert("warm-up", self.warmup_steps);
         fields.insert("steps", self.steps);
-        fields.insert("memory limit GiB", self.memory_limit_gib);
+        fields.insert("memory limit GiB", self.grid.memory_limit_gib);
         fields.insert("FLOPs", flops::FORMULA);
         let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         fields.insert("peak for MFU", peak);
         fields
     }
-}
-
-/// A configuration's line, with speed-ups as cells.
-fn line(configuration: &Configuration) -> Fields {
-    let mut line = configuration.line();
-    for side in configuration.sides().filter(|side| side.precision != "f32") {
-        let speedup = configuration.speedup("f32", &side.precision);
-        line.insert(
-            key("speed-up", &side.precision),
-            words::speedup_cell(speedup),
-        );
-    }
-    line
 }
 
 fn columns(precisions: &[Precision]) -> Vec<Column> {
@@ -250,6 +179,7 @@ fn columns(precisions: &[Precision]) -> Vec<Column> {
         Column::text("batch_size", "B"),
         Column::text("context_length", "T"),
         Column::text("attention", "Attention"),
+        Column::text("checkpointing", "Checkpointing"),
         Column::text("mode", "Mode"),
     ];
     // A quantity, its heading, how minor it is, and the quantity that compares it with f32.

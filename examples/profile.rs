@@ -4,52 +4,28 @@
 //! On NVIDIA GPUs kernels are recorded by CUPTI, a library of the CUDA toolkit, and no op waits for the GPU. A planned
 //! step is replayed as CUDA graphs, as without a profiler; each kernel is assigned to the call that launched it.
 //!
-//! ```text
-//! cargo run --example profile
-//! cargo run --example profile -- --size small --context-length 128 256 512 --mode forward train-step
-//! cargo run --example profile -- --phase backward --by layer
-//! cargo run --example profile -- --mode forward --within attn --reference-ops
-//! cargo run --example profile -- --mode train-step --trace step.json --flame-graph step.svg
-//! cargo run --features cuda --example profile -- --device cuda --precision bf16 --by kernel
-//! ```
-//!
-//! Under Nsight Systems (untried here), where `--nvtx` names the ranges; `--by name --no-kernels` leaves CUPTI to it:
-//!
-//! ```text
-//! nsys profile -t cuda,nvtx -o step target/debug/examples/profile --device cuda --nvtx --by name --no-kernels
-//! nsys stats -r cuda_gpu_kern_sum,nvtx_gpu_proj_sum step.nsys-rep
-//! ```
+//! `--help` has commands; `examples/README.md` says how to run it under Nsight Systems.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 #[path = "profile/answers.rs"]
 mod answers;
-#[path = "profile/apart.rs"]
-mod apart;
-#[path = "profile/by_part.rs"]
-mod by_part;
 mod common;
 #[path = "profile/figures.rs"]
 mod figures;
-#[path = "profile/runs.rs"]
-mod runs;
 
 use clap::{Parser, ValueEnum};
-use common::effects::{is_for_people, names_gpu};
-use common::models::{Model, ModelFlags, describe, with_attention};
-use common::modes::{CompileFlag, ModeFlag, executed, is_any, modes, not_planned};
+use common::effects::names_gpu;
+use common::models::{Model, describe};
+use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
-use common::precision::PrecisionFlags;
+use common::runs::{self, GridFlags, Run, label_columns};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
-use runs::{Run, add_oom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, OptimizerChoice, Step};
-use tallow::model::TransformerConfig;
+use tallow::bench::Step;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::precision::Precision;
 use tallow::profile::{self, Grouping, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
 use tallow::{Error, Result};
@@ -62,28 +38,11 @@ const EXAMPLES: &str = "Examples:
 /// Profiles a transformer's forward, backward and optimizer, op by op
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
+#[command(mut_arg("mode", |arg| arg.default_value("all")))]
+#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 256]")))]
 struct Flags {
     #[command(flatten)]
-    models: ModelFlags,
-
-    /// Sequences in a batch; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
-    batch_size: Vec<usize>,
-
-    /// Tokens in a sequence; several [default: 256]
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
-    context_length: Vec<usize>,
-
-    /// naive or flash; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
-    attention: Vec<Algorithm>,
-
-    #[command(flatten, next_help_heading = "Run")]
-    precision: PrecisionFlags,
-
-    /// forward, forward-backward, train-step or all; several
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "all", value_name = "NAME", help_heading = "Run")]
-    mode: Vec<ModeFlag>,
+    grid: GridFlags,
 
     /// Unrecorded steps before the recorded ones
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = values::count_from_0(), help_heading = "Run")]
@@ -105,10 +64,6 @@ struct Flags {
     #[arg(long, help_heading = "Run")]
     no_kernels: bool,
 
-    /// Memory that may be used [default: what is available]
-    #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
-    memory_limit_gib: Option<f64>,
-
     /// Rows by name, path, layer or kernel
     #[arg(
         long,
@@ -122,14 +77,6 @@ struct Flags {
     /// Only ops of forward, backward or optimizer
     #[arg(long, value_parser = ["forward", "backward", "optimizer"], hide_possible_values = true, value_name = "NAME", help_heading = "Output")]
     phase: Option<String>,
-
-    /// Only ops in this part of the model: attn, ffn/w2
-    #[arg(long, value_name = "PATH", help_heading = "Output")]
-    within: Option<String>,
-
-    /// Rows that a run's table shows; 0 shows all
-    #[arg(long, default_value_t = 12, value_name = "N", help_heading = "Output")]
-    top: usize,
 
     /// Write a trace for ui.perfetto.dev; one file a run
     #[arg(long, value_name = "FILE", help_heading = "Output")]
@@ -156,7 +103,8 @@ enum ByFlag {
 
 fn main() -> ExitCode {
     let mut flags = Flags::effects().parse();
-    flags.models.fill_context(&mut flags.context_length, &[256]);
+    let grid = &mut flags.grid;
+    grid.models.fill_context(&mut grid.context_length, &[256]);
     common::run(|| {
         flags.common.around(|| match flags.reference_ops {
             true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),
@@ -174,14 +122,12 @@ impl Flags {
                 names_gpu(&flags.common)
             })
             .only(
-                "on a table for people: with --format text, markdown or latex",
-                &["top"],
-                |flags| is_for_people(flags.output.format),
-            )
-            .only(
                 "where a step can be planned: in f32, or f32 parameters with kept copies",
                 &["compile"],
-                |flags| is_any(&flags.precision, flags.compile, &modes(&flags.mode), true),
+                |flags| {
+                    let grid = &flags.grid;
+                    is_any(&grid.precision, flags.compile, &grid.modes(), true)
+                },
             )
     }
 
@@ -194,20 +140,16 @@ impl Flags {
         ])?;
         let device = self.common.device()?;
         self.check_grouping(&device)?;
-        let precisions = self.precision.precisions()?;
-        let longest = self.context_length.iter().copied().max();
-        let models = self
-            .models
-            .models(longest.unwrap_or_default(), &self.attention)?;
-        let mut runs = self.sweep(&models, &precisions);
-        let available_bytes = common::memory::available_bytes(
-            &device,
-            self.memory_limit_gib,
-            runs.iter().map(|run| &run.run),
-        )?;
-        for run in &mut runs {
-            run.run.available_bytes = available_bytes;
+        let precisions = self.grid.precision.precisions()?;
+        let models = self.grid.models()?;
+        let mut runs = self.grid.runs(&models, &precisions, self.compile);
+        for Run { run, .. } in &mut runs {
+            run.warmup_steps = self.warmup_steps;
+            run.steps = self.steps;
+            run.seed = self.common.seed;
         }
+        let all = runs.iter_mut().map(|run| &mut run.run);
+        self.grid.give_memory(all, &device)?;
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models),
@@ -277,46 +219,6 @@ impl Flags {
         }
     }
 
-    /// Every combination of the flags' lists.
-    fn sweep(&self, models: &[Model], precisions: &[Precision]) -> Vec<Run> {
-        let mut runs = Vec::new();
-        let mut add = |name: &str, config: &TransformerConfig, sizes: (usize, usize), precision| {
-            for (mode, execution) in executed(self.compile, modes(&self.mode), precision) {
-                let run = EndToEnd {
-                    config: config.clone(),
-                    batch_size: sizes.0,
-                    sequence_length: sizes.1,
-                    mode,
-                    precision,
-                    warmup_steps: self.warmup_steps,
-                    steps: self.steps,
-                    optimizer: OptimizerChoice::AdamW(Default::default()),
-                    execution,
-                    optimizer_in_backward: false,
-                    memory_budget_bytes: None,
-                    seed: self.common.seed,
-                    peak_flops: None,
-                    available_bytes: None,
-                };
-                let size = name.to_string();
-                runs.push(Run { size, run });
-            }
-        };
-        for Model { name, config } in models {
-            for &sequence_length in &self.context_length {
-                for &batch_size in &self.batch_size {
-                    for &attention in &self.attention {
-                        for &precision in precisions {
-                            let config = with_attention(config, attention);
-                            add(name, &config, (batch_size, sequence_length), precision);
-                        }
-                    }
-                }
-            }
-        }
-        runs
-    }
-
     /// Times the run without a profiler, then with one; the row that says so if memory does not hold it.
     fn profiled(
         &self,
@@ -343,10 +245,6 @@ impl Flags {
         Ok(Ok(Profiled {
             recording: profiler?.finish()?,
             stopwatch,
-            apart: match self.no_kernels {
-                true => None,
-                false => apart::measure(&run.run, device)?,
-            },
         }))
     }
 
@@ -354,7 +252,6 @@ impl Flags {
     fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<Vec<Answer>> {
         let selection = Selection {
             phase: self.phase.clone(),
-            within: self.within.clone(),
             ..Default::default()
         };
         let grouping = self.grouping(&profiled.recording);
@@ -370,22 +267,18 @@ impl Flags {
         let rows = summary
             .fields()
             .into_iter()
-            .map(|row| run.labelled("ok", row));
+            .map(|row| labelled(run, "ok", row));
         report.rows.extend(rows);
         let figures = profiled.figures()?;
         let line = Fields::of(&figures.line)?;
-        report.lines.push(run.labelled("ok", line));
-        report.details.push(self.table(run, &summary));
-        let by_part = by_part::table(&run.title(), &profiled.recording)?;
-        if !by_part.rows.is_empty() {
-            report.details.push(by_part);
-        }
+        report.lines.push(labelled(run, "ok", line));
+        report.details.push(Self::table(run, &summary));
         Ok(answers::answers(&figures))
     }
 
     /// A run's ops for people, the longest first.
-    fn table(&self, run: &Run, summary: &profile::ProfileReport) -> Report {
-        let (lines, inside) = ops::lines(&self.shown(summary));
+    fn table(run: &Run, summary: &profile::ProfileReport) -> Report {
+        let (lines, inside) = ops::lines(&shown(summary));
         Report {
             title: run.title(),
             columns: match summary.rows.iter().any(|row| row.launches.is_some()) {
@@ -396,25 +289,6 @@ impl Flags {
             notes: inside.into_iter().collect(),
             ..Default::default()
         }
-    }
-
-    /// The longest rows and the lines without ops; the other rows in one.
-    fn shown(&self, summary: &profile::ProfileReport) -> profile::ProfileReport {
-        let ops = summary.rows.iter().filter(|row| !row.is_gap()).count();
-        if self.top == 0 || ops <= self.top.saturating_add(1) {
-            return summary.clone();
-        }
-        let mut shown = summary.clone();
-        let others = shown.rows.drain(self.top..ops).collect();
-        let others = profile::ProfileReport {
-            rows: others,
-            ..Default::default()
-        };
-        let name = format!("{} others", others.rows.len());
-        let mut sum = others.sum(&name, |_| true);
-        sum.kind = others.rows.first().and_then(|row| row.kind);
-        shown.rows.insert(self.top, sum);
-        shown
     }
 
     fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
@@ -436,21 +310,53 @@ impl Flags {
         fields.insert("warm-up steps", self.warmup_steps);
         fields.insert("steps", self.steps);
         fields.insert("phase", self.phase.clone());
-        fields.insert("within", self.within.clone());
         fields
     }
 }
 
+/// The ops that a run's table shows.
+const SHOWN: usize = 12;
+
+/// The longest rows and the lines without ops; the other rows in one.
+fn shown(summary: &profile::ProfileReport) -> profile::ProfileReport {
+    let ops = summary.rows.iter().filter(|row| !row.is_gap()).count();
+    let mut shown = summary.clone();
+    if ops > SHOWN + 1 {
+        let others = profile::ProfileReport {
+            rows: shown.rows.drain(SHOWN..ops).collect(),
+            ..Default::default()
+        };
+        let mut sum = others.sum(&format!("{} others", others.rows.len()), |_| true);
+        sum.kind = others.rows[0].kind;
+        shown.rows.insert(SHOWN, sum);
+    }
+    shown
+}
+
+/// A row of the run.
+fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
+    let mut row = run.labels();
+    row.insert("status", status).merge(rest);
+    row
+}
+
+/// Adds a run that does not fit.
+fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
+    let keys = ["estimate_bytes", "available_bytes"].into_iter();
+    let bytes = keys.map(|key| (key, refusal.get(key).cloned()));
+    let row = labelled(run, "OOM", bytes.collect());
+    report.lines.push(row.clone());
+    report.rows.push(row);
+}
+
 /// The answers of all runs, each with its run's name if there are several.
 fn named_answers(all: Vec<(&Run, Vec<Answer>)>) -> Vec<Answer> {
-    let labels = all.iter().map(|(run, _)| run.labelled("ok", Fields::new()));
-    let names = words::names(&labels.collect::<Vec<_>>());
+    let names = runs::names(all.iter().map(|(run, _)| *run));
     let is_one = all.len() == 1;
-    let named = all.into_iter().zip(names).flat_map(|((run, own), name)| {
-        let name = format!("{} {}", name.trim_start_matches("all"), run.run.mode.name());
+    let named = all.into_iter().zip(names).flat_map(|((_, own), name)| {
         own.into_iter().map(move |own| match is_one {
             true => own,
-            false => Answer::new(format!("{} ({})", own.question, name.trim()), own.answer),
+            false => Answer::new(format!("{} ({name})", own.question), own.answer),
         })
     });
     named.collect()
@@ -460,14 +366,8 @@ fn named_answers(all: Vec<(&Run, Vec<Answer>)>) -> Vec<Answer> {
 fn summary_columns(on_gpu: bool) -> Vec<Column> {
     let percent = |key, title| Column::number(key, title, "", 1);
     let of_step = |key, title| percent(key, title).under("% of a step");
-    let mut columns = vec![
-        Column::text("size", "Model"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
-        Column::text("attention", "Attention"),
-        Column::text("precision", "Precision"),
-        Column::text("execution", "Execution"),
-        Column::text("mode", "Mode"),
+    let mut columns = label_columns();
+    columns.extend([
         Column::text("status", "Status"),
         Column::ms("profiled_ms_per_step", "profiler").under("A step by"),
         Column::ms("stopwatch_mean_ms", "stopwatch").under("A step by"),
@@ -484,7 +384,7 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
             .under("% of forward")
             .minor(1),
         Column::text("longest", "Longest").minor(2),
-    ];
+    ]);
     columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
     columns
 }

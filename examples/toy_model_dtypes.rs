@@ -1,10 +1,5 @@
 //! Which dtype each tensor of a small model has under autocast, and why layer norm is computed in f32: CS336's
 //! exercise "benchmarking_mixed_precision" (a) and (b), for f16 and bf16 and both of PyTorch's policies.
-//!
-//! ```text
-//! cargo run --example toy_model_dtypes
-//! cargo run --example toy_model_dtypes -- --format markdown
-//! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

@@ -175,7 +175,7 @@ impl Flags {
                 head_dim: width,
                 mask: self.mask(),
                 documents: self.documents,
-                dropout: self.dropout,
+                dropout: 0.0,
                 dtype: precision.dtype(),
             },
             sampling,

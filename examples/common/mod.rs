@@ -10,6 +10,7 @@ pub mod outputs;
 pub mod phases;
 pub mod precision;
 pub mod ranks;
+pub mod runs;
 pub mod stdout;
 pub mod sweep;
 pub mod values;

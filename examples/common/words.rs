@@ -1,7 +1,8 @@
 //! Sentences that name the rows they speak of.
 
 use serde_json::Value;
-use tallow::report::{Fields, Speedup, Verdict, format_mib, list_in_note};
+use std::collections::BTreeMap;
+use tallow::report::{Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
 /// A speed-up as a cell: the ratio of means, `unclear` where the spread leaves it without meaning, null where a side is
 /// missing.
@@ -112,4 +113,66 @@ fn text(value: &Value) -> Option<String> {
         Value::String(text) => Some(text.clone()),
         other => Some(other.to_string()),
     }
+}
+
+/// `12.5% more`, `30.0% less` or `same`.
+pub fn change(before: u64, after: u64) -> String {
+    let percent = 100.0 * (after as f64 / before as f64 - 1.0);
+    match percent {
+        _ if percent.abs() < 0.05 => "same".into(),
+        more if more > 0.0 => format!("{more:.1}% more"),
+        less => format!("{:.1}% less", -less),
+    }
+}
+
+/// How often each word comes: `less in 3, more in 1`.
+pub fn counts(words: impl Iterator<Item = &'static str>) -> String {
+    let mut counts = BTreeMap::new();
+    words.for_each(|word| *counts.entry(word).or_insert(0) += 1);
+    let counts = counts.into_iter();
+    let counts: Vec<String> = counts.map(|(word, n)| format!("{word} in {n}")).collect();
+    counts.join(", ")
+}
+
+/// At most `most` of the items: `a; b and 3 more in the table`.
+pub fn listed(items: &[String], most: usize) -> String {
+    let shown = items[..items.len().min(most)].join("; ");
+    match items.len().saturating_sub(most) {
+        0 => shown,
+        more => format!("{shown} and {more} more in the table"),
+    }
+}
+
+/// In how many configurations `name` uses less memory than f32, the range, and why. Each has its peaks in f32 and in
+/// `name`; `copies` are the bytes of weights in half precision.
+pub fn memory(name: &str, peaks: &[(String, u64, u64)], copies: Option<u64>) -> String {
+    let verdict = |(_, before, after): &(String, u64, u64)| match change(*before, *after) {
+        less if less.ends_with("less") => "less memory than f32",
+        more if more.ends_with("more") => "more memory than f32",
+        _ => "as much memory as f32",
+    };
+    let counts = counts(peaks.iter().map(verdict));
+    let mut sorted: Vec<_> = peaks.iter().collect();
+    sorted.sort_by(|a, b| (a.2 as f64 / a.1 as f64).total_cmp(&(b.2 as f64 / b.1 as f64)));
+    let words = |(title, before, after): &(String, u64, u64)| {
+        let (peak, of_f32) = (format_mib(*after), format_mib(*before));
+        format!(
+            "{} ({title}: {peak}, f32 {of_f32})",
+            change(*before, *after)
+        )
+    };
+    let range = match sorted[..] {
+        [only] => format!(" The peak is {}.", words(only)),
+        [least, .., most] => format!(" The range is from {} to {}.", words(least), words(most)),
+        [] => String::new(),
+    };
+    let why = copies.map_or(String::new(), |bytes| {
+        format!(
+            " Autocast leaves weights, gradients and optimizer in f32 and adds a copy of each linear weight, at most {} \
+             here; only activations become smaller. --drop-casts measures the step without the copies.",
+            format_mib(bytes)
+        )
+    });
+    let total = counted(peaks.len(), "configuration");
+    format!("Of {total}, {name} uses {counts}.{range}{why}")
 }

@@ -1,16 +1,8 @@
 //! What the handout asks about memory, in words. Functions of plain figures: the tests read them.
 
+use super::words::change;
 use serde::Serialize;
 use tallow::report::{Answer, format_mib, group_digits};
-
-/// `12.5% more` or `30.0% less` than `before`.
-fn less(before: u64, after: u64) -> String {
-    let percent = 100.0 * (after as f64 / before as f64 - 1.0);
-    match percent {
-        more if more > 0.0 => format!("{more:.1}% more"),
-        less => format!("{:.1}% less", -less),
-    }
-}
 
 /// The size of a tensor of the residual stream.
 pub fn residual_stream(
@@ -106,7 +98,7 @@ pub fn checkpointing(
             least.name,
             format_mib(least.peak_bytes),
             format_mib(none.peak_bytes),
-            less(none.peak_bytes, least.peak_bytes),
+            change(none.peak_bytes, least.peak_bytes),
             least.recomputed_blocks
         ),
         false => format!(

@@ -2,19 +2,20 @@
 
 use crate::answers::{self, Fits, Saved, Strategy};
 use std::num::NonZeroUsize;
+use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::memory::{
-    Mode, Workload, estimate, largest_batch_size, most_frugal, recommend, smallest_sequence_beyond,
+    MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, recommend,
+    smallest_sequence_beyond,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::report::{Answer, Column, Fields, Report};
-use tallow::{Error, Result};
 
 /// One configuration, and the memory there is for it.
 pub struct Question<'a> {
     pub config: &'a TransformerConfig,
-    pub workload: &'a Workload,
+    pub workload: Workload,
     pub available_bytes: u64,
 }
 
@@ -22,19 +23,17 @@ pub struct Question<'a> {
 const DOUBLINGS: u32 = 5;
 
 impl Question<'_> {
-    pub fn answers(&self) -> Result<Vec<Answer>> {
-        let Workload {
-            batch_size,
-            sequence_length,
-            ..
-        } = *self.workload;
+    /// The answers, and the table of checkpointing strategies if there is a backward.
+    pub fn answers(&self) -> Result<(Vec<Answer>, Option<Report>)> {
+        let [batch_size, sequence_length] =
+            [self.workload.batch_size, self.workload.sequence_length];
         let all = Algorithm::ALL.into_iter();
         let algorithms: Vec<Algorithm> = all.filter(|own| self.can_compute(*own)).collect();
         let saved = algorithms.iter().map(|own| self.saved(*own));
         let fits = algorithms.iter().map(|own| self.fits(*own));
         let width = self.workload.precision.parameter_dtype().size_in_bytes();
         let sizes = [batch_size, sequence_length, self.config.d_model];
-        let residual = residual_stream_bytes(self.config, self.workload);
+        let residual = residual_stream_bytes(self.config, &self.workload);
         let mut answers = vec![
             answers::residual_stream(sizes, width, residual),
             answers::attention(&saved.collect::<Result<Vec<_>>>()?),
@@ -44,19 +43,39 @@ impl Question<'_> {
                 &fits.collect::<Result<Vec<_>>>()?,
             ),
         ];
-        if !matches!(self.workload.mode, Mode::Forward) {
-            let layers = self.config.num_layers;
-            let strategies = self.strategies()?;
-            answers.extend(answers::checkpointing(
-                &strategies,
-                layers,
-                self.available_bytes,
-            ));
-            let whole = self.whole_graph(self.workload.attention, sequence_length)?;
-            let graph_bytes = whole.activation_bytes / layers.max(1) as u64;
-            answers.push(answers::nested(layers, residual, graph_bytes));
+        if self.workload.mode == Mode::Forward {
+            return Ok((answers, None));
         }
-        Ok(answers)
+        let (layers, strategies) = (self.config.num_layers, self.strategies()?);
+        let available_bytes = self.available_bytes;
+        answers.extend(answers::checkpointing(&strategies, layers, available_bytes));
+        let whole = self.whole_graph(self.workload.attention, sequence_length)?;
+        let graph_bytes = whole.activation_bytes / layers.max(1) as u64;
+        answers.push(answers::nested(layers, residual, graph_bytes));
+        let rows = strategies.iter().map(Fields::of).collect::<Result<_>>()?;
+        let table = Report {
+            title: "Activation checkpointing".into(),
+            columns: vec![
+                Column::text("name", "Strategy"),
+                Column::count("recomputed_blocks", "Recomputed blocks"),
+                Column::mib("after_forward_bytes", "After forward"),
+                Column::mib("peak_bytes", "Peak"),
+            ],
+            rows,
+            ..Default::default()
+        };
+        Ok((answers, Some(table)))
+    }
+
+    /// Adds what fits to the run's row, and returns what its peak is made of.
+    pub fn add_to(&self, row: &mut Fields) -> Result<MemoryBreakdown> {
+        let fits = self.fits(self.workload.attention)?;
+        let recommended = self.recommended()?.map(|strategy| strategy.to_string());
+        row.insert("available_bytes", self.available_bytes)
+            .insert("largest_batch_size", fits.batch_size)
+            .insert("largest_context_length", fits.context_length)
+            .insert("recommended_checkpointing", recommended);
+        Ok(estimate(self.config, &self.workload)?.breakdown)
     }
 
     fn can_compute(&self, attention: Algorithm) -> bool {
@@ -112,33 +131,9 @@ impl Question<'_> {
         })
     }
 
-    /// The largest batch and the largest T with the workload's own attention.
-    pub fn largest(&self) -> Result<(Option<usize>, Option<usize>)> {
-        let fits = self.fits(self.workload.attention)?;
-        Ok((fits.batch_size, fits.context_length))
-    }
-
     /// The strategy that fits and recomputes the fewest blocks.
-    pub fn recommended(&self) -> Result<Option<Checkpointing>> {
-        recommend(self.config, self.workload, self.available_bytes)
-    }
-
-    /// An error if no checkpointing keeps within the budget, which names what the most frugal needs.
-    pub fn within_budget(&self, name: &str) -> Result<()> {
-        if self.recommended()?.is_some() {
-            return Ok(());
-        }
-        let (_, wanted_bytes) = most_frugal(self.config, self.workload)?;
-        Err(Error::OutOfMemory {
-            what: format!(
-                "{name}, batch {}, context {}, {}, with any checkpointing",
-                self.workload.batch_size,
-                self.workload.sequence_length,
-                self.workload.mode.name()
-            ),
-            wanted_bytes,
-            available_bytes: self.available_bytes,
-        })
+    fn recommended(&self) -> Result<Option<Checkpointing>> {
+        recommend(self.config, &self.workload, self.available_bytes)
     }
 
     /// No checkpointing first, then each block, then ever longer segments, then what is recommended.
@@ -168,26 +163,6 @@ impl Question<'_> {
             });
         }
         Ok(rows)
-    }
-
-    /// The strategies as a table; `None` without a backward.
-    pub fn strategy_table(&self) -> Result<Option<Report>> {
-        if matches!(self.workload.mode, Mode::Forward) {
-            return Ok(None);
-        }
-        let rows = self.strategies()?;
-        let rows = rows.iter().map(Fields::of).collect::<Result<_>>()?;
-        Ok(Some(Report {
-            title: "Activation checkpointing".into(),
-            columns: vec![
-                Column::text("name", "Strategy"),
-                Column::count("recomputed_blocks", "Recomputed blocks"),
-                Column::mib("after_forward_bytes", "After forward"),
-                Column::mib("peak_bytes", "Peak"),
-            ],
-            rows,
-            ..Default::default()
-        }))
     }
 }
 

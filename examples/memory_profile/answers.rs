@@ -1,14 +1,12 @@
 //! The rows of runs, and what they answer. The tests read both.
 
-#[allow(clippy::duplicate_mod)] // the tests read both examples
-#[path = "../mixed_precision_benchmark/against_f32.rs"]
-mod against_f32;
-
-use serde::Serialize;
+use super::words::{change, listed, memory};
+use serde::{Deserialize, Serialize};
 use tallow::report::{Answer, format_mib};
 
 /// One run: prediction and measurement. `OOM` where it was not run.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Row {
     pub size: String,
     pub batch_size: usize,
@@ -17,7 +15,6 @@ pub struct Row {
     pub checkpointing: String,
     pub precision: String,
     pub execution: String,
-    pub optimizer_in_backward: bool,
     pub mode: String,
     pub status: String,
     pub peak_bytes: Option<u64>,
@@ -76,21 +73,12 @@ pub fn compare_with_f32(rows: &mut [Row]) {
     for row in rows.iter_mut().filter(|row| row.precision != "f32") {
         let before = of_f32.iter().find(|(labels, _)| *labels == own(row));
         let pair = before.and_then(|(_, bytes)| *bytes).zip(row.peak_bytes);
-        row.than_f32 = pair.map(|(before, after)| against_f32::change(before, after));
+        row.than_f32 = pair.map(|(before, after)| change(before, after));
     }
 }
 
 /// At most this many runs are named in an answer.
 const NAMED: usize = 8;
-
-/// `a, b and 3 more in the table`.
-fn listed(items: &[String]) -> String {
-    let shown = items[..items.len().min(NAMED)].join("; ");
-    match items.len().saturating_sub(NAMED) {
-        0 => shown,
-        more => format!("{shown} and {more} more in the table"),
-    }
-}
 
 /// Whatever the rows answer; `names` are the runs' names. A question without figures is left out.
 pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
@@ -105,14 +93,14 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
             "{}. In the timeline, forward rises while it saves activations, backward falls as it frees them and adds \
              gradients, and the optimizer is level. A forward without a graph stays low: it frees each activation after \
              its last use.",
-            listed(&phases)
+            listed(&phases, NAMED)
         );
         let question =
             "Which phase has the highest peak, and how do the phases look in the timeline?";
         answers.push(Answer::new(question, text));
     }
     let question = "What is the peak memory of each context length?";
-    answers.push(Answer::new(question, listed(&peaks) + "."));
+    answers.push(Answer::new(question, listed(&peaks, NAMED) + "."));
     for precision in precisions(rows) {
         let (mut pairs, mut copies) = (Vec::new(), None);
         for (row, name) in named().filter(|(row, _)| row.precision == precision) {
@@ -128,7 +116,7 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
         if !pairs.is_empty() {
             let copies = copies.filter(|bytes| *bytes > 0);
             let question = format!("Does {precision} change the memory?");
-            let text = against_f32::memory(precision, &pairs, copies);
+            let text = memory(precision, &pairs, copies);
             answers.push(Answer::new(question, text));
         }
     }
@@ -177,7 +165,7 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
             .collect();
         peaks.sort_by_key(|(bytes, _)| *bytes);
         let words = peaks.iter().map(|(after, row)| {
-            let change = against_f32::change(before, *after);
+            let change = change(before, *after);
             format!(
                 "{} {} ({change})",
                 row.checkpointing,
@@ -202,5 +190,5 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
     });
     let sentences: Vec<String> = sentences.collect();
     let question = "Which activation checkpointing uses the least memory?";
-    (!sentences.is_empty()).then(|| Answer::new(question, listed(&sentences) + "."))
+    (!sentences.is_empty()).then(|| Answer::new(question, listed(&sentences, NAMED) + "."))
 }

@@ -1,28 +1,20 @@
 //! The tables: a row a run, and for all runs their memory by kind, largest allocations and what is saved for backward.
 
-use crate::answers::Row;
+use crate::common::runs::{Run, label_columns};
 use candle_core::Device;
-use serde::{Deserialize, Serialize};
-use tallow::Result;
+use serde::Deserialize;
 use tallow::bench::MemoryProfile;
 use tallow::memory::{MemoryBreakdown, MemoryKind};
 use tallow::report::{Answer, Column, Fields, Report, format_mib};
 
 /// The table of peaks; a GPU's pool has two.
 pub fn columns(device: &Device) -> Vec<Column> {
-    let mut columns = vec![
-        Column::text("size", "Model"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
-        Column::text("attention", "Attention"),
-        Column::text("checkpointing", "Checkpointing"),
-        Column::text("precision", "Precision"),
-        Column::text("execution", "Execution"),
-        Column::text("mode", "Mode"),
+    let mut columns = label_columns();
+    columns.extend([
         Column::text("status", "Status").minor(5),
         Column::mib("peak", "Peak"),
         Column::text("than_f32", "Than f32"),
-    ];
+    ]);
     if !device.is_cpu() {
         columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
     }
@@ -48,47 +40,26 @@ pub fn line(row: &Fields) -> Fields {
     line
 }
 
-/// A kind of memory at the peak of each phase, predicted and measured: what the peaks are made of.
-#[derive(Clone, Debug, Default, Serialize)]
-struct Kind {
-    holds: &'static str,
-    forward_bytes: Option<u64>,
-    backward_bytes: Option<u64>,
-    optimizer_bytes: Option<u64>,
-    measured_bytes: Option<u64>,
-    estimate_bytes: Option<u64>,
-    difference_bytes: Option<f64>,
-}
+/// Where a kind of memory is counted: at the peak of each phase, and at the highest peak, measured and predicted.
+const PLACES: [&str; 5] = [
+    "forward_bytes",
+    "backward_bytes",
+    "optimizer_bytes",
+    "measured_bytes",
+    "estimate_bytes",
+];
 
-impl Kind {
-    /// The most of it at any of the peaks.
-    fn most(&self) -> u64 {
-        let bytes = [
-            self.forward_bytes,
-            self.backward_bytes,
-            self.optimizer_bytes,
-            self.measured_bytes,
-            self.estimate_bytes,
-        ];
-        bytes.into_iter().flatten().max().unwrap_or(0)
-    }
+/// A kind of memory, with its bytes at each of [`PLACES`].
+type Kind = (&'static str, [Option<u64>; 5]);
 
-    /// Both together, under the name of `other`.
-    fn plus(self, other: Self) -> Self {
-        let sum = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);
-        Self {
-            holds: other.holds,
-            forward_bytes: sum(self.forward_bytes, other.forward_bytes),
-            backward_bytes: sum(self.backward_bytes, other.backward_bytes),
-            optimizer_bytes: sum(self.optimizer_bytes, other.optimizer_bytes),
-            measured_bytes: sum(self.measured_bytes, other.measured_bytes),
-            estimate_bytes: sum(self.estimate_bytes, other.estimate_bytes),
-            difference_bytes: self
-                .difference_bytes
-                .zip(other.difference_bytes)
-                .map(|(a, b)| a + b),
-        }
-    }
+/// The row of a kind of memory.
+fn kind_row((holds, bytes): Kind) -> Fields {
+    let mut row = Fields::from_iter([("holds", holds)]);
+    row.merge(PLACES.into_iter().zip(bytes).collect());
+    let difference = bytes[3].zip(bytes[4]);
+    let difference = difference.map(|(measured, predicted)| predicted as f64 - measured as f64);
+    row.insert("difference_bytes", difference);
+    row
 }
 
 /// The largest allocation of a run.
@@ -101,6 +72,9 @@ struct Largest {
     origin: String,
 }
 
+/// The largest allocations that are listed for each run.
+const LARGEST: usize = 5;
+
 /// Tables over all runs. Each row begins with the number of its run, whose name [`into_tables`](Self::into_tables)
 /// puts there.
 #[derive(Default)]
@@ -112,8 +86,8 @@ pub struct Details {
 }
 
 impl Details {
-    /// Adds what a run has shown, with its `count` largest allocations.
-    pub fn add(&mut self, run: usize, profile: &MemoryProfile, count: usize) -> Result<()> {
+    /// Adds what a run has shown.
+    pub fn add(&mut self, run: usize, profile: &MemoryProfile) {
         let recording = &profile.recording;
         let at_peak = recording.holdings_at(recording.peak_at());
         let phases = recording.phase_report().rows;
@@ -123,50 +97,51 @@ impl Details {
             let bytes = row.get(&format!("{}_bytes", kind.replace(' ', "_")));
             Some(bytes.and_then(|bytes| bytes.as_u64()).unwrap_or(0))
         };
-        let kind = |holds: &'static str, measured: u64, predicted: u64| Kind {
-            holds,
-            forward_bytes: phase("forward", holds),
-            backward_bytes: phase("backward", holds),
-            optimizer_bytes: phase("optimizer", holds),
-            measured_bytes: Some(measured),
-            estimate_bytes: Some(predicted),
-            difference_bytes: Some(predicted as f64 - measured as f64),
+        let kind = |holds: &'static str, measured: u64, predicted: u64| -> Kind {
+            let [forward, backward, optimizer] =
+                ["forward", "backward", "optimizer"].map(|name| phase(name, holds));
+            let bytes = [
+                forward,
+                backward,
+                optimizer,
+                Some(measured),
+                Some(predicted),
+            ];
+            (holds, bytes)
         };
         let breakdown = &profile.estimate.breakdown;
         let all = MemoryKind::ALL
             .map(|own| kind(own.name(), at_peak.bytes_of(own), breakdown.bytes_of(own)));
-        let (shown, small): (Vec<Kind>, Vec<Kind>) = all.into_iter().partition(|kind| {
-            kind.holds != MemoryKind::Other.name() && kind.most() > profile.peak_bytes / 100
+        let is_shown = |(holds, bytes): &Kind| {
+            let most = bytes.iter().flatten().max();
+            *holds != MemoryKind::Other.name() && most > Some(&(profile.peak_bytes / 100))
+        };
+        let (shown, small): (Vec<Kind>, Vec<Kind>) = all.into_iter().partition(is_shown);
+        let other = small.into_iter().reduce(|(_, a), (name, b)| {
+            let both = std::array::from_fn(|i| a[i].zip(b[i]).map(|(a, b)| a + b));
+            (name, both)
         });
-        let other = small.into_iter().reduce(Kind::plus);
         let sum = kind("peak", profile.peak_bytes, profile.estimate.peak_bytes);
-        for kind in shown.into_iter().chain(other).chain([sum]) {
-            self.kinds.push((run, Fields::of(&kind)?));
-        }
+        let kinds = shown.into_iter().chain(other).chain([sum]);
+        self.kinds.extend(kinds.map(|kind| (run, kind_row(kind))));
         let numbered = |report: Report| report.rows.into_iter().map(move |row| (run, row));
         self.largest
-            .extend(numbered(recording.largest_report(count)));
+            .extend(numbered(recording.largest_report(LARGEST)));
         if !profile.saved.tensors.is_empty() {
             let saved = profile.saved.report();
             self.saved_columns = saved.columns.iter().cloned().map(saved_column).collect();
             self.saved.extend(numbered(saved));
         }
-        Ok(())
     }
 
     /// Adds what is known of a run by prediction alone: one that does not fit, or is planned.
-    pub fn add_predicted(&mut self, run: usize, breakdown: &MemoryBreakdown) -> Result<()> {
+    pub fn add_predicted(&mut self, run: usize, breakdown: &MemoryBreakdown) {
         let kinds = MemoryKind::ALL.map(|kind| (kind.name(), breakdown.bytes_of(kind)));
         let kinds = kinds.into_iter().filter(|(_, bytes)| *bytes > 0);
         for (holds, bytes) in kinds.chain([("peak", breakdown.peak_bytes())]) {
-            let kind = Kind {
-                holds,
-                estimate_bytes: Some(bytes),
-                ..Default::default()
-            };
-            self.kinds.push((run, Fields::of(&kind)?));
+            let bytes = [None, None, None, None, Some(bytes)];
+            self.kinds.push((run, kind_row((holds, bytes))));
         }
-        Ok(())
     }
 
     /// How large the largest allocation of each run is and where it comes from; `None` where nothing was recorded.
@@ -195,8 +170,8 @@ impl Details {
         (!words.is_empty()).then(|| Answer::new(question, words.join("; ") + "."))
     }
 
-    /// The tables that have rows. `names` and `rows` are those of the runs.
-    pub fn into_tables(self, names: &[String], rows: &[Row]) -> Result<Vec<Report>> {
+    /// The tables that have rows. `names` are the runs' names.
+    pub fn into_tables(self, names: &[String], runs: &[Run]) -> Vec<Report> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
         let phase = |key: &str, title: &str| mib(key, title).under("At the peak of").minor(1);
         let kinds = vec![
@@ -220,23 +195,20 @@ impl Details {
             ("Largest allocations", largest, self.largest),
             ("Saved for backward", self.saved_columns, self.saved),
         ];
-        let mut reports = Vec::new();
-        for (title, own, numbered) in tables {
+        let tables = tables.into_iter().map(|(title, own, numbered)| {
             let named = |(run, row): (usize, Fields)| {
                 let mut named = Fields::from_iter([("run", names[run].as_str())]);
-                named.merge(row);
-                named.merge(labels(&rows[run])?);
-                Ok(named)
+                named.merge(row).merge(runs[run].labels());
+                named
             };
-            let report = Report {
+            Report {
                 title: title.into(),
                 columns: [vec![Column::text("run", "Run")], own].concat(),
-                rows: numbered.into_iter().map(named).collect::<Result<_>>()?,
+                rows: numbered.into_iter().map(named).collect(),
                 ..Default::default()
-            };
-            reports.extend((!report.rows.is_empty()).then_some(report));
-        }
-        Ok(reports)
+            }
+        });
+        tables.filter(|table| !table.rows.is_empty()).collect()
     }
 }
 
@@ -251,11 +223,4 @@ fn saved_column(column: Column) -> Column {
         "origin" => Column::text("origin", "Origin"),
         _ => column.minor(minor),
     }
-}
-
-/// What tells runs apart, without what was measured.
-fn labels(row: &Row) -> Result<Fields> {
-    let fields = Fields::of(row)?;
-    let labels = fields.iter().take_while(|(key, _)| *key != "status");
-    Ok(labels.map(|(key, value)| (key, value.clone())).collect())
 }

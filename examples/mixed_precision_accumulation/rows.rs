@@ -1,9 +1,9 @@
-//! One number added up many times, in several precisions and ways, and what the sums answer. The tests read both.
+//! One number added up many times, in several precisions, and what the sums answer. The tests read both.
 
 use candle_core::{DType, FloatDType};
 use half::{bf16, f16};
 use serde::Serialize;
-use tallow::precision::accumulate::{kahan_sum, pairwise_sum, running_sum, running_sums};
+use tallow::precision::accumulate::{running_sum, running_sums};
 use tallow::report::{Answer, group_digits};
 
 /// One sum and its error.
@@ -13,8 +13,6 @@ pub struct Sum {
     pub accumulator: &'static str,
     /// The dtype of the terms.
     pub terms: &'static str,
-    /// How they are added.
-    pub method: &'static str,
     pub sum: f64,
     /// `sum` less the exact sum.
     pub error: f64,
@@ -33,44 +31,25 @@ pub struct Sum {
     pub cause: String,
 }
 
-/// `count` times `value`, added up in every way: the four sums of the exercise first, in its order.
+/// `count` times `value`, added up in several precisions: the four sums of the exercise first, in its order.
 pub fn rows(value: f64, count: usize) -> Vec<Sum> {
     let single = vec![value as f32; count];
     let half = vec![f16::from_f64(value); count];
     let brain = vec![bf16::from_f64(value); count];
     let widened: Vec<f32> = half.iter().map(|term| term.to_f32()).collect();
     let exact = value * count as f64;
-    let mut rows = vec![
-        sum::<f32, _>(&single, "f32", RUNNING, exact),
-        sum::<f16, _>(&half, "f16", RUNNING, exact),
-        sum::<f32, _>(&half, "f16", RUNNING, exact),
-        sum::<f32, _>(&widened, "f16, cast to f32", RUNNING, exact),
-        sum::<bf16, _>(&brain, "bf16", RUNNING, exact),
-        sum::<f32, _>(&brain, "bf16", RUNNING, exact),
-    ];
-    for method in [KAHAN, PAIRWISE] {
-        rows.push(sum::<f32, _>(&single, "f32", method, exact));
-        rows.push(sum::<f16, _>(&half, "f16", method, exact));
-        rows.push(sum::<bf16, _>(&brain, "bf16", method, exact));
-    }
-    rows
+    vec![
+        sum::<f32, _>(&single, "f32", exact),
+        sum::<f16, _>(&half, "f16", exact),
+        sum::<f32, _>(&half, "f16", exact),
+        sum::<f32, _>(&widened, "f16, cast to f32", exact),
+        sum::<bf16, _>(&brain, "bf16", exact),
+        sum::<f32, _>(&brain, "bf16", exact),
+    ]
 }
 
-const RUNNING: &str = "one by one";
-const KAHAN: &str = "Kahan";
-const PAIRWISE: &str = "pairwise";
-
-fn sum<A: FloatDType, T: FloatDType>(
-    terms: &[T],
-    name: &'static str,
-    method: &'static str,
-    exact: f64,
-) -> Sum {
-    let sum = match method {
-        RUNNING => running_sum::<A, T>(terms),
-        KAHAN => kahan_sum::<A, T>(terms),
-        _ => pairwise_sum::<A, T>(terms),
-    };
+fn sum<A: FloatDType, T: FloatDType>(terms: &[T], name: &'static str, exact: f64) -> Sum {
+    let sum = running_sum::<A, T>(terms);
     let sum = sum.to_f64();
     let term = terms.first().map_or(0.0, |term| term.to_f64());
     let of_stored = term * terms.len() as f64; // 24 bits times a count: exact in f64
@@ -82,7 +61,6 @@ fn sum<A: FloatDType, T: FloatDType>(
     let mut row = Sum {
         accumulator: A::DTYPE.as_str(),
         terms: name,
-        method,
         sum,
         error: sum - exact,
         error_percent: 100.0 * (sum - exact) / exact,
@@ -90,10 +68,7 @@ fn sum<A: FloatDType, T: FloatDType>(
         error_of_additions: sum - of_stored,
         term,
         spacing: epsilon * 2f64.powf(sum.abs().log2().floor()),
-        last_change: match method {
-            RUNNING => last_change::<A, T>(terms),
-            _ => None,
-        },
+        last_change: last_change::<A, T>(terms),
         cause: String::new(),
     };
     row.cause = row.cause();
@@ -156,11 +131,10 @@ impl Sum {
 
 /// What the exercise asks, from [`rows`].
 pub fn answers(rows: &[Sum]) -> Vec<Answer> {
-    let find = |accumulator: &str, terms: &str, method: &str| {
+    let running = |accumulator: &str, terms: &str| {
         let mut rows = rows.iter();
-        rows.find(|row| (row.accumulator, row.terms, row.method) == (accumulator, terms, method))
+        rows.find(|row| (row.accumulator, row.terms) == (accumulator, terms))
     };
-    let running = |accumulator, terms| find(accumulator, terms, RUNNING);
     let mut answers = Vec::new();
     let four = ["f32", "f16"].map(|dtype| running(dtype, dtype));
     if let ([Some(single), Some(half)], Some(mixed), Some(cast)) = (
@@ -187,24 +161,5 @@ pub fn answers(rows: &[Sum]) -> Vec<Answer> {
         let question = "What does an f32 accumulator change for bf16?";
         answers.push(Answer::new(question, text));
     }
-    let others = [KAHAN, PAIRWISE].map(|method| {
-        let sums = ["f16", "bf16"].map(|dtype| {
-            let found = find(dtype, dtype, method);
-            let worst = found.map_or(f64::NAN, |row| row.error_of_additions.abs());
-            (worst, found.map_or(f64::NAN, |row| row.spacing))
-        });
-        let holds = sums.iter().all(|(error, spacing)| *error <= *spacing);
-        match holds {
-            true => "stays within one rounding of the terms' sum in f16 and bf16",
-            false => "is further than one rounding from the terms' sum in f16 or bf16",
-        }
-    });
-    let [kahan, pairwise] = others;
-    let text = format!(
-        "Kahan's sum {kahan}. The pairwise sum {pairwise}. Kahan carries each addition's rounding error to the next one; pairwise adds halves, so that a term passes \
-         through log2(n) additions instead of n."
-    );
-    let question = "Is there an accurate sum without a wider accumulator?";
-    answers.push(Answer::new(question, text));
     answers
 }

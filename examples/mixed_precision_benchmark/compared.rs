@@ -1,11 +1,7 @@
 //! Half precision compared with f32: a table line for each configuration, and answers. The tests read both.
 
-#[allow(clippy::duplicate_mod)] // the tests read both examples that have it
-mod against_f32;
-
-use against_f32::{change, memory};
+use super::words::{change, counts, memory, speedup_cell};
 use serde::Deserialize;
-use tallow::precision::Precision;
 use tallow::report::{
     Answer, Fields, PowerLaw, Speedup, Verdict, counted, format_mib, mean_and_std, speedup,
 };
@@ -17,12 +13,13 @@ pub struct Measured {
     pub batch_size: usize,
     pub context_length: usize,
     pub attention: String,
+    #[serde(default)]
+    pub checkpointing: String,
     pub mode: String,
     pub phase: String,
     pub precision: String,
     pub status: String,
     pub parameters: Option<u64>,
-    pub mean_ms: Option<f64>,
     pub tokens_per_s: Option<f64>,
     pub peak_bytes: Option<u64>,
     pub reserved_peak_bytes: Option<u64>,
@@ -63,12 +60,20 @@ impl Measured {
 
     /// `tiny B4 T256 forward`.
     fn title(&self) -> String {
-        let attention = match self.attention.as_str() {
-            "naive" => String::new(),
+        let variant = match self.variant() {
+            naive if naive == "naive" => String::new(),
             other => format!(" {other}"),
         };
         let (b, t) = (self.batch_size, self.context_length);
-        format!("{} B{b} T{t}{attention} {}", self.size, self.mode)
+        format!("{} B{b} T{t}{variant} {}", self.size, self.mode)
+    }
+
+    /// The attention, and the checkpointing if there is any.
+    pub fn variant(&self) -> String {
+        match self.checkpointing.as_str() {
+            "" | "none" => self.attention.clone(),
+            strategy => format!("{}, checkpointing {strategy},", self.attention),
+        }
     }
 }
 
@@ -128,14 +133,13 @@ impl Configuration {
             let peaks = self.peaks("f32", name);
             let change = peaks.map(|(before, after)| change(before, after));
             line.insert(key("change", name), change);
+            let speedup = self.speedup("f32", name).filter(|_| name != "f32");
+            line.insert(key("speed-up", name), speedup_cell(speedup));
         }
         line.insert("outcome", self.outcome());
         line
     }
 }
-
-/// At most this many configurations are named in an answer.
-const NAMED: usize = 6;
 
 /// The key of a precision's quantity in a line.
 pub fn key(quantity: &str, precision: &str) -> String {
@@ -153,7 +157,7 @@ pub fn precisions(all: &[Configuration]) -> Vec<String> {
     names
 }
 
-/// What the figures say about speed, its trend over sizes, memory, copies of the weights, and what fits.
+/// What the figures say about speed, its trend over sizes, memory, and what fits.
 pub fn answers(all: &[Configuration]) -> Vec<Answer> {
     let mut answers = Vec::new();
     for name in precisions(all).iter().filter(|name| *name != "f32") {
@@ -164,11 +168,10 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
         if !speedups.is_empty() {
             let question = format!("Is {name} faster than f32?");
             answers.push(Answer::new(question, speed(name, &speedups)));
-            answers.extend(trends(all, name).map(|text| {
-                let question =
-                    format!("How does the speed-up of {name} change with the model's size?");
-                Answer::new(question, text)
-            }));
+            let question = format!("How does the speed-up of {name} change with the model's size?");
+            let few = "A trend needs three sizes of model (--size tiny small medium).";
+            let trend = trends(all, name).unwrap_or_else(|| few.into());
+            answers.push(Answer::new(question, trend));
         }
         let peaks: Vec<(String, u64, u64)> = all
             .iter()
@@ -185,19 +188,6 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
             let question = format!("Does {name} use less memory than f32?");
             answers.push(Answer::new(question, memory(name, &peaks, copies)));
         }
-    }
-    let dropping: Vec<String> = all.iter().flat_map(dropping).collect();
-    if !dropping.is_empty() {
-        let more = match dropping.len().saturating_sub(NAMED) {
-            0 => String::new(),
-            more => format!("; {more} more in the table"),
-        };
-        let shown = dropping[..dropping.len().min(NAMED)].join("; ");
-        let text = format!(
-            "The peak without the copies, and the speed as a ratio of means to the step with them: {shown}{more}."
-        );
-        let question = "What does dropping the copies of the weights after each use change?";
-        answers.push(Answer::new(question, text));
     }
     let oom = all.iter().filter(|c| c.outcome() != "ok").map(|c| {
         let needed = c.sides().filter(|side| side.status != "ok").map(|side| {
@@ -218,49 +208,35 @@ pub fn answers(all: &[Configuration]) -> Vec<Answer> {
 
 /// In how many configurations `name` is faster than f32, and the range.
 pub fn speed(name: &str, found: &[(String, Speedup)]) -> String {
-    let count = |verdict| {
-        let own = found.iter().filter(|(_, s)| s.verdict() == verdict);
-        own.count()
+    let verdict = |(_, speedup): &(String, Speedup)| match speedup.verdict() {
+        Verdict::Faster => "faster than f32",
+        Verdict::Slower => "slower than f32",
+        Verdict::AsFast => "as fast as f32",
+        Verdict::Unclear => "undecided",
     };
-    let words = [
-        (Verdict::Faster, "faster than f32"),
-        (Verdict::Slower, "slower than f32"),
-        (Verdict::AsFast, "as fast as f32"),
-        (Verdict::Unclear, "undecided"),
-    ];
-    let counts = words
-        .into_iter()
-        .filter(|(verdict, _)| count(*verdict) > 0)
-        .map(|(verdict, words)| format!("{words} in {}", count(verdict)));
-    let counts: Vec<String> = counts.collect();
-    let order = |a: &&(String, Speedup), b: &&(String, Speedup)| a.1.ratio.total_cmp(&b.1.ratio);
-    let clear = || found.iter().filter(|(_, speedup)| speedup.is_clear());
-    let range = match (clear().min_by(order), clear().max_by(order)) {
-        (Some(least), Some(most)) if clear().count() > 1 => format!(
-            " The ratio of means goes from {} ({}) to {} ({}).",
-            least.1, least.0, most.1, most.0
-        ),
-        (Some(only), _) => format!(" The ratio of means is {} ({}).", only.1, only.0),
-        _ => String::new(),
+    let counts = counts(found.iter().map(verdict));
+    let mut clear: Vec<_> = found.iter().filter(|(_, s)| s.is_clear()).collect();
+    clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
+    let range = match clear[..] {
+        [(title, only)] => format!(" The ratio of means is {only} ({title})."),
+        [(slowest, least), .., (fastest, most)] => {
+            format!(" The ratio of means goes from {least} ({slowest}) to {most} ({fastest}).")
+        }
+        [] => String::new(),
     };
-    let undecided = match count(Verdict::Unclear) {
-        0 => "",
-        _ => " Undecided is where the spread is too large: take more steps on a quiet machine.",
+    let undecided = match clear.len() < found.len() {
+        true => " Undecided is where the spread is too large: take more steps on a quiet machine.",
+        false => "",
     };
     let total = counted(found.len(), "configuration");
-    let counts = counts.join(", ");
     format!("Of {total}, {name} is {counts}.{range}{undecided}")
 }
 
 /// A sentence for each group of configurations that differ in the model's size alone.
 fn trends(all: &[Configuration], name: &str) -> Option<String> {
-    let is_any_other = |c: &Configuration| c.first().parameters != all[0].first().parameters;
-    if !all.iter().any(is_any_other) && name != first_half(all) {
-        return None; // said once
-    }
     let group = |c: &Configuration| {
         let own = c.first();
-        format!("{} {}, T {}", own.attention, own.mode, own.context_length)
+        format!("{} {}, T {}", own.variant(), own.mode, own.context_length)
     };
     let mut groups: Vec<String> = all.iter().map(group).collect();
     groups.sort();
@@ -275,15 +251,7 @@ fn trends(all: &[Configuration], name: &str) -> Option<String> {
     let sentences: Vec<String> = sentences
         .filter_map(|(own, points)| Some(format!("{own}: {}.", trend(&points)?)))
         .collect();
-    Some(match sentences.is_empty() {
-        true => "A trend needs three sizes of model (--size tiny small medium).".into(),
-        false => sentences.join(" "),
-    })
-}
-
-fn first_half(all: &[Configuration]) -> String {
-    let mut names = precisions(all).into_iter();
-    names.find(|name| name != "f32").unwrap_or_default()
+    (!sentences.is_empty()).then(|| sentences.join(" "))
 }
 
 /// What speed-ups at several numbers of parameters show together; `None` for fewer than three sizes.
@@ -316,20 +284,4 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
             law.r_squared
         ),
     })
-}
-
-/// A precision that drops its casts compared with the one that keeps them.
-fn dropping(c: &Configuration) -> Vec<String> {
-    let dropping = c.sides().filter_map(|side| {
-        let precision: Precision = side.precision.parse().ok()?;
-        let keeping = precision.with_dropped_casts(false);
-        let (before, after) = c.peaks(keeping.name(), &side.precision)?;
-        let speed = c.speedup(keeping.name(), &side.precision);
-        let speed = speed.map_or("not timed".into(), |speed| speed.to_string());
-        (precision != keeping).then(|| {
-            let (title, kept) = (c.first().title(), format_mib(before));
-            format!("{title} {} instead of {kept} ({speed})", format_mib(after))
-        })
-    });
-    dropping.collect()
 }

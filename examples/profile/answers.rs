@@ -9,6 +9,10 @@ const MATCH_PERCENT: f64 = 10.0;
 /// Shares of steps whose standard deviation is a larger part of the mean say little, in percent.
 const STEADY_PERCENT: f64 = 20.0;
 
+/// The answer where kernels of flash attention hide the parts of attention.
+const FUSED: &str =
+    "Kernels of flash attention compute both in one: --attention naive tells them apart.";
+
 /// The answers of one run.
 pub fn answers(figures: &Figures) -> Vec<Answer> {
     let whole = match (figures.has_backward, figures.has_optimizer) {
@@ -57,10 +61,10 @@ pub fn answers(figures: &Figures) -> Vec<Answer> {
         ),
         (
             "(e) How do softmax and matmuls of attention compare, in time and in FLOPs?",
-            figures
-                .attention
-                .as_ref()
-                .map(|own| with_doubt(softmax_against_matmuls(own))),
+            match &figures.attention {
+                Some(own) => Some(with_doubt(softmax_against_matmuls(own))),
+                None => (figures.forward.fused_percent > 0.0).then(|| FUSED.into()),
+            },
         ),
     ];
     let all = all.into_iter();
@@ -206,10 +210,6 @@ pub fn matmul_share(forward: &Work, whole: &Work, name: &str) -> String {
 
 /// Softmax against the matmuls of attention, in time and in FLOPs.
 pub fn softmax_against_matmuls(own: &AttentionFigures) -> String {
-    let place = match own.is_apart {
-        true => "One layer's attention as single ops, as its kernels compute all in one",
-        false => "Attention in forward, all layers",
-    };
     let matmuls = match own.scores_and_values_ms {
         Some((scores, values)) => {
             format!(
@@ -235,7 +235,7 @@ pub fn softmax_against_matmuls(own: &AttentionFigures) -> String {
         _ => "For one FLOP softmax takes no longer here.".into(),
     };
     format!(
-        "{place}: {matmuls}, softmax {:.3} ms, {mask}. Matmuls take {time_ratio:.2} times the time of softmax with scale \
+        "Attention in forward, all layers: {matmuls}, softmax {:.3} ms, {mask}. Matmuls take {time_ratio:.2} times the time of softmax with scale \
          and mask, for {flops_ratio:.1} times the FLOPs ({:.1} and {:.1} GFLOP/s). {conclusion}",
         own.softmax_ms,
         rate(own.matmul_flops, own.matmul_ms),

@@ -17,8 +17,6 @@ pub struct Profiled {
     pub recording: Recording,
     /// The rows of the stopwatch, without a profiler.
     pub stopwatch: Vec<Fields>,
-    /// One layer's attention as single ops, where its kernels compute matmuls and softmax together.
-    pub apart: Option<Recording>,
 }
 
 /// A timing: mean and standard deviation of `n` steps.
@@ -59,8 +57,6 @@ pub struct Work {
 /// Attention's softmax and matmuls in forward, a step.
 #[derive(Clone, Debug, Default)]
 pub struct AttentionFigures {
-    /// Whether they are one layer's single ops, and not those of the run.
-    pub is_apart: bool,
     pub softmax_ms: f64,
     pub matmul_ms: f64,
     /// The matmuls' parts, where kernels tell them apart.
@@ -214,19 +210,10 @@ impl Profiled {
 
     /// Softmax and matmuls of attention in forward; `None` if one of them was not told apart.
     fn attention(&self) -> Result<Option<AttentionFigures>> {
-        let of =
-            |recording| ProfileReport::new(recording, &Selection::phase("forward"), Grouping::Path);
-        let own = of(&self.recording)?;
-        let is_fused = attention_rows(&own).any(|(row, _)| row.parts.fused_ns > 0);
-        let report = match self.apart.as_ref().filter(|_| is_fused) {
-            Some(apart) => of(apart)?,
-            None => own,
-        };
+        let forward = Selection::phase("forward");
+        let report = ProfileReport::new(&self.recording, &forward, Grouping::Path)?;
         let (mut parts, mut mask_ns) = (Parts::default(), None);
-        let mut figures = AttentionFigures {
-            is_apart: is_fused && self.apart.is_some(),
-            ..Default::default()
-        };
+        let mut figures = AttentionFigures::default();
         let steps = report.steps.unwrap_or(1) as f64;
         for (row, op) in attention_rows(&report) {
             let cost = row.cost.unwrap_or_default();

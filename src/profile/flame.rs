@@ -4,7 +4,7 @@ use super::balance::{Balance, LineKind};
 use super::recording::Recording;
 use super::tree::Tree;
 use crate::Result;
-use crate::report::picture;
+use crate::report::picture::{self, escaped};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -186,9 +186,4 @@ fn colour(name: &str) -> String {
         hash.wrapping_mul(31).wrapping_add(byte.into())
     });
     format!("hsl({}, 85%, {}%)", 15 + hash % 45, 62 + hash / 64 % 14)
-}
-
-fn escaped(text: &str) -> String {
-    let text = text.replace('&', "&amp;").replace('<', "&lt;");
-    text.replace('>', "&gt;").replace('"', "&quot;")
 }

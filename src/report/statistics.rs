@@ -21,7 +21,6 @@ const NOISY_IQR_SHARE: f64 = 0.10;
 /// let times = Statistics::new(&[12.0, 10.0, 11.0, 15.0])?;
 /// assert_eq!(times.mean_ms, 12.0);
 /// assert_eq!(times.median_ms, 11.5);
-/// assert_eq!(times.quantile(0.5), Some(11.5));
 /// assert_eq!(Statistics::new(&[12.0])?.std_ms, None); // one sample has no spread
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -48,8 +47,6 @@ pub struct Statistics {
     pub p80_ms: f64,
     /// Interquartile range: the 75% quantile less the 25% quantile.
     pub iqr_ms: f64,
-    #[serde(skip)]
-    sorted_ms: Vec<f64>,
 }
 
 impl Statistics {
@@ -97,16 +94,7 @@ impl Statistics {
             p20_ms: interpolate(&sorted_ms, 0.2),
             p80_ms: interpolate(&sorted_ms, 0.8),
             iqr_ms: interpolate(&sorted_ms, 0.75) - interpolate(&sorted_ms, 0.25),
-            sorted_ms,
         })
-    }
-
-    /// The `q` quantile for `q` in 0..=1, with linear interpolation between the two samples around position
-    /// `q * (n - 1)`; `None` for any other `q`.
-    pub fn quantile(&self, q: f64) -> Option<f64> {
-        (0.0..=1.0)
-            .contains(&q)
-            .then(|| interpolate(&self.sorted_ms, q))
     }
 
     /// Whether the interquartile range is more than 10% of the median: the machine was not quiet, and the numbers
@@ -129,25 +117,6 @@ impl Statistics {
         fields.insert("p80_ms", self.p80_ms);
         fields.insert("iqr_ms", self.iqr_ms);
         fields
-    }
-}
-
-/// One line: `117.46 ± 0.46 ms (n 10, min 116.67, max 118.55, median 117.40, CV 0.39%)`.
-impl fmt::Display for Statistics {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.2}", self.mean_ms)?;
-        if let Some(std) = self.std_ms {
-            write!(f, " ± {std:.2}")?;
-        }
-        write!(
-            f,
-            " ms (n {}, min {:.2}, max {:.2}, median {:.2}",
-            self.n, self.min_ms, self.max_ms, self.median_ms
-        )?;
-        if let Some(cv) = self.cv_percent {
-            write!(f, ", CV {cv:.2}%")?;
-        }
-        write!(f, ")")
     }
 }
 

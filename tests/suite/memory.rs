@@ -1,5 +1,6 @@
 //! The memory breakdown: counted exactly, and predicted near what is counted.
 
+mod cases;
 mod checkpointing;
 mod fit;
 #[cfg(feature = "cuda")]

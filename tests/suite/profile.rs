@@ -2,8 +2,6 @@
 
 mod answers;
 mod balance;
-#[path = "../../examples/profile/by_part.rs"]
-mod by_part;
 mod costs;
 #[path = "../../examples/profile/figures.rs"]
 mod figures;

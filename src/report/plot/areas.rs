@@ -1,16 +1,10 @@
 //! Areas stacked on each other, over stretches with names.
 
 use super::axis::Axis;
-use super::draw::{
-    Area, Drawn, FRAME, Frame, LEFT, Legend, MARGIN_RIGHT, MARGIN_TOP, Sample, TEXT, TICK_SIZE,
-    WIDTH, document, printable, text_style,
-};
+use super::draw::{COLOURS, FRAME, Frame, LEFT, Look, MARGIN_TOP, RIGHT, Svg, TEXT, TICK_SIZE};
 use crate::report::picture;
 use crate::report::words::{fixed, group};
 use crate::{Error, Result};
-use plotters::coord::ranged1d::Ranged;
-use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
 /// One layer of an [`AreaChart`].
@@ -72,7 +66,7 @@ pub struct AreaChart {
     pub spans: Vec<TimeSpan>,
 }
 
-const SPAN_HEIGHT: u32 = 24;
+const SPAN_HEIGHT: i32 = 24;
 
 impl AreaChart {
     /// The chart as an SVG document.
@@ -82,18 +76,9 @@ impl AreaChart {
     /// not finite.
     pub fn to_svg(&self) -> Result<String> {
         self.check()?;
-        let x = Axis::fit(self.x.iter().copied(), false, false);
-        let (names, name_lines) = self.span_names(&x);
-        let layers = self.layers.iter().enumerate();
-        let entries = layers.map(|(i, layer)| (layer.name.clone(), Sample::Area(layer.colour(i))));
-        let frame = Frame {
-            title: &self.title,
-            x_label: &self.x_label,
-            y_label: &self.y_label,
-            legend: Legend::lay_out(entries),
-            gap: SPAN_HEIGHT * name_lines,
-        };
-        document(frame.height(), |root| self.draw(root, &frame, x, names))
+        let mut svg = Svg::default();
+        let end = self.draw(&mut svg);
+        Ok(svg.finish(end))
     }
 
     /// Writes the chart to a file, as [`LineChart::save`](super::LineChart::save) does.
@@ -127,71 +112,75 @@ impl AreaChart {
         Ok(())
     }
 
-    fn draw(&self, root: &Area<'_>, frame: &Frame<'_>, x: Axis, names: Vec<SpanName>) -> Drawn {
+    /// Draws it, and returns its height.
+    fn draw(&self, svg: &mut Svg) -> i32 {
         let tops = self.tops();
         let most = tops.iter().flatten().copied().fold(0.0, f64::max);
         let most = if most > 0.0 { most } else { 1.0 };
+        let x = Axis::fit(self.x.iter().copied(), false, false);
         let y = Axis::fit([0.0, most].into_iter(), false, true);
-        let mut plot = frame.draw(root, x, y)?;
+        let names = self.span_names(&x);
+        let layers = || self.layers.iter().enumerate();
+        let legend = layers().map(|(i, layer)| (layer.name.clone(), layer.look(i)));
+        let frame = Frame {
+            title: &self.title,
+            x_label: &self.x_label,
+            y_label: &self.y_label,
+            legend: legend.collect(),
+            gap: SPAN_HEIGHT * names.iter().map(|name| name.line + 1).max().unwrap_or(1),
+        };
+        let plot = frame.draw(svg, 0, x, y);
         let mut below = &vec![0.0; self.x.len()];
-        for ((index, layer), top) in self.layers.iter().enumerate().zip(&tops) {
+        for ((index, layer), top) in layers().zip(&tops) {
             // Along its top in steps, and back along its bottom.
             let bottom = steps(&self.x, below).into_iter().rev();
-            let outline: Vec<_> = steps(&self.x, top).into_iter().chain(bottom).collect();
-            plot.draw_series([Polygon::new(outline, layer.colour(index).filled())])?;
+            let outline = steps(&self.x, top).into_iter().chain(bottom);
+            layer.look(index).draw(svg, &plot.points(outline));
             below = top;
         }
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
-        for span in &self.spans {
-            for edge in [span.from, span.to] {
-                if (first..=last).contains(&edge) {
-                    let line = vec![(edge, 0.0), (edge, most)];
-                    plot.draw_series([PathElement::new(line, TEXT.stroke_width(1))])?;
-                }
-            }
+        let edges = self.spans.iter().flat_map(|span| [span.from, span.to]);
+        for edge in edges.filter(|edge| (first..=last).contains(edge)) {
+            svg.line(&plot.points([(edge, 0.0), (edge, most)]), TEXT, 1, "");
         }
         let peak = tops
             .last()
             .and_then(|top| top.iter().position(|y| *y == most));
         if let Some(index) = peak {
-            let at = self.x[index];
-            let side = match 2.0 * at > first + last {
-                true => HPos::Right,
-                false => HPos::Left,
+            let at = plot.point((self.x[index], most));
+            let (side, anchor) = match 2 * at.0 > LEFT + RIGHT {
+                true => (-8, "end"),
+                false => (8, "start"),
             };
-            let label = format!(" peak {} ", group(&fixed(most, 1)));
-            let style = text_style(TICK_SIZE).pos(Pos::new(side, VPos::Bottom));
-            plot.draw_series([Circle::new((at, most), 4, TEXT.filled())])?;
-            plot.draw_series([Text::new(label, (at, most), style)])?;
+            svg.marker(at, TEXT);
+            let label = format!("peak {}", group(&fixed(most, 1)));
+            svg.text((at.0 + side, at.1 - 8), TICK_SIZE, anchor, &label);
         }
-        let top_height = frame.top_height() as i32;
+        let top_height = frame.top_height();
         for name in names {
-            let line = (SPAN_HEIGHT * name.line) as i32;
-            let middle = top_height + 6 - line - SPAN_HEIGHT as i32 / 2;
-            root.draw_text(&name.name, &text_style(TICK_SIZE), (name.left, middle))?;
-            if line > 0 {
-                let below = middle + SPAN_HEIGHT as i32 / 2 - 2;
-                let ends = [below, top_height + MARGIN_TOP].map(|y| (name.span_middle, y));
-                root.draw(&PathElement::new(ends, FRAME.stroke_width(1)))?;
+            let middle = top_height + 6 - SPAN_HEIGHT * name.line - SPAN_HEIGHT / 2;
+            svg.text((name.left, middle), TICK_SIZE, "start", name.name);
+            if name.line > 0 {
+                let ends = [middle + SPAN_HEIGHT / 2 - 2, top_height + MARGIN_TOP];
+                svg.line(&ends.map(|y| (name.span_middle, y)), FRAME, 1, "");
             }
         }
-        Ok(())
+        plot.end
     }
 
-    /// Where each span's name goes, and on how many lines: on the first where the span has room for it, else on one
-    /// above, with a line down to the span.
-    fn span_names(&self, x: &Axis) -> (Vec<SpanName>, u32) {
+    /// Where each span's name goes: on the first line where the span has room for it, else on one above, with a line
+    /// down to the span.
+    fn span_names(&self, x: &Axis) -> Vec<SpanName<'_>> {
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
-        let frame = (LEFT, WIDTH as i32 - MARGIN_RIGHT);
-        let mut taken: Vec<(u32, i32, i32)> = Vec::new(); // a line, from where to where
+        let mut taken: Vec<(i32, i32, i32)> = Vec::new(); // a line, from where to where
         let names = self.spans.iter().map(|span| {
-            let name = printable(&span.name);
+            let name = span.name.as_str();
             let width = 8 * name.chars().count() as i32;
-            let from = x.map(&span.from.max(first), frame);
-            let to = x.map(&span.to.min(last), frame);
+            let from = x.pixel(span.from.max(first), LEFT, RIGHT);
+            let to = x.pixel(span.to.min(last), LEFT, RIGHT);
             let span_middle = (from + to) / 2;
-            let left = (span_middle - width / 2).min(frame.1 - width).max(frame.0);
-            let is_free = |line: &u32| {
+            let left = (span_middle - width / 2).min(RIGHT - width).max(LEFT);
+            let is_free = |line: &i32| {
                 let mut taken = taken.iter().filter(|(other, ..)| other == line);
                 taken.all(|(_, start, end)| left + width + 8 < *start || *end + 8 < left)
             };
@@ -207,9 +196,7 @@ impl AreaChart {
                 span_middle,
             }
         });
-        let names: Vec<SpanName> = names.collect();
-        let lines = names.iter().map(|name| name.line + 1).max();
-        (names, lines.unwrap_or(1))
+        names.collect()
     }
 
     fn tops(&self) -> Vec<Vec<f64>> {
@@ -224,10 +211,10 @@ impl AreaChart {
     }
 }
 
-struct SpanName {
-    name: String,
+struct SpanName<'a> {
+    name: &'a str,
     left: i32,
-    line: u32,
+    line: i32,
     span_middle: i32,
 }
 
@@ -242,23 +229,9 @@ fn steps(x: &[f64], y: &[f64]) -> Vec<(f64, f64)> {
     points
 }
 
-/// Nine that are told apart: those of Okabe and Ito with grey and purple in place of black. The first, for the lowest
-/// layer, is the one of least interest.
-const PALETTE: [RGBColor; 9] = [
-    RGBColor(0x99, 0x99, 0x99),
-    RGBColor(0x00, 0x72, 0xB2),
-    RGBColor(0xD5, 0x5E, 0x00),
-    RGBColor(0x00, 0x9E, 0x73),
-    RGBColor(0xCC, 0x79, 0xA7),
-    RGBColor(0xE6, 0x9F, 0x00),
-    RGBColor(0x56, 0xB4, 0xE9),
-    RGBColor(0xAA, 0x44, 0x99),
-    RGBColor(0xF0, 0xE4, 0x42),
-];
-
 impl AreaLayer {
-    /// The colour of the layer in the place `index`.
-    fn colour(&self, index: usize) -> RGBColor {
-        PALETTE[self.colour.unwrap_or(index) % PALETTE.len()]
+    /// How the layer in the place `index` is drawn: the lowest in grey, as the one of least interest.
+    fn look(&self, index: usize) -> Look {
+        Look::Area(COLOURS[self.colour.unwrap_or(index) % COLOURS.len()])
     }
 }

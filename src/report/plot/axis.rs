@@ -1,9 +1,5 @@
 //! Where an axis begins and ends, where its ticks are, and what they are called.
 
-use std::ops::Range;
-
-use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
-
 use crate::report::words::{fixed, group};
 
 const MAX_LOG_TICKS: usize = 9;
@@ -54,44 +50,21 @@ impl Axis {
             ticks,
         }
     }
+
+    /// Where a value is between the pixels of the axis's first and last position.
+    pub(super) fn pixel(&self, value: f64, first: i32, last: i32) -> i32 {
+        let share = (position(value, self.log) - self.low) / (self.high - self.low);
+        first + (share * f64::from(last - first)).round() as i32
+    }
+
+    /// The values that have ticks, with their names.
+    pub(super) fn ticks(&self) -> &[(f64, String)] {
+        &self.ticks
+    }
 }
 
 fn position(value: f64, log: bool) -> f64 {
     if log { value.log10() } else { value }
-}
-
-impl Ranged for Axis {
-    type FormatOption = NoDefaultFormatting;
-    type ValueType = f64;
-
-    fn map(&self, value: &f64, (first, last): (i32, i32)) -> i32 {
-        let share = (position(*value, self.log) - self.low) / (self.high - self.low);
-        first + (share * f64::from(last - first)).round() as i32
-    }
-
-    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
-        // Asked for minor grid lines, there are none.
-        if hint.weight().allow_light_points() {
-            return Vec::new();
-        }
-        self.ticks.iter().map(|(value, _)| *value).collect()
-    }
-
-    fn range(&self) -> Range<f64> {
-        match self.log {
-            true => 10f64.powf(self.low)..10f64.powf(self.high),
-            false => self.low..self.high,
-        }
-    }
-}
-
-impl ValueFormatter<f64> for Axis {
-    fn format_ext(&self, value: &f64) -> String {
-        self.ticks
-            .iter()
-            .find(|(tick, _)| tick == value)
-            .map_or_else(String::new, |(_, name)| name.clone())
-    }
 }
 
 /// At the values if they are few and apart (256, 1024, 4096 say more than 100, 1000), else at round numbers.

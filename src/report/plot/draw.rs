@@ -1,276 +1,247 @@
-//! What all charts are drawn with: title, legend, axes; and the lines of a line chart.
-
-use plotters::coord::Shift;
-use plotters::element::DashedPathElement;
-use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
+//! What all charts are drawn with, as SVG: title, legend, axes, and marks in the plot.
 
 use super::axis::Axis;
-use super::{LineChart, Series};
-use crate::{Error, Result};
+use crate::report::picture::escaped;
+use std::fmt::Write;
 
-pub(super) const WIDTH: u32 = 860;
-const HEIGHT: u32 = 520;
-const FONT: &str = "sans-serif";
-const TITLE_SIZE: u32 = 24;
-const LABEL_SIZE: u32 = 17;
-pub(super) const TICK_SIZE: u32 = 15;
-/// Height of the title, and of a line of the legend, in pixels.
-const TITLE_HEIGHT: u32 = 44;
-const LEGEND_HEIGHT: u32 = 24;
-/// Left edge of the plot, of title and of legend; the first pixels are margin.
+pub(super) const WIDTH: i32 = 860;
+const HEIGHT: i32 = 520;
+const TITLE_SIZE: i32 = 24;
+const LABEL_SIZE: i32 = 17;
+pub(super) const TICK_SIZE: i32 = 15;
+/// Height of the title, of a line of the legend, and of what is below the plot, in pixels.
+const TITLE_HEIGHT: i32 = 44;
+const LEGEND_HEIGHT: i32 = 24;
+const BOTTOM_HEIGHT: i32 = 62;
+/// Left edge of the plot, of title and of legend.
 pub(super) const LEFT: i32 = 90;
-const MARGIN: i32 = 10;
-pub(super) const MARGIN_RIGHT: i32 = 34;
+pub(super) const RIGHT: i32 = WIDTH - 34;
 pub(super) const MARGIN_TOP: i32 = 10;
-const MAX_MARKERS: usize = 40;
 
-/// Okabe and Ito's colours without the yellow, which is too faint on white.
-pub(super) const COLOURS: [RGBColor; 7] = [
-    RGBColor(0x00, 0x72, 0xB2),
-    RGBColor(0xD5, 0x5E, 0x00),
-    RGBColor(0x00, 0x9E, 0x73),
-    RGBColor(0xCC, 0x79, 0xA7),
-    RGBColor(0xE6, 0x9F, 0x00),
-    RGBColor(0x56, 0xB4, 0xE9),
-    RGBColor(0x00, 0x00, 0x00),
+/// Colours that people who confuse red and green can tell apart: those of Okabe and Ito with grey and purple instead
+/// of black. Lines leave out the grey and the yellow, which are too faint on white.
+pub(super) const COLOURS: [&str; 9] = [
+    "#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#AA4499",
+    "#F0E442",
 ];
-pub(super) const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
-pub(super) const FRAME: RGBColor = RGBColor(0x66, 0x66, 0x66);
-const GRID: RGBColor = RGBColor(0xE2, 0xE2, 0xE2);
+pub(super) const TEXT: &str = "#222222";
+pub(super) const FRAME: &str = "#666666";
+const GRID: &str = "#E2E2E2";
 
-pub(super) type Drawn<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
-pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Plot<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
+/// A point in pixels, from the left and from the top.
+pub(super) type Point = (i32, i32);
 
-/// An SVG document of this height, as `draw` fills it.
-pub(super) fn document(height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -> Result<String> {
-    let mut document = String::new();
-    let drawn = || {
-        let root = SVGBackend::with_string(&mut document, (WIDTH, height)).into_drawing_area();
-        root.fill(&WHITE)?;
-        draw(&root)?;
-        Ok(root.present()?)
-    };
-    drawn().map_err(|problem: Box<dyn std::error::Error>| Error::Plot(problem.to_string()))?;
-    Ok(document)
-}
+/// A picture as it is drawn, from the top down.
+#[derive(Default)]
+pub(super) struct Svg(String);
 
-pub(super) struct Frame<'a> {
-    pub title: &'a str,
-    pub x_label: &'a str,
-    pub y_label: &'a str,
-    pub legend: Legend,
-    pub gap: u32,
-}
-
-impl Frame<'_> {
-    /// Height of all above the plot, in pixels.
-    pub fn top_height(&self) -> u32 {
-        TITLE_HEIGHT + LEGEND_HEIGHT * self.legend.lines + self.gap
+impl Svg {
+    /// The document, of this height.
+    pub fn finish(self, height: i32) -> String {
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
+             viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\">\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>\n{}</svg>\n",
+            self.0
+        )
     }
 
-    /// Height with the plot, in pixels.
-    pub fn height(&self) -> u32 {
-        HEIGHT - TITLE_HEIGHT + self.top_height()
+    /// Text that begins (`start`), ends (`end`) or has its middle (`middle`) at a point, at half of its height.
+    pub fn text(&mut self, (x, y): Point, size: i32, anchor: &str, text: &str) {
+        self.turned_text((x, y + size * 35 / 100), size, anchor, "", text);
     }
 
-    /// Draws it; what it returns draws in the plot.
-    pub fn draw<'a>(&self, area: &Area<'a>, x: Axis, y: Axis) -> Drawn<Plot<'a>> {
-        let (top, body) = area.split_vertically(self.top_height());
-        let title = text_style(TITLE_SIZE);
-        top.draw_text(&printable(self.title), &title, (LEFT, 22))?;
-        self.legend.draw(&top)?;
-        let mut plot = ChartBuilder::on(&body)
-            .margin_left(MARGIN)
-            .margin_right(MARGIN_RIGHT)
-            .margin_top(MARGIN_TOP)
-            .margin_bottom(8)
-            .x_label_area_size(54)
-            .y_label_area_size(LEFT - MARGIN)
-            .build_cartesian_2d(x, y)?;
-        let font = |size: u32| (FONT, size).into_font().color(&TEXT);
-        plot.configure_mesh()
-            .bold_line_style(GRID)
-            .axis_style(FRAME)
-            .label_style(font(TICK_SIZE))
-            .axis_desc_style(font(LABEL_SIZE))
-            .x_desc(printable(self.x_label))
-            .y_desc(printable(self.y_label))
-            .draw()?;
-        Ok(plot)
+    fn turned_text(&mut self, (x, y): Point, size: i32, anchor: &str, more: &str, text: &str) {
+        let text = escaped(text);
+        self.write(format_args!(
+            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\" fill=\"{TEXT}\"{more}>{text}</text>"
+        ));
+    }
+
+    pub fn line(&mut self, points: &[Point], colour: &str, width: u32, dash: &str) {
+        let points = listed(points);
+        self.write(format_args!(
+            "<polyline points=\"{points}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\"{dash}/>"
+        ));
+    }
+
+    pub fn area(&mut self, points: &[Point], colour: &str) {
+        let points = listed(points);
+        self.write(format_args!(
+            "<polygon points=\"{points}\" fill=\"{colour}\"/>"
+        ));
+    }
+
+    pub fn marker(&mut self, (x, y): Point, colour: &str) {
+        self.write(format_args!(
+            "<circle cx=\"{x}\" cy=\"{y}\" r=\"4\" fill=\"{colour}\"/>"
+        ));
+    }
+
+    fn write(&mut self, element: std::fmt::Arguments<'_>) {
+        let _ = writeln!(self.0, "{element}"); // writing to a String cannot fail
     }
 }
 
-pub(super) fn svg(charts: &[&LineChart]) -> Result<String> {
-    let axes: Vec<_> = charts
-        .iter()
-        .map(|chart| chart.axes())
-        .collect::<Result<_>>()?;
-    let frames: Vec<Frame<'_>> = charts.iter().map(|chart| chart.frame()).collect();
-    document(frames.iter().map(Frame::height).sum(), |root| {
-        let mut rest = root.clone();
-        for ((chart, frame), [x, y]) in charts.iter().zip(&frames).zip(axes) {
-            let (area, below) = rest.split_vertically(frame.height());
-            chart.draw(frame.draw(&area, x, y)?)?;
-            rest = below;
-        }
-        Ok(())
-    })
+fn listed(points: &[Point]) -> String {
+    let points = points.iter().map(|(x, y)| format!("{x},{y}"));
+    points.collect::<Vec<_>>().join(" ")
 }
 
-impl LineChart {
-    /// Lines without names need no legend.
-    fn frame(&self) -> Frame<'_> {
-        let has_names = self.series.iter().any(|one| !one.name.is_empty());
-        let named = self.series.iter().enumerate().filter(|_| has_names);
-        let entries = named.map(|(index, one)| {
-            let note = match one.finite_points().next() {
-                None => " (no data)",
-                Some(_) => "",
-            };
-            let sample = Sample::Line(Look::of(index, self), has_markers(one));
-            (format!("{}{note}", one.name), sample)
-        });
-        Frame {
-            title: &self.title,
-            x_label: &self.x_label,
-            y_label: &self.y_label,
-            legend: Legend::lay_out(entries),
-            gap: 0,
-        }
-    }
+/// What a line or a layer is drawn with.
+#[derive(Clone, Copy)]
+pub(super) enum Look {
+    Line {
+        colour: &'static str,
+        /// How often the colours were used up before it: the first round is solid.
+        round: usize,
+        has_markers: bool,
+    },
+    Area(&'static str),
+}
 
-    fn draw(&self, mut plot: Plot<'_>) -> Drawn {
-        for (index, series) in self.series.iter().enumerate() {
-            let points: Vec<_> = series.finite_points().collect();
-            let look = Look::of(index, self);
-            let (style, line) = (look.style(), points.iter().copied());
-            match look.dash() {
-                None => plot.draw_series(LineSeries::new(line, style))?,
-                Some((dash, gap)) => {
-                    plot.draw_series(DashedLineSeries::new(line, dash, gap, style))?
-                }
-            };
-            if has_markers(series) {
-                let dots = points.iter().map(|&at| Circle::new(at, 4, style.filled()));
-                plot.draw_series(dots)?;
+impl Look {
+    /// Draws it through these points.
+    pub fn draw(self, svg: &mut Svg, points: &[Point]) {
+        match self {
+            Self::Area(colour) => svg.area(points, colour),
+            Self::Line { colour, round, .. } => {
+                let dash = match round {
+                    0 => "",
+                    1 => " stroke-dasharray=\"8 4\"",
+                    _ => " stroke-dasharray=\"3 4\"",
+                };
+                svg.line(points, colour, 2, dash);
             }
         }
-        Ok(())
     }
-}
 
-/// Names from left to right above the plot, where they cover nothing, on as many lines as they take.
-pub(super) struct Legend {
-    entries: Vec<(i32, u32, String, Sample)>,
-    lines: u32,
-}
+    /// Draws a marker if the line has them.
+    pub fn mark(self, svg: &mut Svg, at: Point) {
+        if let Self::Line {
+            colour,
+            has_markers: true,
+            ..
+        } = self
+        {
+            svg.marker(at, colour);
+        }
+    }
 
-pub(super) enum Sample {
-    Line(Look, bool),
-    Area(RGBColor),
-}
-
-impl Sample {
-    fn width(&self) -> i32 {
+    fn width(self) -> i32 {
         match self {
-            Self::Line(..) => 32,
+            Self::Line { .. } => 32,
             Self::Area(_) => 14,
         }
     }
 }
 
-impl Legend {
-    pub fn lay_out(named: impl Iterator<Item = (String, Sample)>) -> Self {
-        let (mut entries, mut left, mut line) = (Vec::new(), LEFT, 0);
-        for (name, sample) in named {
-            let name = printable(&name);
-            let width = sample.width() + 30 + name.chars().count() as i32 * 9;
-            if left > LEFT && left + width > WIDTH as i32 {
+/// What is around a plot.
+pub(super) struct Frame<'a> {
+    pub title: &'a str,
+    pub x_label: &'a str,
+    pub y_label: &'a str,
+    /// Names from left to right above the plot, where they cover nothing, on as many lines as they need.
+    pub legend: Vec<(String, Look)>,
+    /// Empty space above the plot, in pixels.
+    pub gap: i32,
+}
+
+impl Frame<'_> {
+    /// The left edge and the line of each name in the legend.
+    fn places(&self) -> Vec<(i32, i32)> {
+        let (mut left, mut line) = (LEFT, 0);
+        let places = self.legend.iter().map(|(name, look)| {
+            let width = look.width() + 30 + name.chars().count() as i32 * 9;
+            if left > LEFT && left + width > WIDTH {
                 (left, line) = (LEFT, line + 1);
             }
-            entries.push((left, line, name, sample));
             left += width;
-        }
-        let lines = entries.last().map_or(0, |(_, line, ..)| line + 1);
-        Self { entries, lines }
+            (left - width, line)
+        });
+        places.collect()
     }
 
-    fn draw(&self, area: &Area<'_>) -> Drawn {
-        for (left, line, name, sample) in &self.entries {
-            let (left, end) = (*left, left + sample.width());
-            let middle = (TITLE_HEIGHT + LEGEND_HEIGHT * line + LEGEND_HEIGHT / 2) as i32;
-            match sample {
-                Sample::Area(colour) => {
-                    let half = sample.width() / 2;
-                    let corners = [(left, middle - half), (end, middle + half)];
-                    area.draw(&Rectangle::new(corners, colour.filled()))?;
-                }
-                Sample::Line(look, has_marker) => {
-                    let (ends, stroke) = (vec![(left, middle), (end, middle)], look.style());
-                    match look.dash() {
-                        None => area.draw(&PathElement::new(ends, stroke))?,
-                        Some((dash, gap)) => {
-                            area.draw(&DashedPathElement::new(ends, dash, gap, stroke))?
-                        }
-                    }
-                    if *has_marker {
-                        let centre = ((left + end) / 2, middle);
-                        area.draw(&Circle::new(centre, 4, stroke.filled()))?;
-                    }
+    /// Height of all above the plot, in pixels.
+    pub fn top_height(&self) -> i32 {
+        let lines = self.places().last().map_or(0, |(_, line)| line + 1);
+        TITLE_HEIGHT + LEGEND_HEIGHT * lines + self.gap
+    }
+
+    /// Draws it below `top`, and returns the plot.
+    pub fn draw(&self, svg: &mut Svg, top: i32, x: Axis, y: Axis) -> Plot {
+        svg.text((LEFT, top + 22), TITLE_SIZE, "start", self.title);
+        for ((name, look), (left, line)) in self.legend.iter().zip(self.places()) {
+            let middle = top + TITLE_HEIGHT + LEGEND_HEIGHT * line + LEGEND_HEIGHT / 2;
+            let (end, half) = (left + look.width(), look.width() / 2);
+            let [above, below] = [middle - half, middle + half];
+            match look {
+                Look::Line { .. } => look.draw(svg, &[(left, middle), (end, middle)]),
+                Look::Area(_) => {
+                    let corners = [(left, above), (end, above), (end, below), (left, below)];
+                    look.draw(svg, &corners);
                 }
             }
-            area.draw_text(name, &text_style(LABEL_SIZE), (end + 8, middle))?;
+            look.mark(svg, ((left + end) / 2, middle));
+            svg.text((end + 8, middle), LABEL_SIZE, "start", name);
         }
-        Ok(())
+        let height = HEIGHT - TITLE_HEIGHT + self.top_height();
+        let plot = Plot {
+            top: top + self.top_height() + MARGIN_TOP,
+            bottom: top + height - BOTTOM_HEIGHT,
+            end: top + height,
+            x,
+            y,
+        };
+        plot.draw_axes(svg, self.x_label, self.y_label);
+        plot
     }
 }
 
-fn has_markers(series: &Series) -> bool {
-    (1..=MAX_MARKERS).contains(&series.finite_points().count())
+/// Where values are drawn.
+pub(super) struct Plot {
+    top: i32,
+    bottom: i32,
+    x: Axis,
+    y: Axis,
+    /// The end of what is below it.
+    pub end: i32,
 }
 
-#[derive(Clone, Copy)]
-pub(super) struct Look {
-    colour: RGBColor,
-    /// How often the colours were used up before it.
-    round: usize,
-}
+impl Plot {
+    pub fn point(&self, (x, y): (f64, f64)) -> Point {
+        (
+            self.x.pixel(x, LEFT, RIGHT),
+            self.y.pixel(y, self.bottom, self.top),
+        )
+    }
 
-impl Look {
-    fn of(index: usize, chart: &LineChart) -> Self {
-        let colours = chart
-            .colours
-            .unwrap_or(COLOURS.len())
-            .clamp(1, COLOURS.len());
-        Self {
-            colour: COLOURS[index % colours],
-            round: index / colours,
+    pub fn points(&self, points: impl IntoIterator<Item = (f64, f64)>) -> Vec<Point> {
+        points.into_iter().map(|point| self.point(point)).collect()
+    }
+
+    fn draw_axes(&self, svg: &mut Svg, x_label: &str, y_label: &str) {
+        let (top, bottom) = (self.top, self.bottom);
+        for (value, name) in self.x.ticks() {
+            let x = self.x.pixel(*value, LEFT, RIGHT);
+            svg.line(&[(x, top), (x, bottom)], GRID, 1, "");
+            svg.text((x, bottom + 16), TICK_SIZE, "middle", name);
         }
-    }
-
-    fn style(self) -> ShapeStyle {
-        self.colour.stroke_width(2)
-    }
-
-    /// Length of dash and gap; the first round of colours is solid.
-    fn dash(self) -> Option<(i32, i32)> {
-        match self.round {
-            0 => None,
-            1 => Some((8, 4)),
-            _ => Some((3, 4)),
+        for (value, name) in self.y.ticks() {
+            let y = self.y.pixel(*value, bottom, top);
+            svg.line(&[(LEFT, y), (RIGHT, y)], GRID, 1, "");
+            svg.text((LEFT - 8, y), TICK_SIZE, "end", name);
         }
+        svg.line(
+            &[(LEFT, top), (LEFT, bottom), (RIGHT, bottom)],
+            FRAME,
+            1,
+            "",
+        );
+        let below = ((LEFT + RIGHT) / 2, bottom + 42);
+        svg.text(below, LABEL_SIZE, "middle", x_label);
+        let at = (20, (top + bottom) / 2);
+        let turn = format!(" transform=\"rotate(-90 {} {})\"", at.0, at.1);
+        svg.turned_text(at, LABEL_SIZE, "middle", &turn, y_label);
     }
-}
-
-/// Text that begins at a point, at half of its height.
-pub(super) fn text_style(size: u32) -> TextStyle<'static> {
-    let style = (FONT, size).into_font().color(&TEXT);
-    style.pos(Pos::new(HPos::Left, VPos::Center))
-}
-
-/// XML has no control characters.
-pub(super) fn printable(text: &str) -> String {
-    text.replace(char::is_control, " ")
 }

@@ -18,8 +18,7 @@
 //! ```
 //!
 //! In an SVG, text stays text, drawn in the viewer's own sans-serif; a PNG is drawn from it with a font of this
-//! crate's. Colours are Okabe and Ito's, which people who confuse red and green can tell apart; where they run out,
-//! lines are dashed.
+//! crate's. People who confuse red and green can tell the colours apart; where they run out, lines are dashed.
 
 mod areas;
 mod axis;
@@ -32,6 +31,10 @@ use std::path::Path;
 use crate::report::picture;
 use crate::{Error, Result};
 use axis::Axis;
+use draw::{COLOURS, Frame, Look, Svg};
+
+/// Longer lines have no markers.
+const MAX_MARKERS: usize = 40;
 
 /// One line of a [`LineChart`].
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -106,7 +109,46 @@ impl LineChart {
     /// # Errors
     /// [`Error::Plot`] if there is not one finite point, or if a value on a logarithmic axis is zero or less.
     pub fn to_svg(&self) -> Result<String> {
-        draw::svg(&[self])
+        svg(std::slice::from_ref(self))
+    }
+
+    /// Draws it below `top`, and returns where it ends.
+    fn draw(&self, svg: &mut Svg, top: i32) -> Result<i32> {
+        let [x, y] = self.axes()?;
+        let has_names = self.series.iter().any(|one| !one.name.is_empty());
+        let named = self.series.iter().enumerate().filter(|_| has_names);
+        let legend = named.map(|(index, one)| {
+            let note = match one.finite_points().next() {
+                None => " (no data)",
+                Some(_) => "",
+            };
+            (format!("{}{note}", one.name), self.look(index))
+        });
+        let frame = Frame {
+            title: &self.title,
+            x_label: &self.x_label,
+            y_label: &self.y_label,
+            legend: legend.collect(), // lines without names need none
+            gap: 0,
+        };
+        let plot = frame.draw(svg, top, x, y);
+        for (index, series) in self.series.iter().enumerate() {
+            let (look, points) = (self.look(index), plot.points(series.finite_points()));
+            look.draw(svg, &points);
+            points.iter().for_each(|point| look.mark(svg, *point));
+        }
+        Ok(plot.end)
+    }
+
+    fn look(&self, index: usize) -> Look {
+        let most = COLOURS.len() - 2; // without the faint ones at both ends
+        let colours = self.colours.unwrap_or(most).clamp(1, most);
+        let points = self.series[index].finite_points().count();
+        Look::Line {
+            colour: COLOURS[1 + index % colours],
+            round: index / colours,
+            has_markers: (1..=MAX_MARKERS).contains(&points),
+        }
     }
 
     fn axes(&self) -> Result<[Axis; 2]> {
@@ -148,6 +190,15 @@ impl LineChart {
     }
 }
 
+/// The charts below each other.
+fn svg(charts: &[LineChart]) -> Result<String> {
+    let (mut svg, mut end) = (Svg::default(), 0);
+    for chart in charts {
+        end = chart.draw(&mut svg, end)?;
+    }
+    Ok(svg.finish(end))
+}
+
 impl Figure {
     /// The charts as one SVG document.
     ///
@@ -157,7 +208,7 @@ impl Figure {
         if self.charts.is_empty() {
             return Err(Error::Plot("a figure needs a chart".into()));
         }
-        draw::svg(&self.charts.iter().collect::<Vec<_>>())
+        svg(&self.charts)
     }
 
     /// Writes the figure to a file, as [`LineChart::save`] does.

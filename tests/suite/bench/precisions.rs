@@ -8,6 +8,7 @@ mod compared;
 mod curves;
 
 use super::{number, run, text};
+use crate::words;
 use candle_core::Device;
 use compared::configurations;
 use rstest::rstest;
@@ -202,7 +203,6 @@ fn precisions_are_compared_with_f32() {
          MiB, f32 400.0 MiB).",
         "adds a copy of each linear weight, at most 100.0 MiB here",
         "A trend needs three sizes of model",
-        "tiny B4 T64 forward 360.0 MiB instead of 450.0 MiB (0.91x)",
     ] {
         let is_there = answers
             .iter()

@@ -1,14 +1,14 @@
-//! The estimate against measured configurations: those of `memory_estimate --verify` that are cheap.
+//! The estimate against measured configurations: those of fifty that are cheap.
 
 #[path = "../../../examples/memory_estimate/answers.rs"]
 #[allow(dead_code)] // the example's own
 mod answers;
-#[path = "../../../examples/memory_estimate/cases.rs"]
-mod cases;
 #[path = "../../../examples/memory_profile/answers.rs"]
 mod profiled;
 
+use super::cases;
 use crate::check::refusal;
+use crate::words;
 use cases::{COUNT, case, is_outside};
 use tallow::attention::Algorithm;
 use tallow::memory::{Mode, Workload, estimate, measure};

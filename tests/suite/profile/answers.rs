@@ -20,7 +20,6 @@ fn figures(recording: Recording, stopwatch: Vec<Fields>) -> Figures {
     let profiled = Profiled {
         recording,
         stopwatch,
-        apart: None,
     };
     profiled.figures().unwrap()
 }
@@ -29,13 +28,6 @@ fn figures(recording: Recording, stopwatch: Vec<Fields>) -> Figures {
 fn said(figures: &Figures) -> String {
     let answers = sentences::answers(figures).into_iter();
     answers.map(|answer| answer.answer + "\n").collect()
-}
-
-fn number(numbers: &Fields, key: &str) -> f64 {
-    numbers
-        .get(key)
-        .and_then(|value| value.as_f64())
-        .unwrap_or_else(|| panic!("{key}"))
 }
 
 fn close(pairs: &[(f64, f64)]) {
@@ -285,24 +277,4 @@ fn unsteady_steps_leave_shares_open() {
     };
     assert!(said(&with(9.0)).contains("is 90% of their mean: shares of their time do not decide."));
     assert!(!said(&with(1.0)).contains("decide"));
-}
-
-#[test]
-fn parts_of_the_model_add_up() {
-    let table = super::by_part::table("planned", &planned()).unwrap();
-    let rows = table.rows.iter().map(|row| {
-        let name = row.get("part").unwrap().as_str().unwrap();
-        assert!(row.get("backward_ms_per_step").unwrap().is_null());
-        let ns = (number(row, "forward_ms_per_step") * 1e6).round();
-        assert_eq!(number(row, "percent"), 100.0 * ns / 1000.0);
-        (name, ns)
-    });
-    let rows: Vec<(&str, f64)> = rows.collect();
-    let expected = [
-        ("layers.*", 250.0),
-        ("layers.*/softmax", 200.0),
-        ("layers.*/values", 60.0),
-        ("layers.*/scores", 40.0),
-    ];
-    assert_eq!(rows, expected);
 }

@@ -19,12 +19,6 @@ fn statistics_by_hand() {
     assert_relative_eq!(s.p20_ms, 1.8);
     assert_relative_eq!(s.p80_ms, 5.2);
     assert_relative_eq!(s.iqr_ms, 2.0);
-    assert_relative_eq!(s.quantile(0.9).unwrap(), 7.6);
-    assert_eq!(s.quantile(0.0), Some(1.0));
-    assert_eq!(s.quantile(1.0), Some(10.0));
-    for outside in [-0.01, 1.01, f64::NAN] {
-        assert_eq!(s.quantile(outside), None);
-    }
     assert_eq!(Statistics::new(&[1.0, 2.0]).unwrap().median_ms, 1.5);
 }
 
@@ -66,14 +60,6 @@ fn statistics_serialise_as_their_fields() {
         from_serde.starts_with(r#"{"n":3,"mean_ms":117.8"#),
         "{from_serde}"
     );
-    assert_eq!(
-        s.to_string(),
-        "117.87 ± 0.60 ms (n 3, min 117.41, max 118.55, median 117.66, CV 0.51%)"
-    );
-    assert_eq!(
-        Statistics::new(&[2.0]).unwrap().to_string(),
-        "2.00 ms (n 1, min 2.00, max 2.00, median 2.00)"
-    );
 }
 
 proptest! {
@@ -81,13 +67,11 @@ proptest! {
     fn statistics_are_ordered_and_ignore_order(
         samples in prop::collection::vec(0.0..1e9f64, 1..60),
         rotation in 0usize..60,
-        q in 0.0..=1.0f64,
     ) {
         let s = Statistics::new(&samples).unwrap();
         let chain = [s.min_ms, s.p20_ms, s.median_ms, s.p80_ms, s.max_ms];
         prop_assert!(chain.is_sorted(), "{chain:?}");
         prop_assert!((s.min_ms..=s.max_ms).contains(&s.mean_ms));
-        prop_assert!((s.min_ms..=s.max_ms).contains(&s.quantile(q).unwrap()));
         prop_assert!(s.iqr_ms >= 0.0 && s.iqr_ms <= s.max_ms - s.min_ms);
         prop_assert!(s.std_ms.is_none_or(|std| std >= 0.0 && std <= s.max_ms - s.min_ms));
 

@@ -65,9 +65,9 @@ fn results_are_dropped_outside_the_measured_span() {
         .unwrap();
     assert_eq!(drops.get(), 3);
     let statistics = timing.statistics().unwrap();
-    assert!(statistics.min_ms >= 5.0, "{statistics}");
+    assert!(statistics.min_ms >= 5.0, "{statistics:?}");
     // A busy machine may delay one of them, not all.
-    assert!(statistics.min_ms < 60.0, "{statistics}");
+    assert!(statistics.min_ms < 60.0, "{statistics:?}");
 }
 
 #[test]
