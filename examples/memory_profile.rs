@@ -32,7 +32,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use tables::{Details, columns, line};
 use tallow::Result;
-use tallow::bench::{EndToEnd, Execution, MemoryProfile, OptimizerChoice};
+use tallow::bench::{EndToEnd, Execution, MemoryProfile};
 use tallow::memory::{MemoryKind, RecordConfig, Snapshot, planned_breakdown, timeline};
 use tallow::report::{Answer, Fields, Report, format_mib};
 
@@ -393,7 +393,7 @@ impl Flags {
                                     precision,
                                     warmup_steps: self.warmup_steps,
                                     steps: 1,
-                                    optimizer: OptimizerChoice::AdamW(Default::default()),
+                                    optimizer: Default::default(),
                                     execution,
                                     optimizer_in_backward: self.optimizer_in_backward && is_step,
                                     memory_budget_bytes: budget.filter(|_| is_step),

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice, alternate};
+use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::model::flops;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report, list_in_note};
@@ -191,7 +191,7 @@ impl Flags {
                                 precision,
                                 warmup_steps: self.warmup_steps,
                                 steps: self.steps,
-                                optimizer: OptimizerChoice::AdamW(Default::default()),
+                                optimizer: Default::default(),
                                 execution: Execution::Eager,
                                 optimizer_in_backward: false,
                                 memory_budget_bytes: None,

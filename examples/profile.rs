@@ -46,7 +46,7 @@ use runs::{Run, add_oom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, OptimizerChoice, Step};
+use tallow::bench::{EndToEnd, Step};
 use tallow::model::TransformerConfig;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::Precision;
@@ -290,7 +290,7 @@ impl Flags {
                     precision,
                     warmup_steps: self.warmup_steps,
                     steps: self.steps,
-                    optimizer: OptimizerChoice::AdamW(Default::default()),
+                    optimizer: Default::default(),
                     execution,
                     optimizer_in_backward: false,
                     memory_budget_bytes: None,

@@ -15,8 +15,8 @@ use super::common::models::{Handout, Model};
 use super::{Flags, values};
 use clap::Args;
 use serde::Serialize;
+use tallow::Result;
 use tallow::report::{Answer, Column, Fields, Report, group_digits};
-use tallow::{Error, Result};
 
 /// The devices, and how a model is divided among them. The defaults are the handout's: TPU v5p, 16 by FSDP, 4 by
 /// tensor parallelism
@@ -36,6 +36,7 @@ pub struct AccountingFlags {
         long,
         hide_short_help = true,
         default_value_t = 460.0,
+        value_parser = values::over_0,
         value_name = "C"
     )]
     device_tflops: f64,
@@ -45,6 +46,7 @@ pub struct AccountingFlags {
         long,
         hide_short_help = true,
         default_value_t = 180.0,
+        value_parser = values::over_0,
         value_name = "W"
     )]
     link_gb_s: f64,
@@ -58,6 +60,7 @@ pub struct AccountingFlags {
         long,
         hide_short_help = true,
         default_value_t = 95.0,
+        value_parser = values::over_0,
         value_name = "GB"
     )]
     device_gb: f64,
@@ -115,15 +118,6 @@ impl Layers {
     }
 }
 
-/// How the devices are used.
-#[derive(Clone, Copy, Debug)]
-enum Division {
-    Data,
-    Fsdp,
-    Tensor,
-    Both,
-}
-
 #[derive(Serialize)]
 struct Row {
     model: String,
@@ -165,47 +159,22 @@ impl AccountingFlags {
         "device-gb",
     ];
 
-    fn validate(&self) -> Result<()> {
-        for (field, value) in [
-            ("--device-tflops", self.device_tflops),
-            ("--link-gb-s", self.link_gb_s),
-            ("--device-gb", self.device_gb),
-        ] {
-            if !(value > 0.0 && value.is_finite()) {
-                return Err(Error::Config {
-                    config: crate::common::PROGRAM,
-                    field,
-                    expected: "a number over 0".into(),
-                    got: value.to_string(),
-                    hint: "the device's data sheet has it".into(),
-                });
-            }
-        }
-        Ok(())
-    }
-
     /// The fewest tokens of a device with which a block's FLOPs take as long as what the device receives; `None` if no
-    /// number is enough.
-    fn compute_bound(&self, layers: &Layers, division: Division) -> Option<f64> {
-        let (flops, link) = (1e12 * self.device_tflops, 1e9 * self.link_gb_s);
-        let (x, y) = (self.fsdp as f64, self.tensor_parallel as f64);
-        let n = x * y;
-        let both_links = (self.links[0] + self.links[1]) as f64 * link;
-        let (x, y, x_rate, y_rate) = match division {
-            // In backward: twice the FLOPs, and an all-reduce of twice the weights' bytes.
-            Division::Data | Division::Fsdp => (n, 1.0, both_links, both_links),
-            Division::Tensor => (1.0, n, both_links, both_links),
-            Division::Both => (
-                x,
-                y,
-                self.links[0] as f64 * link,
-                self.links[1] as f64 * link,
-            ),
-        };
+    /// number is enough. Weights are divided by FSDP among X devices, and their columns among Y, with these links.
+    fn compute_bound(&self, layers: &Layers, [x, y]: [usize; 2], links: [usize; 2]) -> Option<f64> {
+        let flops = 1e12 * self.device_tflops;
+        let [x_rate, y_rate] = links.map(|links| links as f64 * 1e9 * self.link_gb_s);
+        let [x, y] = [x as f64, y as f64];
         let weight_elements = layers.weights * layers.d * layers.f;
         let weights = (x - 1.0) / x * 2.0 * weight_elements / y / x_rate;
         let left = 2.0 * weight_elements / flops - (y - 1.0) * 4.0 * layers.d / y_rate;
         (left > 0.0).then(|| weights / left)
+    }
+
+    /// [`compute_bound`](Self::compute_bound) where FSDP and tensor parallelism each have their links.
+    fn both_bound(&self, layers: &Layers) -> Option<f64> {
+        let division = [self.fsdp, self.tensor_parallel];
+        self.compute_bound(layers, division, [self.links[0], self.links[1]])
     }
 }
 
@@ -213,7 +182,6 @@ impl Flags {
     /// Accounts for the models, or for the handout's where no model is named.
     pub fn accounting(&self, models: &[Model]) -> Result<Report> {
         let flags = &self.accounting;
-        flags.validate()?;
         let tokens = self.batch_size as f64 * self.length() as f64;
         let layers = models.iter().map(|Model { name, config }| {
             let layers = Layers {
@@ -231,7 +199,7 @@ impl Flags {
             false => vec![("the handout's XXL".into(), Layers::handout(tokens))],
         };
         let (x, y) = (flags.fsdp, flags.tensor_parallel);
-        let n = (x * y) as f64;
+        let (n, all_links) = ((x * y) as f64, flags.links.iter().sum());
         let mut report = Report {
             title: "Accounting of feed-forward layers".into(),
             columns: columns(),
@@ -240,31 +208,21 @@ impl Flags {
         for (name, layers) in &models {
             let whole = layers.state_bytes() + layers.activation_bytes();
             let divided = layers.device_bytes(n);
+            let bound = |division, links| flags.compute_bound(layers, division, links);
+            // In backward data parallelism has twice the FLOPs, and an all-reduce of twice the weights' bytes: FSDP's
+            // bound.
+            let by_weights = bound([x * y, 1], [all_links; 2]);
+            let by_columns = bound([1, x * y], [all_links; 2]);
             for (division, devices, bytes, bound) in [
                 ("nothing".to_string(), 1.0, whole, Some(0.0)),
-                (
-                    "data".into(),
-                    n,
-                    whole,
-                    flags.compute_bound(layers, Division::Data),
-                ),
-                (
-                    "weights (FSDP)".into(),
-                    n,
-                    divided,
-                    flags.compute_bound(layers, Division::Fsdp),
-                ),
-                (
-                    "columns (tensor)".into(),
-                    n,
-                    divided,
-                    flags.compute_bound(layers, Division::Tensor),
-                ),
+                ("data".into(), n, whole, by_weights),
+                ("weights (FSDP)".into(), n, divided, by_weights),
+                ("columns (tensor)".into(), n, divided, by_columns),
                 (
                     format!("FSDP {x}, tensor {y}"),
                     n,
                     divided,
-                    flags.compute_bound(layers, Division::Both),
+                    flags.both_bound(layers),
                 ),
             ] {
                 report.rows.push(Fields::of(&Row {
@@ -317,7 +275,7 @@ pub fn answers_of_2025(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
         Some(bound) => format!("{} tokens a device", group_digits(bound.ceil() as u64)),
         None => "no number of tokens".into(),
     };
-    let both = flags.compute_bound(layers, Division::Both);
+    let both = flags.both_bound(layers);
     let in_all = both.map_or(String::new(), |b| {
         format!(", {} in all", group_digits((b * x * y).ceil() as u64))
     });

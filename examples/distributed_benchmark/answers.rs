@@ -1,6 +1,7 @@
 //! The handout's questions on collectives, data parallelism and sharding, answered from figures.
 
 use super::common::words::compared;
+use serde::Serialize;
 use tallow::distributed::Exchange;
 use tallow::report::{Answer, Speedup, Statistics, Verdict, format_mib};
 
@@ -35,7 +36,7 @@ impl Measured {
 }
 
 /// A rank's memory, in bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub struct Held {
     pub strategy: &'static str,
     pub init_bytes: u64,

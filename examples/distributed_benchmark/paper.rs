@@ -12,6 +12,9 @@ use tallow::distributed::Shard;
 use tallow::report::{Column, Report};
 use tallow::{Error, Result};
 
+/// Overhead of each kernel, in microseconds.
+const KERNEL_US: f64 = 1.0;
+
 /// What was measured of a GPU and of the network.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Estimated steps of more GPUs (--part paper)")]
@@ -28,10 +31,6 @@ pub struct PaperFlags {
     /// Rate at which kernels read and write, in GB/s
     #[arg(long, value_name = "GB/S")]
     memory_gb_s: Option<f64>,
-
-    /// Overhead of each kernel, in microseconds
-    #[arg(long, hide_short_help = true, default_value_t = 1.0, value_name = "US")]
-    kernel_us: f64,
 
     /// Measured step of one GPU for each model
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "MS")]
@@ -139,7 +138,6 @@ impl PaperFlags {
         "world-size",
         "product-tflops",
         "memory-gb-s",
-        "kernel-us",
         "alone-ms",
         "reduce-gb-s",
         "gather-gb-s",
@@ -158,7 +156,7 @@ impl PaperFlags {
                 self.product_tflops.unwrap_or(f64::NAN)
             ),
             format!("memory {} GB/s", self.memory_gb_s.unwrap_or(f64::NAN)),
-            format!("a kernel {} us more", self.kernel_us),
+            format!("a kernel {KERNEL_US} us more"),
         ];
         if !self.alone_ms.is_empty() {
             words.push(format!(
@@ -191,7 +189,7 @@ impl PaperFlags {
             let rates = Rates {
                 product_flops,
                 memory_bytes,
-                kernel_seconds: self.kernel_us / 1e6,
+                kernel_seconds: KERNEL_US / 1e6,
                 reduce_bytes: bus_bytes("--reduce-gb-s", &self.reduce_gb_s, place)?,
                 gather_bytes: bus_bytes("--gather-gb-s", &self.gather_gb_s, place)?,
                 exchange_seconds: self.exchange_us / 1e6,

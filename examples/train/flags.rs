@@ -1,17 +1,14 @@
-//! The flags of `train` and `precision_curves`, and what the library makes of them.
+//! The flags of `train`, and what the library makes of them.
 
-use crate::common::memory::available_bytes;
 use crate::common::precision::PrecisionFlags;
-use crate::common::{Effects, outputs, values};
+use crate::common::{outputs, values};
 use candle_core::{DType, Device};
 use clap::builder::NonEmptyStringValueParser;
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
-use tallow::data::{TokenFormat, Tokens};
-use tallow::memory::Mode;
+use tallow::data::Tokens;
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, DropoutRates};
 use tallow::optim::{AdamWConfig, Moments, Schedule};
@@ -46,33 +43,9 @@ pub struct DataFlags {
     #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
-    /// How the token file is laid out [default: as its magic number says]
-    #[arg(long, hide_short_help = true, value_enum, requires = "tokens")]
-    pub token_format: Option<TokenFormatFlag>,
-
     /// Fraction at the data's end for validation
     #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-pub enum TokenFormatFlag {
-    /// u16 ids and nothing else, as nanoGPT writes them
-    RawU16,
-    /// A header, then u16 ids
-    HeaderedU16,
-    /// A header, then u32 ids
-    HeaderedU32,
-}
-
-impl From<TokenFormatFlag> for TokenFormat {
-    fn from(flag: TokenFormatFlag) -> Self {
-        match flag {
-            TokenFormatFlag::RawU16 => Self::RawU16,
-            TokenFormatFlag::HeaderedU16 => Self::HeaderedU16,
-            TokenFormatFlag::HeaderedU32 => Self::HeaderedU32,
-        }
-    }
 }
 
 #[derive(Args)]
@@ -182,10 +155,6 @@ pub struct TrainingFlags {
     #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 1.0, value_parser = values::from_0)]
     pub clip: f64,
 
-    /// Largest absolute value of a gradient's elements, or 0
-    #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 0.0, value_parser = values::from_0)]
-    pub clip_value: f64,
-
     #[command(flatten)]
     pub precision: PrecisionFlags,
 
@@ -207,10 +176,6 @@ pub struct FileFlags {
     /// Save the run here: weights, optimizer, position, losses
     #[arg(long, value_name = "FILE")]
     pub checkpoint: Option<PathBuf>,
-
-    /// Steps between checkpoints [default: --evaluate-every]
-    #[arg(long, hide_short_help = true, requires = "checkpoint")]
-    pub checkpoint_every: Option<NonZeroUsize>,
 
     /// Checkpoints to keep, older ones as FILE.1, FILE.2 [default: 1]
     #[arg(long, hide_short_help = true, requires = "checkpoint")]
@@ -249,26 +214,6 @@ pub struct SampleFlags {
     pub prompt: Option<String>,
 }
 
-impl<F: Parser + 'static> Effects<F> {
-    /// Declares what the flags of the data depend on. (clap lets `requires` pass where what is required conflicts with
-    /// a flag that is given, as --tokens does with --data.)
-    pub fn of_data(self, data: fn(&F) -> &DataFlags) -> Self {
-        let names = &["vocab-size", "token-format"];
-        self.only("with --tokens", names, move |all| {
-            data(all).tokens.is_some()
-        })
-    }
-
-    /// Declares what the flags of training depend on.
-    pub fn of_training(self, training: fn(&F) -> &TrainingFlags) -> Self {
-        self.only(
-            "on a rate that changes: not with --schedule constant",
-            &["schedule-steps", "min-lr", "warmup"],
-            move |all| training(all).schedule != ScheduleFlag::Constant,
-        )
-    }
-}
-
 impl FileFlags {
     /// Makes the folder, and tries every file that the run will write.
     pub fn check(&self) -> Result<()> {
@@ -292,10 +237,7 @@ impl DataFlags {
     pub fn open(&self) -> Result<Tokens> {
         match (&self.tokens, self.vocab_size) {
             (Some(path), Some(vocab_size)) => {
-                let tokens = match self.token_format {
-                    Some(format) => Tokens::open_as(path, format.into(), vocab_size)?,
-                    None => Tokens::open(path, vocab_size)?,
-                };
+                let tokens = Tokens::open(path, vocab_size)?;
                 tokens.validate()?; // now, not when a batch meets a bad id
                 Ok(tokens)
             }
@@ -385,7 +327,6 @@ impl TrainingFlags {
                 ..Default::default()
             },
             max_grad_norm: (self.clip != 0.0).then_some(self.clip),
-            max_grad_value: (self.clip_value != 0.0).then_some(self.clip_value),
             precision,
             evaluate_every: self.evaluate_every,
             separator: self.separator,
@@ -447,43 +388,6 @@ impl SampleFlags {
     pub fn prompt_bytes(&self) -> Vec<u32> {
         let prompt = self.prompt.as_deref().unwrap_or("\n");
         prompt.bytes().map(u32::from).collect()
-    }
-}
-
-/// Refuses a training step that does not fit, instead of being killed for it.
-pub fn check_room(
-    wanted_bytes: u64,
-    model: &TransformerConfig,
-    config: &TrainConfig,
-    planned: bool,
-    device: &Device,
-) -> Result<()> {
-    let step = EndToEnd {
-        config: model.clone(),
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        mode: Mode::TrainStep,
-        precision: config.precision,
-        warmup_steps: 0,
-        steps: 1,
-        optimizer: OptimizerChoice::AdamW(config.optimizer),
-        execution: match planned {
-            true => Execution::Planned,
-            false => Execution::Eager,
-        },
-        optimizer_in_backward: false,
-        memory_budget_bytes: None,
-        seed: config.seed,
-        peak_flops: None,
-        available_bytes: None,
-    };
-    match available_bytes(device, None, [&step])? {
-        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-            what: "the training step".into(),
-            wanted_bytes,
-            available_bytes,
-        }),
-        _ => Ok(()),
     }
 }
 

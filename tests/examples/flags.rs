@@ -94,10 +94,6 @@ const CASES: &[Case] = &[
         refused: &[
             ("columns", &["--format json --columns all"]),
             (
-                "full",
-                &["--size tiny --full", "--config 1-8-16-1-2 --full"],
-            ),
-            (
                 "batch-size",
                 &["--batch-size 2", "--config 1-8-16-1-2 --batch-size 2"],
             ),
@@ -182,7 +178,6 @@ const CASES: &[Case] = &[
             ("world-size", &["--part steps --world-size 8"]),
             ("product-tflops", &["--part steps --product-tflops 8"]),
             ("memory-gb-s", &["--part steps --memory-gb-s 8"]),
-            ("kernel-us", &["--part steps --kernel-us 8"]),
             ("alone-ms", &["--part steps --alone-ms 8"]),
             ("reduce-gb-s", &["--part steps --reduce-gb-s 8"]),
             ("gather-gb-s", &["--part steps --gather-gb-s 8"]),
@@ -221,15 +216,8 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
-            ("optimizer", &["--mode forward --optimizer candle-adamw"]),
-            ("keep-graph", &["--mode train-step --keep-graph"]),
-            (
-                "compile",
-                &[
-                    "--mode forward --keep-graph --compile",
-                    "--precision bf16-full --compile",
-                ],
-            ),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+            ("compile", &["--precision bf16-full --compile"]),
             ("memory-budget-gib", &["--memory-budget-gib 1"]),
             ("optimizer-in-backward", &["--optimizer-in-backward"]),
             ("per-step", &["--isolate --per-step"]),
@@ -406,7 +394,7 @@ const CASES: &[Case] = &[
         name: "train",
         always: &[
             &["precision", "autocast", "optimizer-in-backward"],
-            &["tf32", "seed", "nvtx", "strict", "gpus", "compile"],
+            &["tf32", "seed", "nvtx", "strict", "gpus"],
             &["validation-fraction", "attention", "dropout", "family"],
             &[
                 "activation-checkpointing",
@@ -425,7 +413,6 @@ const CASES: &[Case] = &[
             &[
                 "betas",
                 "clip",
-                "clip-value",
                 "evaluate-every",
                 "checkpoint",
                 "out",
@@ -445,13 +432,6 @@ const CASES: &[Case] = &[
             (
                 "vocab-size",
                 &["--vocab-size 9", "--data DATA --vocab-size 9"],
-            ),
-            (
-                "token-format",
-                &[
-                    "--token-format raw-u16",
-                    "--data DATA --token-format raw-u16",
-                ],
             ),
             (
                 "schedule-steps",
@@ -493,7 +473,6 @@ const CASES: &[Case] = &[
                 &["--bucket-mib 1", "--gpus 2 --exchange flat --bucket-mib 1"],
             ),
             ("exchange-bf16", &["--exchange-bf16"]),
-            ("checkpoint-every", &["--checkpoint-every 5"]),
             ("keep", &["--keep 5"]),
             ("resume", &["--resume"]),
             ("temperature", &["--sample 0 --temperature 1"]),
@@ -595,11 +574,7 @@ fn a_flag_with_effect_is_taken() {
             "columns",
         ),
         (
-            "compiled_benchmark --full --vocab-size 100 --columns x",
-            "columns",
-        ),
-        (
-            "compiled_benchmark --full --batch-size 2 --columns x",
+            "compiled_benchmark --size tiny --batch-size 2 --vocab-size 100 --columns x",
             "columns",
         ),
         (
@@ -620,10 +595,7 @@ fn a_flag_with_effect_is_taken() {
             "columns",
         ),
         ("toy_model_dtypes --seed 3 --columns x", "columns"),
-        (
-            "train --vocab-size 9 --token-format raw-u16 --tokens missing.bin",
-            "missing.bin",
-        ),
+        ("train --vocab-size 9 --tokens missing.bin", "missing.bin"),
         ("train --family missing --random-weights", "missing"),
     ] {
         assert_refused(line, &run(example(line)), 1, words);

@@ -146,7 +146,7 @@ fn what_a_hostile_user_types() {
         ),
         (
             "distributed_benchmark --part accounting --link-gb-s 0",
-            1,
+            2,
             "--link-gb-s",
         ),
         ("memory_estimate --threads 65535", 2, "--threads"),
@@ -158,11 +158,6 @@ fn what_a_hostile_user_types() {
             "train SMALL --data DATA --steps 2 --betas 0.9",
             1,
             "--betas",
-        ),
-        (
-            "train SMALL --data DATA --checkpoint c --checkpoint-every 0",
-            2,
-            "--checkpoint-every",
         ),
     ];
     for (line, status, words) in refused {
