@@ -49,7 +49,7 @@ use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::bench::{EndToEnd, Execution};
-use tallow::compile::{Batch, Step, StepConfig, StepRanks};
+use tallow::compile::{Batch, Step, StepConfig};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -325,19 +325,8 @@ impl Flags {
                 self.data.name(self.unit())
             ),
         );
-        fields.insert(
-            "model",
-            format!(
-                "d_model {}, d_ff {}, layers {}, heads {}, vocabulary {}, context {}: {} parameters",
-                model.d_model,
-                model.d_ff,
-                model.num_layers,
-                model.num_heads,
-                model.vocab_size,
-                model.context_length,
-                count(model.num_parameters())
-            ),
-        );
+        fields.insert("model", common::models::sizes(model));
+        fields.insert("longest context", model.context_length);
         if let Some(family) = family {
             fields.insert("family", family.name());
         }
@@ -492,15 +481,7 @@ impl Flags {
         config: &TrainConfig,
         communicator: &Communicator,
     ) -> Result<()> {
-        let (device, exchange) = (communicator.device(), &self.exchange);
-        let ranks = match exchange.strategy {
-            _ if communicator.world_size() == 1 => StepRanks::Alone,
-            Strategy::Replicated => StepRanks::Replicated(exchange.config()),
-            Strategy::ShardedOptimizer => {
-                StepRanks::ShardedOptimizer(exchange.config(), communicator.shard())
-            }
-            Strategy::FullyShard => StepRanks::FullySharded(exchange.parts(), communicator.shard()),
-        };
+        let device = communicator.device();
         let run = EndToEnd {
             config: model.clone(),
             batch_size: config.batch_size,
@@ -521,7 +502,7 @@ impl Flags {
             clip_norm: config
                 .max_grad_norm
                 .or((!config.optimizer_in_backward).then_some(f64::INFINITY)),
-            ranks,
+            ranks: self.exchange.step_ranks(communicator.shard()),
             ..Default::default()
         };
         let least_bytes =

@@ -12,9 +12,9 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use tallow::bench::Stopwatch;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::{Step, StepConfig, StepRanks};
 use tallow::distributed::{
-    Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
+    Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
@@ -68,6 +68,15 @@ impl Way {
                 })
             }
             _ => None,
+        }
+    }
+
+    /// What a planned step exchanges as the rank with this `shard`.
+    pub fn step_ranks(self, shard: Shard) -> StepRanks {
+        match (self.strategy, self.parts()) {
+            (_, Some(parts)) => StepRanks::FullySharded(parts, shard),
+            (Strategy::ShardedOptimizer, _) => StepRanks::ShardedOptimizer(self.exchange, shard),
+            _ => StepRanks::Replicated(self.exchange),
         }
     }
 

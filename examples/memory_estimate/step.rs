@@ -1,7 +1,7 @@
 //! The planned step whose memory is asked for, and its flags.
 
 use crate::common::modes::CompileFlag;
-use crate::common::ranks::{ExchangeFlags, Strategy};
+use crate::common::ranks::ExchangeFlags;
 use crate::common::{self, values};
 use candle_core::DType;
 use clap::Args;
@@ -145,16 +145,10 @@ impl StepFlags {
     }
 
     fn ranks(&self) -> StepRanks {
-        let own = Shard {
+        self.exchange.step_ranks(Shard {
             rank: 0,
             world_size: self.world_size,
-        };
-        match self.exchange.strategy {
-            _ if self.world_size == 1 => StepRanks::Alone,
-            Strategy::Replicated => StepRanks::Replicated(self.exchange.config()),
-            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(self.exchange.config(), own),
-            Strategy::FullyShard => StepRanks::FullySharded(self.exchange.parts(), own),
-        }
+        })
     }
 }
 

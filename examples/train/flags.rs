@@ -2,7 +2,7 @@
 
 use crate::common::precision::PrecisionFlags;
 use crate::common::{outputs, values};
-use candle_core::{DType, Device};
+use candle_core::Device;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
@@ -398,8 +398,6 @@ pub fn new_model(
     precision: Precision,
     device: &Device,
 ) -> Result<TransformerLM> {
-    match precision.parameter_dtype() {
-        DType::F32 => TransformerLM::new(config, seed, device),
-        half => TransformerLM::from_var_builder(config, nn::seeded(seed, half, device)),
-    }
+    let weights = nn::seeded(seed, precision.parameter_dtype(), device);
+    TransformerLM::from_var_builder(config, weights)
 }

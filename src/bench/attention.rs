@@ -95,10 +95,11 @@ impl<W: Measurable> AttentionRun<W> {
     /// Measures, and returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same
     /// steps. Forward keeps its graph, as before a backward; backward starts from a gradient of ones.
     ///
-    /// One row alone says what was not measured: `OOM`, decided from [`attention_breakdown`] before anything is
-    /// allocated, with the sum; `unsupported`, for a head dimension that the algorithm does not take;
-    /// `over time budget`. `reason` says why, and also why a row has fewer samples than were asked for. `on_step` is
-    /// called after every step with the whole step's time in ms.
+    /// One row alone says what was not measured: `OOM`, decided from
+    /// [`attention_breakdown`](crate::memory::attention_breakdown) before anything is allocated, with the sum;
+    /// `unsupported`, for a head dimension that the algorithm does not take; `over time budget`. `reason` says why, and
+    /// also why a row has fewer samples than were asked for. `on_step` is called after every step with the whole step's
+    /// time in ms.
     ///
     /// FLOPs are 4 B H Dh for each pair of query and key that the mask leaves, and twice that backward, whatever the
     /// algorithm does: flash's second look at the scores is not counted, nor is what naive spends on masked ones.
