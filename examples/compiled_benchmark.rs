@@ -8,25 +8,27 @@ mod common;
 mod compared;
 #[path = "compiled_benchmark/configurations.rs"]
 mod configurations;
-#[path = "compiled_benchmark/model.rs"]
-mod model;
 #[path = "compiled_benchmark/why.rs"]
 mod why;
 
-use candle_core::DType;
 use clap::Parser;
-use common::{Common, Effects, Output, Sweep, values, words};
-use configurations::{Configuration, PRESETS, SEED};
+use common::{Common, Effects, Output, Sweep, phases, values, words};
+use compared::{Compared, answers, columns, parts};
+use configurations::Configuration;
 use std::process::ExitCode;
-use tallow::Result;
 use tallow::attention::Algorithm;
+use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::compile::StepConfig;
+use tallow::memory::Mode;
 use tallow::precision::Precision;
+use tallow::report::{Fields, Report, group_digits};
+use tallow::{Result, hardware};
+use why::Counted;
 
 const EXAMPLES: &str = "Examples:
-  compiled_benchmark --config 4-256-256-4-8 4-512-512-6-8 --vocab-size 10000
+  compiled_benchmark --config 4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12
   compiled_benchmark --size small --context-length 256 512 --precision bf16
-  compiled_benchmark --full --format json --output results.json";
+  compiled_benchmark --size small medium large --format json --output results.json";
 
 /// Compares planned (compiled) with eager steps of models
 #[derive(Parser)]
@@ -41,11 +43,11 @@ struct Flags {
     size: Vec<String>,
 
     /// Sequences in a preset's batch
-    #[arg(long, default_value_t = 4, value_name = "N")]
+    #[arg(long, default_value_t = 4, requires = "size", value_name = "N")]
     batch_size: usize,
 
     /// Tokens of a preset's sequence; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256", value_name = "N")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256", requires = "size", value_name = "N")]
     context_length: Vec<usize>,
 
     /// Number of token ids [default: 10000]
@@ -64,12 +66,21 @@ struct Flags {
     #[arg(long, default_value_t = Precision::F32, value_name = "NAME")]
     precision: Precision,
 
-    /// The assignment's four models and all presets: hours on a CPU
-    #[arg(long)]
-    full: bool,
+    /// Steps that are measured in each round
+    #[arg(long, default_value_t = 5, value_parser = values::count(), value_name = "N", alias = "iterations", help_heading = "Measurement")]
+    steps: usize,
 
-    #[command(flatten, next_help_heading = "Measurement")]
-    measurement: Measurement,
+    /// Steps before them in each round
+    #[arg(long, default_value_t = 1, value_parser = values::count_from_0(), value_name = "N", help_heading = "Measurement")]
+    warmup_steps: usize,
+
+    /// Rounds in which eager and planned take turns
+    #[arg(long, default_value_t = 2, value_parser = values::count(), value_name = "N", help_heading = "Measurement")]
+    rounds: usize,
+
+    /// Memory for a run [default: what is available]
+    #[arg(long, value_parser = values::gib, value_name = "GIB", help_heading = "Measurement")]
+    memory_limit_gib: Option<f64>,
 
     #[command(flatten, next_help_heading = "Measurement")]
     common: Common,
@@ -78,53 +89,17 @@ struct Flags {
     output: Output,
 }
 
-/// How models are measured.
-#[derive(clap::Args)]
-struct Measurement {
-    /// Steps that are measured in each round
-    #[arg(long, default_value_t = 5, value_parser = values::count(), value_name = "N", alias = "iterations")]
-    steps: usize,
-
-    /// Steps before them in each round
-    #[arg(long, default_value_t = 1, value_parser = values::count_from_0(), value_name = "N")]
-    warmup_steps: usize,
-
-    /// Rounds in which eager and planned take turns
-    #[arg(long, default_value_t = 2, value_parser = values::count(), value_name = "N")]
-    rounds: usize,
-
-    /// Memory for a run [default: what is available]
-    #[arg(long, value_parser = values::gib, value_name = "GIB")]
-    memory_limit_gib: Option<f64>,
-}
-
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let flags = Effects::<Flags>::new()
+        .of_output(|flags| &flags.output)
+        .parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
-            .only(
-                "on presets: with --size, or with --full",
-                &["batch-size", "context-length"],
-                |flags| !flags.size.is_empty() || flags.full,
-            )
-            .only("without --config and --size", &["full"], |flags| {
-                flags.has_defaults()
-            })
-    }
-
-    fn has_defaults(&self) -> bool {
-        self.config.is_empty() && self.size.is_empty()
-    }
-
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
-        self.output.check_columns([model::columns()])?;
+        self.output.check_columns([columns()])?;
         let plan = StepConfig {
             precision: self.precision,
             ..Default::default()
@@ -134,12 +109,63 @@ impl Flags {
         if device.is_cpu() {
             tallow::memory::system::reserve_scratch(self.precision)?;
         }
-        let peak_flops = tallow::hardware::measure_peak_flops(&device, DType::F32);
+        let peak_flops = hardware::measure_peak_flops(&device, candle_core::DType::F32);
         let models = self.models()?;
+        let mut report = Report {
+            environment: self.common.environment(&device),
+            configuration: self.configuration(&models),
+            columns: columns(),
+            notes: vec![
+                "Forward alone has no graph; forward+backward and the full step include the loss. Times are mean ± \
+                 standard deviation; speed-up is eager's mean over planned's."
+                    .into(),
+            ],
+            ..Default::default()
+        };
         let mut sweep = Sweep::new(models.len())?;
-        let mut report = model::report(self, (&device, peak_flops), &models, &mut sweep)?;
+        let (mut compared, mut counted): (Vec<Compared>, Vec<Counted>) = Default::default();
+        for model in &models {
+            if !sweep.begins(&model.name) {
+                break;
+            }
+            let limit_bytes = self.memory_limit_gib.map(common::gib_bytes);
+            let available_bytes = limit_bytes.or_else(|| hardware::available_bytes_on(&device));
+            let runs = self.runs(model, available_bytes, peak_flops);
+            let measured = alternate(&runs, self.rounds, &device, |_, _, _| ())?;
+            let mut rows = Vec::new();
+            for (run, mut own) in runs.iter().zip(measured) {
+                own.extend(phases::update(&own));
+                let is_step = |row: &&Fields| {
+                    row.get("phase") == Some(&"train step".into()) && row.get("mean_ms").is_some()
+                };
+                if let Some(step) = own.iter().find(is_step) {
+                    counted.push(Counted {
+                        configuration: model.name.clone(),
+                        memory: step.read().unwrap_or_default(),
+                        ..why::count(run, &device)?
+                    });
+                }
+                rows.extend(own.into_iter().map(|row| {
+                    let mut named = Fields::from_iter([("configuration", model.name.as_str())]);
+                    named.merge(row);
+                    named
+                }));
+            }
+            let (lines, own) = parts(&model.name, &rows);
+            report.lines.extend(lines);
+            report.rows.extend(rows);
+            compared.extend(own);
+        }
+        let is_out = |row: &Fields| row.get("status") == Some(&"OOM".into());
+        if report.rows.iter().any(is_out) {
+            report.notes.extend(words::out_of_memory(&report.rows));
+        }
+        report.notes.extend(words::noisy(&report.rows));
         report.notes.extend(sweep.note());
-        report.environment = self.common.environment(&device);
+        report.answers = answers(&compared, &counted);
+        if !counted.is_empty() {
+            report.details.push(why::table(&device, &counted)?);
+        }
         let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         report.environment.insert("peak", peak);
         report
@@ -151,22 +177,68 @@ impl Flags {
     /// The models by their sizes, then presets.
     fn models(&self) -> Result<Vec<Configuration>> {
         let mut models = self.config.clone();
-        let mut presets: Vec<&str> = self.size.iter().map(String::as_str).collect();
-        if self.has_defaults() {
-            let named = if self.full { &SEED[..] } else { &SEED[..1] };
-            models.extend(named.iter().filter_map(|name| name.parse().ok()));
-            presets.extend(PRESETS.iter().filter(|_| self.full));
+        if models.is_empty() && self.size.is_empty() {
+            models.extend("4-256-256-4-8".parse());
         }
-        for name in presets {
+        for name in &self.size {
             for length in &self.context_length {
                 models.push(Configuration::preset(name, self.batch_size, *length)?);
             }
         }
         for Configuration { model, .. } in &mut models {
+            model.attention = self.attention;
             model.vocab_size = self.vocab_size.unwrap_or(model.vocab_size);
             model.d_ff = self.d_ff.unwrap_or(model.d_ff);
             model.validate()?;
         }
         Ok(models)
+    }
+
+    /// Each execution of each mode of a model.
+    fn runs(
+        &self,
+        model: &Configuration,
+        available_bytes: Option<u64>,
+        peak_flops: Option<f64>,
+    ) -> Vec<EndToEnd> {
+        let modes = [Mode::Forward, Mode::ForwardBackward, Mode::TrainStep];
+        let executions = [Execution::Eager, Execution::Planned].into_iter();
+        let all = executions.flat_map(|execution| modes.map(|mode| (execution, mode)));
+        let runs = all.map(|(execution, mode)| EndToEnd {
+            config: model.model.clone(),
+            batch_size: model.batch_size,
+            sequence_length: model.sequence_length,
+            mode,
+            precision: self.precision,
+            warmup_steps: self.warmup_steps,
+            steps: self.steps,
+            execution,
+            seed: self.common.seed,
+            peak_flops,
+            available_bytes,
+            ..Default::default()
+        });
+        runs.collect()
+    }
+
+    fn configuration(&self, models: &[Configuration]) -> Fields {
+        let distinct = |of: fn(&Configuration) -> usize| {
+            let sizes = models.iter().map(|model| group_digits(of(model) as u64));
+            let mut sizes: Vec<String> = sizes.collect();
+            sizes.dedup();
+            sizes.join("; ")
+        };
+        let mut fields = Fields::new();
+        let measured = "models: batch B, tokens T, width d, layers L, heads H";
+        fields.insert("measured", measured);
+        fields.insert("vocabulary", distinct(|m| m.model.vocab_size));
+        fields.insert("d_ff", distinct(|m| m.model.d_ff));
+        fields.insert("precision", self.precision.name());
+        fields.insert("attention", self.attention.name());
+        fields.insert("optimizer", "adamw");
+        fields.insert("warm-up steps", self.warmup_steps);
+        fields.insert("steps", self.steps);
+        fields.insert("rounds", self.rounds);
+        fields
     }
 }

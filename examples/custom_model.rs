@@ -31,7 +31,9 @@ use tallow::graph::{self, Graph, Target};
 use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamW, AdamWConfig};
-use tallow::profile::{self, Cost, Grouping, Profiler, Selection, node_costs, node_table};
+use tallow::profile::{
+    self, Cost, Grouping, NodeCost, Profiler, Selection, node_costs, node_table,
+};
 use tallow::report::{Fields, Report, format_mib, group_digits, save_document};
 use tallow::{Error, Result, no_grad};
 
@@ -268,24 +270,19 @@ impl Flags {
         let parameters = model.parameters().into_iter();
         let parameters: usize = parameters.map(|(_, var)| var.elem_count()).sum();
         let costs = node_costs(traced);
-        let forward: Cost = costs
-            .iter()
-            .filter_map(|cost| cost.forward)
-            .fold(Cost::default(), |a, b| a + b);
-        let backward: Cost = costs
-            .iter()
-            .filter_map(|cost| cost.backward)
-            .fold(Cost::default(), |a, b| a + b);
+        let sum = |of: fn(&NodeCost) -> Option<Cost>| {
+            let costs = costs.iter().filter_map(of);
+            group_digits(costs.fold(Cost::default(), |a, b| a + b).flops() as u64)
+        };
         let (first, last) = (losses.first(), losses.last());
         let loss = |loss: Option<&f32>| loss.map(|loss| format!("{loss:.4}"));
-        let flops = |cost: Cost| group_digits(cost.flops() as u64);
         let mut fields = Fields::new();
         fields.insert("parameters", group_digits(parameters as u64));
         fields.insert("batch size", self.batch_size);
         fields.insert("sequence length", self.n_positions);
         fields.insert("ops in the traced forward", traced.nodes().count());
-        fields.insert("forward FLOPs, from the trace", flops(forward));
-        fields.insert("backward FLOPs, from the trace", flops(backward));
+        fields.insert("forward FLOPs, from the trace", sum(|cost| cost.forward));
+        fields.insert("backward FLOPs, from the trace", sum(|cost| cost.backward));
         fields.insert(
             "eager step's peak, estimated",
             format_mib(estimate.peak_bytes),

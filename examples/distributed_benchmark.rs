@@ -26,6 +26,8 @@ mod answers;
 #[path = "distributed_benchmark/collectives.rs"]
 mod collectives;
 mod common;
+#[path = "distributed_benchmark/estimate.rs"]
+mod estimate;
 #[path = "distributed_benchmark/memory.rs"]
 mod memory;
 #[path = "distributed_benchmark/paper.rs"]
@@ -334,7 +336,7 @@ impl Flags {
             fields.insert("T", self.length());
         }
         if self.part.contains(&Part::Paper) {
-            fields.insert("rates", self.paper.rates_in_words());
+            fields.merge(self.paper.describe());
         }
         Ok(fields)
     }

@@ -27,14 +27,14 @@ use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use common::models::{Model, ModelFlags, VariantFlags, describe};
 use common::modes::{
-    CompileFlag, ModeFlag, check_planned_flags, executed, is_any, modes_with, not_planned,
+    CompileFlag, ModeFlag, check_planned_flags, executed, is_any, modes, not_planned,
     optimizer_words,
 };
 use common::precision::PrecisionFlags;
 use common::{Common, Effects, Output, Sweep, phases, stdout, values, words};
 use std::process::ExitCode;
 use summary::Compared;
-use tallow::bench::{EndToEnd, OptimizerChoice, Step};
+use tallow::bench::{EndToEnd, Step};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::optim::{AdamWConfig, Moments};
@@ -72,10 +72,6 @@ struct Flags {
     #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', default_value = "all", value_name = "NAME", help_heading = "Run")]
     mode: Vec<ModeFlag>,
 
-    /// Record the graph in a forward alone, as training does
-    #[arg(long, help_heading = "Run")]
-    keep_graph: bool,
-
     /// Unmeasured steps before the measured ones; several
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "5", value_name = "N", value_parser = values::count_from_0(), help_heading = "Run")]
     warmup_steps: Vec<usize>,
@@ -92,7 +88,7 @@ struct Flags {
     #[arg(long, hide = true)]
     isolated_run: Option<usize>,
 
-    /// adamw, adamw-bf16 (bf16 moments) or candle-adamw
+    /// adamw, or adamw-bf16 with running means in bf16
     #[arg(
         long,
         value_enum,
@@ -141,11 +137,10 @@ struct Flags {
     common: Common,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum OptimizerFlag {
     Adamw,
     AdamwBf16,
-    CandleAdamw,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -168,11 +163,8 @@ impl Flags {
             .only("in a training step", &["optimizer"], |flags| {
                 flags.modes().contains(&Mode::TrainStep)
             })
-            .only("on a forward alone", &["keep-graph"], |flags| {
-                flags.modes().contains(&Mode::ForwardKeepingGraph)
-            })
             .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies; not a kept graph",
+                "where a step can be planned: in f32, or f32 parameters with kept copies",
                 &["compile"],
                 |flags| is_any(&flags.precision, flags.compile, &flags.modes(), true),
             )
@@ -300,8 +292,7 @@ impl Flags {
         )];
         if modes.contains(&Mode::ForwardBackward) || modes.contains(&Mode::TrainStep) {
             notes.push(
-                "Forward alone computes no loss and records no graph (unless --keep-graph); in the other modes it does \
-                 both. F+B is forward, loss and backward. B+O is backward and optimizer."
+                "Forward alone computes no loss and records no graph; in the other modes it does both. F+B is forward, loss and backward. B+O is backward and optimizer."
                     .into(),
             );
         }
@@ -336,35 +327,31 @@ impl Flags {
     fn runs(&self, config: &TransformerConfig, precisions: &[Precision]) -> Vec<EndToEnd> {
         let budget = self.memory_budget_gib.map(common::gib_bytes);
         let mut runs = Vec::new();
-        let mut add =
-            |config: &TransformerConfig, [sequence_length, batch_size]: [usize; 2], precision| {
-                for &warmup_steps in &self.warmup_steps {
-                    for (mode, execution) in executed(self.compile, self.modes(), precision) {
-                        let is_planned = execution.is_planned_step(mode);
-                        runs.push(EndToEnd {
-                            config: config.clone(),
-                            batch_size,
-                            sequence_length,
-                            mode,
-                            precision,
-                            warmup_steps,
-                            steps: self.steps,
-                            optimizer: self.optimizer(),
-                            execution,
-                            optimizer_in_backward: self.optimizer_in_backward && is_planned,
-                            memory_budget_bytes: budget.filter(|_| is_planned),
-                            seed: self.common.seed,
-                            peak_flops: None,
-                            available_bytes: None,
-                        });
-                    }
-                }
-            };
-        for &length in &self.context_length {
+        for &sequence_length in &self.context_length {
             for &batch_size in &self.batch_size {
                 for config in self.variants.variants(config) {
                     for &precision in precisions {
-                        add(&config, [length, batch_size], precision);
+                        for &warmup_steps in &self.warmup_steps {
+                            for (mode, execution) in executed(self.compile, self.modes(), precision)
+                            {
+                                let is_planned = execution.is_planned_step(mode);
+                                runs.push(EndToEnd {
+                                    config: config.clone(),
+                                    batch_size,
+                                    sequence_length,
+                                    mode,
+                                    precision,
+                                    warmup_steps,
+                                    steps: self.steps,
+                                    optimizer: self.optimizer(),
+                                    execution,
+                                    optimizer_in_backward: self.optimizer_in_backward && is_planned,
+                                    memory_budget_bytes: budget.filter(|_| is_planned),
+                                    seed: self.common.seed,
+                                    ..Default::default()
+                                });
+                            }
+                        }
                     }
                 }
             }
@@ -373,29 +360,26 @@ impl Flags {
     }
 
     fn modes(&self) -> Vec<Mode> {
-        let forward = match self.keep_graph {
-            true => Mode::ForwardKeepingGraph,
-            false => Mode::Forward,
-        };
-        modes_with(forward, &self.mode)
+        modes(&self.mode)
     }
 
-    fn optimizer(&self) -> OptimizerChoice {
-        let config = AdamWConfig::default();
-        match self.optimizer {
-            OptimizerFlag::Adamw => OptimizerChoice::AdamW(config),
-            OptimizerFlag::AdamwBf16 => OptimizerChoice::AdamW(AdamWConfig {
-                moments: Moments::Bf16 {
-                    seed: self.common.seed,
-                },
-                ..config
-            }),
-            OptimizerFlag::CandleAdamw => OptimizerChoice::CandleAdamW(config),
+    fn optimizer(&self) -> AdamWConfig {
+        let seed = self.common.seed;
+        AdamWConfig {
+            moments: match self.optimizer {
+                OptimizerFlag::Adamw => Moments::Wide,
+                OptimizerFlag::AdamwBf16 => Moments::Bf16 { seed },
+            },
+            ..Default::default()
         }
     }
 
     fn configuration(&self, models: &[Model]) -> Fields {
-        let optimizer = optimizer_words(self.optimizer().name(), self.optimizer_in_backward);
+        let name = match self.optimizer {
+            OptimizerFlag::Adamw => "adamw",
+            OptimizerFlag::AdamwBf16 => "adamw-bf16",
+        };
+        let optimizer = optimizer_words(name, self.optimizer_in_backward);
         let mut fields = describe(models);
         fields
             .insert("optimizer", optimizer)

@@ -1,4 +1,9 @@
 //! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
+//!
+//! ```text
+//! cargo run --example precision_curves -- --plot curves.svg
+//! cargo run --example precision_curves -- --data my.txt --precision f32 bf16 --full-half --format markdown
+//! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -6,24 +11,30 @@ mod common;
 #[path = "precision_curves/compared.rs"]
 mod compared;
 
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use common::models::{Model, describe};
+use common::precision::PrecisionFlags;
 use common::{Common, Effects, Output, Sweep, values};
 use compared::{Run, STEPS_A_POINT};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 use tallow::attention::Algorithm;
-use tallow::data::Tokens;
+use tallow::data::{RandomBatches, SequentialBatches, Tokens};
 use tallow::memory::{self, Kernels, Workload};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::optim::Schedule;
+use tallow::nn;
+use tallow::optim::{
+    AdamW, AdamWConfig, GradScaler, GradScalerConfig, Schedule, clip_grad_norm,
+    clip_grad_norm_checked, decay_matrices_only,
+};
 use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
-use tallow::train::{TrainConfig, Trainer};
-use tallow::{Error, Result};
+use tallow::{Error, Result, backward, no_grad};
+
+/// A loss scale at which gradients that overflow are no longer the scale's fault: f16's smallest normal number, 2^-14.
+const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
 /// The files of a folder that are read.
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
@@ -33,28 +44,33 @@ const VALIDATION_FRACTION: f64 = 0.1;
 
 const EXAMPLES: &str = "Examples:
   precision_curves --plot curves.svg
-  precision_curves --data my.txt --precision f32 bf16
+  precision_curves --data my.txt --precision f32 bf16 --full-half
   precision_curves --d-model 256 --num-layers 6 --steps 1000 --format markdown";
 
 /// Trains one model in f32, bf16 and f16, and compares the losses
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
+#[command(mut_arg("precision", |arg| arg.default_values(["f32", "bf16", "f16"])))]
 struct Flags {
-    /// Width of the residual stream
-    #[arg(long, value_name = "N", default_value_t = 128)]
-    d_model: usize,
+    /// A preset, tiny to 10b, instead of the sizes below
+    #[arg(long, value_name = "NAME")]
+    size: Option<String>,
 
-    /// Width of the feed-forward network
-    #[arg(long, value_name = "N", default_value_t = 320)]
-    d_ff: usize,
+    /// Width of the residual stream [default: 128]
+    #[arg(long, value_name = "N")]
+    d_model: Option<usize>,
 
-    /// Number of blocks
-    #[arg(long, value_name = "N", default_value_t = 4)]
-    num_layers: usize,
+    /// Width of the feed-forward network [default: 320]
+    #[arg(long, value_name = "N")]
+    d_ff: Option<usize>,
 
-    /// Number of attention heads
-    #[arg(long, value_name = "N", default_value_t = 4, alias = "heads")]
-    num_heads: usize,
+    /// Number of blocks [default: 4]
+    #[arg(long, value_name = "N")]
+    num_layers: Option<usize>,
+
+    /// Number of attention heads [default: 4]
+    #[arg(long, value_name = "N", alias = "heads")]
+    num_heads: Option<usize>,
 
     /// naive or flash
     #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
@@ -90,9 +106,8 @@ struct Flags {
     #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = values::from_0, help_heading = "Training")]
     lr: f64,
 
-    /// f32, bf16, f16: autocast with f32 parameters; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "f32,bf16,f16", value_name = "NAME", help_heading = "Training")]
-    precision: Vec<Precision>,
+    #[command(flatten, next_help_heading = "Training")]
+    precision: PrecisionFlags,
 
     /// Draw the curves (.svg, .png)
     #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
@@ -115,52 +130,34 @@ impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
         self.output.check_columns([columns()])?;
-        let configs = self.precision.iter().map(|precision| {
-            let config = self.training(*precision);
-            config.validate().map(|()| config)
-        });
-        let configs = configs.collect::<Result<Vec<_>>>()?;
+        let precisions = self.precision.precisions()?;
         let tokens = match self.data.is_dir() {
             true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
             false => Tokens::bytes(&self.data)?,
         };
         let (train, validation) = tokens.split(VALIDATION_FRACTION)?;
-        let device = self.common.device()?;
-        let config = TransformerConfig {
-            vocab_size: train.vocab_size(),
-            context_length: self.context_length,
-            d_model: self.d_model,
-            d_ff: self.d_ff,
-            num_layers: self.num_layers,
-            num_heads: self.num_heads,
-            attention: self.attention,
-            ..Default::default()
-        };
-        let name = "custom".to_string();
-        let model = Model { name, config };
+        let config = self.config(train.vocab_size())?;
         let mut runs = Vec::new();
-        let mut sweep = Sweep::new(configs.len())?;
-        for config in configs {
-            if !sweep.begins(config.precision) {
+        let mut sweep = Sweep::new(precisions.len())?;
+        for precision in precisions {
+            if !sweep.begins(precision) {
                 break;
             }
-            check_memory(&model.config, &config, &device)?;
-            let untrained = TransformerLM::new(&model.config, self.common.seed, &device)?;
-            let trainer = Trainer::new(untrained, config, train.clone(), validation.clone())?;
-            runs.push(train_in(trainer)?);
+            runs.push(self.train(&config, precision, &train, &validation)?);
         }
-        let mut environment = self.common.environment(&device);
+        let mut environment = self.common.environment(&self.common.device()?);
         environment.insert("reference ops", common::fallbacks());
         let exact = runs.iter().find(|run| run.precision == "f32");
         let rows = runs.iter().map(|run| Fields::of(&run.row(exact)));
         let mut notes = vec![
             format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
-            "All runs start from the same weights and see the same batches.".into(),
+            "All runs start from the same weights (rounded with --full-half) and see the same batches."
+                .into(),
         ];
         notes.extend(sweep.note());
         let published = self.output.publish(&Report {
             environment,
-            configuration: self.configuration(&model, [&train, &validation]),
+            configuration: self.configuration(&config, [&train, &validation]),
             columns: columns(),
             rows: rows.collect::<Result<_>>()?,
             answers: compared::answer(&runs).into_iter().collect(),
@@ -174,24 +171,148 @@ impl Flags {
         published
     }
 
-    fn training(&self, precision: Precision) -> TrainConfig {
-        TrainConfig {
-            batch_size: self.batch_size,
-            sequence_length: self.context_length,
-            steps: self.steps,
-            schedule: Schedule::WarmupCosine {
-                max_lr: self.lr,
-                min_lr: self.lr / 10.0,
-                warmup_steps: self.steps / 20,
-                total_steps: self.steps,
+    fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
             },
-            precision,
-            seed: self.common.seed,
+        };
+        let config = TransformerConfig {
+            vocab_size,
+            context_length: self.context_length,
+            d_model: self.d_model.unwrap_or(base.d_model),
+            d_ff: self.d_ff.unwrap_or(base.d_ff),
+            num_layers: self.num_layers.unwrap_or(base.num_layers),
+            num_heads: self.num_heads.unwrap_or(base.num_heads),
+            attention: self.attention,
+            ..base
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Trains eagerly: a planned step has f32 parameters, which not every precision has.
+    fn train(
+        &self,
+        config: &TransformerConfig,
+        precision: Precision,
+        train: &Tokens,
+        validation: &Tokens,
+    ) -> Result<Run> {
+        let (device, seed) = (self.common.device()?, self.common.seed);
+        self.check_memory(config, precision, &device)?;
+        let model = match precision.parameter_dtype() {
+            DType::F32 => TransformerLM::new(config, seed, &device)?,
+            half => TransformerLM::from_var_builder(config, nn::seeded(seed, half, &device))?,
+        };
+        let parameters = model.parameters();
+        let optimizer = AdamWConfig {
+            betas: (0.9, 0.99),
+            weight_decay: 0.1,
             ..Default::default()
+        };
+        let mut optimizer = AdamW::with_groups(decay_matrices_only(parameters.clone(), optimizer))?;
+        let schedule = Schedule::WarmupCosine {
+            max_lr: self.lr,
+            min_lr: self.lr / 10.0,
+            warmup_steps: self.steps / 20,
+            total_steps: self.steps,
+        };
+        let is_scaled = precision.dtype() == DType::F16;
+        let mut scaler = GradScaler::new(GradScalerConfig {
+            enabled: is_scaled,
+            ..Default::default()
+        })?;
+        let batches = RandomBatches::new(train, self.batch_size, self.context_length, seed)?;
+        let held_out = SequentialBatches::new(validation, self.batch_size, self.context_length)?;
+        let mut run = Run {
+            precision: precision.name().into(),
+            ..Default::default()
+        };
+        let begun = Instant::now();
+        for step in 0..self.steps {
+            let batch = batches.batch(step as u64, &device)?;
+            let loss = precision.run(|| model.loss(&batch.inputs, &batch.targets))?;
+            run.losses.push(value(&loss)?);
+            let scaled = scaler.scale(&loss)?;
+            drop(loss); // it holds the graph
+            let mut gradients = backward(scaled)?;
+            match is_scaled {
+                true => {
+                    scaler.unscale(&mut gradients, &parameters)?;
+                    clip_grad_norm(&mut gradients, &parameters, 1.0)?; // an overflow is skipped below
+                }
+                false => {
+                    clip_grad_norm_checked(&mut gradients, &parameters, 1.0)?;
+                }
+            }
+            optimizer.set_learning_rate(schedule.learning_rate(step));
+            let is_stepped = scaler.step(&mut optimizer, &mut gradients)?;
+            if !is_stepped && scaler.loss_scale() <= SMALLEST_SCALE {
+                return Err(not_finite("gradients at every loss scale", step + 1));
+            }
+            scaler.update()?;
+            run.skipped_steps += usize::from(!is_stepped);
+            let taken = step + 1;
+            if taken.is_multiple_of(STEPS_A_POINT) {
+                let loss = run.losses[step];
+                common::progress(format!("{precision}: step {taken}, loss {loss:.4}"));
+            }
+        }
+        run.seconds = begun.elapsed().as_secs_f64();
+        run.tokens = self.steps * self.batch_size * self.context_length;
+        run.loss_scale = is_scaled.then(|| scaler.loss_scale());
+        let (mut sum, mut count) = (0.0, 0);
+        for batch in held_out.iter(&device) {
+            let batch = batch?;
+            let targets = batch.num_targets();
+            let loss = no_grad(|| precision.run(|| model.loss(&batch.inputs, &batch.targets)))?;
+            sum += value(&loss)? * targets as f64;
+            count += targets;
+        }
+        run.validation_loss = sum / count as f64;
+        match run.validation_loss.is_finite() {
+            true => Ok(run),
+            false => Err(not_finite("the validation loss", self.steps)),
         }
     }
 
-    fn configuration(&self, model: &Model, [train, validation]: [&Tokens; 2]) -> Fields {
+    /// Refuses a training step that does not fit, instead of being killed for it.
+    fn check_memory(
+        &self,
+        config: &TransformerConfig,
+        precision: Precision,
+        device: &Device,
+    ) -> Result<()> {
+        let step = Workload {
+            batch_size: self.batch_size,
+            sequence_length: self.context_length,
+            attention: self.attention,
+            precision,
+            kernels: Kernels::of(device),
+            ..Default::default()
+        };
+        let wanted_bytes = memory::estimate(config, &step)?.peak_bytes;
+        match tallow::hardware::available_bytes_on(device) {
+            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: "the training step".into(),
+                wanted_bytes,
+                available_bytes,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn configuration(
+        &self,
+        config: &TransformerConfig,
+        [train, validation]: [&Tokens; 2],
+    ) -> Fields {
         let count = |n: usize| group_digits(n as u64);
         let data = format!(
             "{} to train, {} to evaluate (bytes of {})",
@@ -199,60 +320,33 @@ impl Flags {
             count(validation.len()),
             self.data.display()
         );
-        let mut fields = Fields::from_iter([("data", data)]);
-        fields.merge(describe(std::slice::from_ref(model)));
-        fields
-            .insert("context", self.context_length)
-            .insert("attention", self.attention.name())
-            .insert("batch size", self.batch_size)
-            .insert("steps", self.steps);
-        fields
+        let sizes = format!(
+            "d_model {}, d_ff {}, layers {}, heads {}, context {}",
+            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
+        );
+        Fields::from_iter([
+            ("data", data),
+            ("model", sizes),
+            ("attention", config.attention.name().into()),
+            ("batch size", self.batch_size.to_string()),
+            ("steps", self.steps.to_string()),
+        ])
     }
 }
 
-/// Refuses a training step that does not fit, by the memory of an eager one, instead of being killed for it.
-fn check_memory(model: &TransformerConfig, config: &TrainConfig, device: &Device) -> Result<()> {
-    let step = Workload {
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        attention: model.attention,
-        precision: config.precision,
-        kernels: Kernels::of(device),
-        ..Default::default()
-    };
-    let wanted_bytes = memory::estimate(model, &step)?.peak_bytes;
-    match tallow::hardware::available_bytes_on(device) {
-        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-            what: "the training step".into(),
-            wanted_bytes,
-            available_bytes,
-        }),
-        _ => Ok(()),
+/// The error of a run that has diverged.
+fn not_finite(what: &str, step: usize) -> Error {
+    Error::Data {
+        what: format!("{what} in step {step}"),
+        expected: "finite numbers".into(),
+        got: "infinity or NaN".into(),
+        hint: "lower the learning rate".into(),
     }
 }
 
-/// Runs a training to its end.
-fn train_in(mut trainer: Trainer) -> Result<Run> {
-    let precision = trainer.config().precision;
-    let begun = Instant::now();
-    while let Some(step) = trainer.step()? {
-        if step.step.is_multiple_of(STEPS_A_POINT) {
-            let (step, loss) = (step.step, step.loss);
-            common::progress(format!("{precision}: step {step}, loss {loss:.4}"));
-        }
-    }
-    let seconds = begun.elapsed().as_secs_f64();
-    let validation_loss = trainer.evaluate()?;
-    let history = trainer.history();
-    Ok(Run {
-        precision: precision.name().into(),
-        losses: history.losses.clone(),
-        validation_loss,
-        skipped_steps: history.skipped.len(),
-        loss_scale: trainer.loss_scale(),
-        tokens: trainer.config().tokens_per_step() * trainer.steps_taken(),
-        seconds,
-    })
+fn value(loss: &Tensor) -> Result<f64> {
+    let loss = loss.detach().to_device(&Device::Cpu)?;
+    Ok(loss.to_dtype(DType::F64)?.to_scalar()?)
 }
 
 /// The curves, and their distance from f32's.

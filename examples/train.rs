@@ -36,17 +36,20 @@ mod flags;
 #[path = "train/signals.rs"]
 mod signals;
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::Parser;
 use common::ranks::{ExchangeFlags, RankFlags, Strategy};
 use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
-use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, TrainingFlags, check_room, new_model};
+use flags::{
+    DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags, new_model,
+};
 use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use tallow::compile::{Batch, Step, StepConfig, StepRanks};
+use tallow::bench::{EndToEnd, Execution};
+use tallow::compile::{Batch, Step, StepConfig};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -109,8 +112,15 @@ impl Flags {
     /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .of_data(|flags| &flags.data)
-            .of_training(|flags| &flags.training)
+            // clap lets `requires` pass where what is required conflicts with a flag that is given, as --tokens does.
+            .only("with --tokens", &["vocab-size", "token-format"], |flags| {
+                flags.data.tokens.is_some()
+            })
+            .only(
+                "on a rate that changes: not with --schedule constant",
+                &["schedule-steps", "min-lr", "warmup"],
+                |flags| flags.training.schedule != ScheduleFlag::Constant,
+            )
             .of_ranks(|flags| (&flags.ranks, &flags.common))
             .of_exchange(|flags| (&flags.ranks, &flags.exchange))
             .only(
@@ -318,19 +328,8 @@ impl Flags {
                 self.data.name(self.unit())
             ),
         );
-        fields.insert(
-            "model",
-            format!(
-                "d_model {}, d_ff {}, layers {}, heads {}, vocabulary {}, context {}: {} parameters",
-                model.d_model,
-                model.d_ff,
-                model.num_layers,
-                model.num_heads,
-                model.vocab_size,
-                model.context_length,
-                count(model.num_parameters())
-            ),
-        );
+        fields.insert("model", common::models::sizes(model));
+        fields.insert("longest context", model.context_length);
         if let Some(family) = family {
             fields.insert("family", family.name());
         }
@@ -484,7 +483,7 @@ impl Flags {
         }
     }
 
-    /// Refuses a run that does not fit, instead of being killed for it.
+    /// Refuses a run that does not fit in memory, before anything is allocated.
     fn check_memory(
         &self,
         model: &TransformerConfig,
@@ -492,21 +491,49 @@ impl Flags {
         communicator: &Communicator,
     ) -> Result<()> {
         let device = communicator.device();
-        let config = &TrainConfig {
+        let run = EndToEnd {
+            config: model.clone(),
+            batch_size: config.batch_size,
+            sequence_length: config.sequence_length,
+            precision: config.precision,
+            optimizer: config.optimizer,
+            execution: Execution::Planned,
+            ..Default::default()
+        };
+        // First of all, since it may change where blocks come from.
+        let available_bytes = common::memory::available_bytes(device, None, [&run])?;
+        let step = StepConfig {
             accumulation: config.accumulation.div_ceil(communicator.world_size()),
-            ..config.clone()
+            precision: config.precision,
+            loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
+            optimizer_in_backward: config.optimizer_in_backward,
+            // The trainer takes the norm of all gradients where it can.
+            clip_norm: config
+                .max_grad_norm
+                .or((!config.optimizer_in_backward).then_some(f64::INFINITY)),
+            ranks: self.exchange.step_ranks(communicator.shard()),
+            ..Default::default()
         };
-        let (several, exchange) = (communicator.world_size() > 1, &self.exchange);
-        let ranks = match exchange.strategy {
-            _ if !several => StepRanks::Alone,
-            Strategy::Replicated => StepRanks::Replicated(exchange.config()),
-            Strategy::ShardedOptimizer => {
-                StepRanks::ShardedOptimizer(exchange.config(), communicator.shard())
+        let least_bytes =
+            Step::least_bytes(model, &step, [config.batch_size, config.sequence_length])?;
+        let wanted_bytes = match available_bytes {
+            // Planning what cannot fit would take too long.
+            Some(available_bytes) if least_bytes > available_bytes => least_bytes,
+            _ => {
+                let rows = config.batch_size.saturating_mul(step.accumulation);
+                let batch = Batch::hollow(rows, config.sequence_length)?;
+                let (plan, _) = Step::plan_of(device, model, &step, batch)?;
+                plan.with_moments(config.optimizer.moments).total_bytes()
             }
-            Strategy::FullyShard => StepRanks::FullySharded(exchange.parts(), communicator.shard()),
         };
-        let wanted_bytes = planned_bytes(model, config, ranks, device)?;
-        check_room(wanted_bytes, model, config, true, device)
+        match available_bytes {
+            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+                what: "the training step".into(),
+                wanted_bytes,
+                available_bytes,
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -564,38 +591,5 @@ fn scale(trainer: &Trainer) -> String {
     match trainer.loss_scale() {
         Some(scale) => format!("  scale {scale}  skipped {skipped}"),
         None => String::new(),
-    }
-}
-
-/// What a planned step takes.
-fn planned_bytes(
-    model: &TransformerConfig,
-    config: &TrainConfig,
-    ranks: StepRanks,
-    device: &Device,
-) -> Result<u64> {
-    let tokens = [config.batch_size, config.sequence_length];
-    let step = StepConfig {
-        accumulation: config.accumulation,
-        precision: config.precision,
-        loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
-        optimizer_in_backward: config.optimizer_in_backward,
-        // The trainer takes the norm of all gradients where it can.
-        clip_norm: config
-            .max_grad_norm
-            .or((!config.optimizer_in_backward).then_some(f64::INFINITY)),
-        ranks,
-        ..Default::default()
-    };
-    // Planning what cannot fit would take longer than anybody waits.
-    let least_bytes = Step::least_bytes(model, &step, tokens)?;
-    match tallow::hardware::available_bytes_on(device) {
-        Some(available_bytes) if least_bytes > available_bytes => Ok(least_bytes),
-        _ => {
-            let rows = config.batch_size.saturating_mul(config.accumulation);
-            let batch = Batch::hollow(rows, config.sequence_length)?;
-            let (plan, _) = Step::plan_of(device, model, &step, batch)?;
-            Ok(plan.with_moments(config.optimizer.moments).total_bytes())
-        }
     }
 }

@@ -140,20 +140,24 @@ impl ModelFlags {
 
 /// The models' sizes, for a report's configuration.
 pub fn describe(models: &[Model]) -> Fields {
-    let described = models.iter().map(|Model { name, config }| {
-        let parameters = group_digits(config.num_parameters() as u64);
-        let sizes = format!(
-            "d_model {}, d_ff {}, layers {}, heads {}{}, vocabulary {}: {parameters} parameters",
-            config.d_model,
-            config.d_ff,
-            config.num_layers,
-            config.num_heads,
-            kv_heads(config),
-            config.vocab_size
-        );
-        (format!("model {name}"), sizes)
-    });
-    described.collect()
+    let described = models.iter();
+    described
+        .map(|Model { name, config }| (format!("model {name}"), sizes(config)))
+        .collect()
+}
+
+/// A model's sizes in words.
+pub fn sizes(config: &TransformerConfig) -> String {
+    let parameters = group_digits(config.num_parameters() as u64);
+    format!(
+        "d_model {}, d_ff {}, layers {}, heads {}{}, vocabulary {}: {parameters} parameters",
+        config.d_model,
+        config.d_ff,
+        config.num_layers,
+        config.num_heads,
+        kv_heads(config),
+        config.vocab_size
+    )
 }
 
 /// How many heads of k and v there are, where they are fewer.

@@ -18,20 +18,16 @@ pub enum ModeFlag {
     All,
 }
 
-/// The modes that were asked for, in their order; `forward` is what `forward` means.
-pub fn modes_with(forward: Mode, flags: &[ModeFlag]) -> Vec<Mode> {
-    let modes = flags.iter().flat_map(|flag| match flag {
-        ModeFlag::Forward => vec![forward],
-        ModeFlag::ForwardBackward => vec![Mode::ForwardBackward],
-        ModeFlag::TrainStep => vec![Mode::TrainStep],
-        ModeFlag::All => vec![forward, Mode::ForwardBackward, Mode::TrainStep],
-    });
-    modes.collect()
-}
-
-/// The modes that were asked for, forward without a graph.
+/// The modes that were asked for, in their order.
 pub fn modes(flags: &[ModeFlag]) -> Vec<Mode> {
-    modes_with(Mode::Forward, flags)
+    let all = [Mode::Forward, Mode::ForwardBackward, Mode::TrainStep];
+    let modes = flags.iter().flat_map(|flag| match flag {
+        ModeFlag::Forward => &all[..1],
+        ModeFlag::ForwardBackward => &all[1..2],
+        ModeFlag::TrainStep => &all[2..],
+        ModeFlag::All => &all,
+    });
+    modes.copied().collect()
 }
 
 /// `--compile`, or `--compile=only`.
@@ -50,10 +46,9 @@ pub fn executed(
     precision: Precision,
 ) -> Vec<(Mode, Execution)> {
     let executions = |mode| {
-        let can = can_plan(precision) && mode != Mode::ForwardKeepingGraph;
-        let executions: &[Execution] = match flag {
-            Some(CompileFlag::Beside) if can => &[Execution::Eager, Execution::Planned],
-            Some(CompileFlag::Only) if can => &[Execution::Planned],
+        let executions: &[Execution] = match flag.filter(|_| can_plan(precision)) {
+            Some(CompileFlag::Beside) => &[Execution::Eager, Execution::Planned],
+            Some(CompileFlag::Only) => &[Execution::Planned],
             _ => &[Execution::Eager],
         };
         executions.iter().map(move |execution| (mode, *execution))
@@ -74,15 +69,6 @@ pub fn is_any(
     let runs = precisions.into_iter();
     let mut runs = runs.flat_map(|precision| executed(flag, modes.to_vec(), precision));
     runs.any(|(_, execution)| (execution == Execution::Planned) == planned)
-}
-
-/// The header's word for them.
-pub fn execution_words(flag: Option<CompileFlag>) -> &'static str {
-    match flag {
-        Some(CompileFlag::Beside) => "eager, planned",
-        Some(CompileFlag::Only) => "planned",
-        None => "eager",
-    }
 }
 
 /// The header's words for the optimizer.

@@ -6,8 +6,9 @@ use clap::{Args, Parser, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
+use tallow::compile::StepRanks;
 use tallow::distributed::{
-    self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig,
+    self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig, Shard,
 };
 use tallow::{Error, Result};
 
@@ -223,6 +224,16 @@ impl ExchangeFlags {
         FullyShardConfig {
             dtype: self.dtype(),
             bucket_bytes: self.bucket_bytes(),
+        }
+    }
+
+    /// What a planned step of the rank with this `shard` exchanges with others.
+    pub fn step_ranks(&self, shard: Shard) -> StepRanks {
+        match self.strategy {
+            _ if shard.world_size == 1 => StepRanks::Alone,
+            Strategy::Replicated => StepRanks::Replicated(self.config()),
+            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(self.config(), shard),
+            Strategy::FullyShard => StepRanks::FullySharded(self.parts(), shard),
         }
     }
 

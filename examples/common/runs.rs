@@ -7,7 +7,7 @@ use super::{values, words};
 use candle_core::Device;
 use clap::Args;
 use tallow::Result;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
+use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields};
@@ -85,13 +85,8 @@ impl GridFlags {
                                     precision,
                                     warmup_steps: 0,
                                     steps: 1,
-                                    optimizer: OptimizerChoice::AdamW(Default::default()),
                                     execution,
-                                    optimizer_in_backward: false,
-                                    memory_budget_bytes: None,
-                                    seed: 0,
-                                    peak_flops: None,
-                                    available_bytes: None,
+                                    ..Default::default()
                                 },
                             }));
                         }

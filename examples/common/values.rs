@@ -42,6 +42,11 @@ pub fn from_0(text: &str) -> Result<f64, String> {
     })
 }
 
+/// A rate, an amount.
+pub fn over_0(text: &str) -> Result<f64, String> {
+    number(text, "a finite number over 0", |x| x.is_finite() && x > 0.0)
+}
+
 /// A number that makes a difference.
 pub fn not_0(text: &str) -> Result<f64, String> {
     number(text, "a finite number that is not 0", |x| {

@@ -1,8 +1,47 @@
-//! What the figures say about compiled models, in words. Each function takes plain figures.
+//! Planned next to eager steps of models: the table, and what the figures say in words.
 
 use super::why::Counted;
-use super::words::compared;
-use tallow::report::{Column, Speedup, Verdict, counted, format_mib, group_digits};
+use super::words::{self, compared};
+use serde_json::Value;
+use tallow::report::{
+    Answer, Column, Fields, Speedup, Verdict, counted, format_mib, group_digits, mean_and_std,
+    speedup,
+};
+
+/// The parts that are compared: the mode, the phase of its row, their name, and whether answers speak of them.
+const PARTS: [(&str, &str, &str, bool); 7] = [
+    ("forward", "forward", "forward alone", true),
+    (
+        "forward-backward",
+        "forward+backward",
+        "forward+backward",
+        true,
+    ),
+    ("train-step", "train step", "full step", true),
+    ("train-step", "forward", "step's forward", false),
+    ("train-step", "backward", "step's backward", false),
+    ("train-step", "optimizer", "step's optimizer", false),
+    (
+        "train-step",
+        "backward+optimizer",
+        "step's backward+optimizer",
+        true,
+    ),
+];
+
+/// A line for each part of a model's steps.
+pub fn columns() -> Vec<Column> {
+    let peak = |key, title| Column::mib(key, title).under("Peak").minor(1);
+    vec![
+        Column::text("configuration", "B-T-d-L-H"),
+        Column::text("part", "Part"),
+        Column::ms("eager", "eager"),
+        Column::ms("planned", "planned"),
+        Column::number("speedup", "Speed-up", "", 2),
+        peak("peak_eager", "eager"),
+        peak("peak_planned", "planned"),
+    ]
+}
 
 /// Planned against eager in one part of a step.
 #[derive(Clone, Debug)]
@@ -12,6 +51,66 @@ pub struct Compared {
     pub eager_ms: f64,
     pub planned_ms: f64,
     pub speedup: Option<Speedup>,
+}
+
+/// The lines of a model from its rows, and the parts that both executions have measured.
+pub fn parts(model: &str, rows: &[Fields]) -> (Vec<Fields>, Vec<Compared>) {
+    let (mut lines, mut compared) = (Vec::new(), Vec::new());
+    for (mode, phase, part, _) in PARTS {
+        let [eager, planned] = ["eager", "planned"].map(|execution| {
+            let key = [("mode", mode), ("phase", phase), ("execution", execution)];
+            let is_own = |row: &&Fields| {
+                key.iter()
+                    .all(|(key, is)| row.get(key) == Some(&(*is).into()))
+            };
+            rows.iter().find(is_own)
+        });
+        if eager.or(planned).is_none() {
+            continue;
+        }
+        let speedup = eager.zip(planned).and_then(|(e, p)| speedup(e, p));
+        let mut line = Fields::from_iter([("configuration", model), ("part", part)]);
+        for (execution, row) in [("eager", eager), ("planned", planned)] {
+            line.insert(execution, row.map(mean_and_std));
+            let peak = row.and_then(|row| row.get("peak_bytes"));
+            line.insert(format!("peak_{execution}"), peak.cloned());
+        }
+        line.insert("speedup", words::speedup_cell(speedup));
+        lines.push(line);
+        let mean = |row: Option<&Fields>| row?.get("mean_ms").and_then(Value::as_f64);
+        if let Some((eager_ms, planned_ms)) = mean(eager).zip(mean(planned)) {
+            compared.push(Compared {
+                model: model.into(),
+                part,
+                eager_ms,
+                planned_ms,
+                speedup,
+            });
+        }
+    }
+    (lines, compared)
+}
+
+/// The answers: how much faster, and why, by the longest step.
+pub fn answers(all: &[Compared], counted: &[Counted]) -> Vec<Answer> {
+    let is_answered = |c: &&Compared| PARTS.iter().any(|part| part.3 && part.2 == c.part);
+    let answered: Vec<Compared> = all.iter().filter(is_answered).cloned().collect();
+    let question =
+        "How does compiling the model (planned) change forward, backward and the full step?";
+    let speedups = speedups(&answered).map(|text| Answer::new(question, text));
+    let mut answers: Vec<Answer> = speedups.into_iter().collect();
+    let steps = all.iter().filter(|c| c.part == "full step");
+    let longest = steps.max_by(|a, b| a.eager_ms.total_cmp(&b.eager_ms));
+    let reasons = longest.and_then(|step| {
+        let of = |execution: &str| {
+            let mut own = counted.iter().filter(|c| c.configuration == step.model);
+            own.find(|c| c.execution == execution)
+        };
+        Some(reasons(of("eager")?, of("planned")?, step))
+    });
+    let question = "What are the reasons for the difference?";
+    answers.extend(reasons.map(|text| Answer::new(question, text)));
+    answers
 }
 
 /// How each part of a step changes: of one model with its times, of several by their mean and extremes.

@@ -4,19 +4,6 @@ use std::str::FromStr;
 use tallow::Result;
 use tallow::model::TransformerConfig;
 
-/// The assignment's four models.
-pub const SEED: [&str; 4] = [
-    "4-256-256-4-8",
-    "4-512-512-6-8",
-    "8-256-768-6-12",
-    "8-512-768-12-12",
-];
-
-/// Every preset.
-pub const PRESETS: [&str; 8] = [
-    "tiny", "small", "medium", "large", "xl", "wide", "2.7b", "10b",
-];
-
 /// A model and its batch.
 #[derive(Clone, Debug)]
 pub struct Configuration {

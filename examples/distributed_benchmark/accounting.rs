@@ -15,8 +15,8 @@ use super::common::models::{Handout, Model};
 use super::{Flags, values};
 use clap::Args;
 use serde::Serialize;
-use tallow::report::{Answer, Column, Fields, Report, group_digits};
-use tallow::{Error, Result};
+use tallow::Result;
+use tallow::report::{Answer, Column, Fields, Report, counted, group_digits};
 
 /// The devices, and how a model is divided among them. The defaults are the handout's: TPU v5p, 16 by FSDP, 4 by
 /// tensor parallelism
@@ -36,6 +36,7 @@ pub struct AccountingFlags {
         long,
         hide_short_help = true,
         default_value_t = 460.0,
+        value_parser = values::over_0,
         value_name = "C"
     )]
     device_tflops: f64,
@@ -45,6 +46,7 @@ pub struct AccountingFlags {
         long,
         hide_short_help = true,
         default_value_t = 180.0,
+        value_parser = values::over_0,
         value_name = "W"
     )]
     link_gb_s: f64,
@@ -58,6 +60,7 @@ pub struct AccountingFlags {
         long,
         hide_short_help = true,
         default_value_t = 95.0,
+        value_parser = values::over_0,
         value_name = "GB"
     )]
     device_gb: f64,
@@ -115,15 +118,6 @@ impl Layers {
     }
 }
 
-/// How the devices are used.
-#[derive(Clone, Copy, Debug)]
-enum Division {
-    Data,
-    Fsdp,
-    Tensor,
-    Both,
-}
-
 #[derive(Serialize)]
 struct Row {
     model: String,
@@ -165,47 +159,22 @@ impl AccountingFlags {
         "device-gb",
     ];
 
-    fn validate(&self) -> Result<()> {
-        for (field, value) in [
-            ("--device-tflops", self.device_tflops),
-            ("--link-gb-s", self.link_gb_s),
-            ("--device-gb", self.device_gb),
-        ] {
-            if !(value > 0.0 && value.is_finite()) {
-                return Err(Error::Config {
-                    config: crate::common::PROGRAM,
-                    field,
-                    expected: "a number over 0".into(),
-                    got: value.to_string(),
-                    hint: "the device's data sheet has it".into(),
-                });
-            }
-        }
-        Ok(())
-    }
-
     /// The fewest tokens of a device with which a block's FLOPs take as long as what the device receives; `None` if no
-    /// number is enough.
-    fn compute_bound(&self, layers: &Layers, division: Division) -> Option<f64> {
-        let (flops, link) = (1e12 * self.device_tflops, 1e9 * self.link_gb_s);
-        let (x, y) = (self.fsdp as f64, self.tensor_parallel as f64);
-        let n = x * y;
-        let both_links = (self.links[0] + self.links[1]) as f64 * link;
-        let (x, y, x_rate, y_rate) = match division {
-            // In backward: twice the FLOPs, and an all-reduce of twice the weights' bytes.
-            Division::Data | Division::Fsdp => (n, 1.0, both_links, both_links),
-            Division::Tensor => (1.0, n, both_links, both_links),
-            Division::Both => (
-                x,
-                y,
-                self.links[0] as f64 * link,
-                self.links[1] as f64 * link,
-            ),
-        };
+    /// number is enough. Weights are divided by FSDP among X devices, and their columns among Y, with these links.
+    fn compute_bound(&self, layers: &Layers, [x, y]: [usize; 2], links: [usize; 2]) -> Option<f64> {
+        let flops = 1e12 * self.device_tflops;
+        let [x_rate, y_rate] = links.map(|links| links as f64 * 1e9 * self.link_gb_s);
+        let [x, y] = [x as f64, y as f64];
         let weight_elements = layers.weights * layers.d * layers.f;
         let weights = (x - 1.0) / x * 2.0 * weight_elements / y / x_rate;
         let left = 2.0 * weight_elements / flops - (y - 1.0) * 4.0 * layers.d / y_rate;
         (left > 0.0).then(|| weights / left)
+    }
+
+    /// [`compute_bound`](Self::compute_bound) where FSDP and tensor parallelism each have their links.
+    fn both_bound(&self, layers: &Layers) -> Option<f64> {
+        let division = [self.fsdp, self.tensor_parallel];
+        self.compute_bound(layers, division, [self.links[0], self.links[1]])
     }
 }
 
@@ -213,7 +182,6 @@ impl Flags {
     /// Accounts for the models, or for the handout's where no model is named.
     pub fn accounting(&self, models: &[Model]) -> Result<Report> {
         let flags = &self.accounting;
-        flags.validate()?;
         let tokens = self.batch_size as f64 * self.length() as f64;
         let layers = models.iter().map(|Model { name, config }| {
             let layers = Layers {
@@ -231,7 +199,7 @@ impl Flags {
             false => vec![("the handout's XXL".into(), Layers::handout(tokens))],
         };
         let (x, y) = (flags.fsdp, flags.tensor_parallel);
-        let n = (x * y) as f64;
+        let (n, all_links) = ((x * y) as f64, flags.links.iter().sum());
         let mut report = Report {
             title: "Accounting of feed-forward layers".into(),
             columns: columns(),
@@ -240,31 +208,21 @@ impl Flags {
         for (name, layers) in &models {
             let whole = layers.state_bytes() + layers.activation_bytes();
             let divided = layers.device_bytes(n);
+            let bound = |division, links| flags.compute_bound(layers, division, links);
+            // In backward data parallelism has twice the FLOPs, and an all-reduce of twice the weights' bytes: FSDP's
+            // bound.
+            let by_weights = bound([x * y, 1], [all_links; 2]);
+            let by_columns = bound([1, x * y], [all_links; 2]);
             for (division, devices, bytes, bound) in [
                 ("nothing".to_string(), 1.0, whole, Some(0.0)),
-                (
-                    "data".into(),
-                    n,
-                    whole,
-                    flags.compute_bound(layers, Division::Data),
-                ),
-                (
-                    "weights (FSDP)".into(),
-                    n,
-                    divided,
-                    flags.compute_bound(layers, Division::Fsdp),
-                ),
-                (
-                    "columns (tensor)".into(),
-                    n,
-                    divided,
-                    flags.compute_bound(layers, Division::Tensor),
-                ),
+                ("data".into(), n, whole, by_weights),
+                ("weights (FSDP)".into(), n, divided, by_weights),
+                ("columns (tensor)".into(), n, divided, by_columns),
                 (
                     format!("FSDP {x}, tensor {y}"),
                     n,
                     divided,
-                    flags.compute_bound(layers, Division::Both),
+                    flags.both_bound(layers),
                 ),
             ] {
                 report.rows.push(Fields::of(&Row {
@@ -272,11 +230,7 @@ impl Flags {
                     division,
                     devices: devices as u64,
                     device_bytes: bytes,
-                    fits: if bytes < 1e9 * flags.device_gb {
-                        "yes"
-                    } else {
-                        "no"
-                    },
+                    fits: ["no", "yes"][usize::from(bytes < 1e9 * flags.device_gb)],
                     tokens_of_device: bound,
                     tokens: bound.map(|tokens| tokens * devices),
                 })?);
@@ -301,51 +255,43 @@ pub fn answers_of_2025(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
     let gb = |bytes: f64| format!("{} GB", group_digits((bytes / 1e9).round() as u64));
     let (x, y) = (flags.fsdp as f64, flags.tensor_parallel as f64);
     let (state, kept) = (layers.state_bytes(), layers.activation_bytes());
-    let hold = |bytes: f64| match (bytes / device).ceil() {
-        1.0 => format!("one device of {} holds", gb(device)),
-        n => format!("{n:.0} devices of {} together hold", gb(device)),
-    };
     let fewest = match layers.fewest_devices(device) {
-        Some(1.0) => "One device is enough".to_string(),
-        Some(n) => format!("{n:.0} devices are the fewest"),
+        Some(n) => format!("at least {}", counted(n as usize, "device")),
         None => format!(
-            "No number is enough: half of the activations alone is {}",
+            "no number: half of the activations alone is {}",
             gb(kept / 2.0)
         ),
     };
-    let tokens = |bound: Option<f64>| match bound {
-        Some(bound) => format!("{} tokens a device", group_digits(bound.ceil() as u64)),
+    let count = |tokens: f64| group_digits(tokens.ceil() as u64);
+    let batch = match flags.both_bound(layers) {
+        Some(b) => format!("{} tokens a device, {} in all", count(b), count(b * x * y)),
         None => "no number of tokens".into(),
     };
-    let both = flags.compute_bound(layers, Division::Both);
-    let in_all = both.map_or(String::new(), |b| {
-        format!(", {} in all", group_digits((b * x * y).ceil() as u64))
-    });
     vec![
         Answer::new(
             format!("(a) {name}: how much memory do weights, gradients and optimizer state take on one device?"),
             format!(
-                "{} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {}, which {}. Backward \
-                 reads {} of activations in bf16, of {} tokens.",
-                group_digits(layers.parameters() as u64),
+                "{} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {}, the memory of {} \
+                 of {}. Backward reads {} of activations in bf16, of {} tokens.",
+                count(layers.parameters()),
                 gb(state),
-                hold(state),
+                counted((state / device).ceil() as usize, "device"),
+                gb(device),
                 gb(kept),
-                group_digits(layers.tokens as u64)
+                count(layers.tokens)
             ),
         ),
         Answer::new(
             format!("(b) {name}: how many devices, with the state and half of the activations divided by FSDP?"),
             format!(
-                "A device of N holds (state + kept / 2) / N + kept / 2. {fewest} for it to be under {}.",
+                "A device of N holds (state + kept / 2) / N + kept / 2. For it to be under {}: {fewest}.",
                 gb(device)
             ),
         ),
         Answer::new(
             format!("(c) {name}: from which batch is FSDP {x} x tensor {y} bound by compute?"),
             format!(
-                "From {}{in_all}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W).",
-                tokens(both)
+                "From {batch}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W)."
             ),
         ),
         Answer::new(
@@ -362,26 +308,18 @@ pub fn answers_of_2025(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
 /// network of w weights divides among before communication takes longer than compute, by B tokens, C FLOP/s a device and
 /// W bytes a second out of it, in half precision.
 pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> Vec<Answer> {
-    let Layers {
-        d: _,
-        f,
-        weights: w,
-        tokens: b,
-        ..
-    } = *layers;
+    let (f, w, b) = (layers.f, layers.weights, layers.tokens);
     let ratio = 1e9 * flags.link_gb_s / (1e12 * flags.device_tflops); // W / C
     let [data, tensor, tensor_backward] = [b, w * f / 2.0, w * f].map(|x| 1.0 + x * ratio);
     let sum = 2.0 * w * f * (1.0 + b * ratio) + 4.0 * b;
     let shared = sum * sum / (32.0 * w * b * f);
-    let most = |n: f64| format!("{:.1}", n);
     let setting = format!("here {w:.0} weights of D F, B {b:.0}, F {f:.0}, W / C {ratio:.2e}");
     vec![
         Answer::new(
             format!("{name}: data_parallel_calcs. How far does data parallelism scale?"),
             format!(
                 "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The \
-                 gradients' all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {}, {setting}.",
-                most(data)
+                 gradients' all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, {setting}."
             ),
         ),
         Answer::new(
@@ -389,8 +327,7 @@ pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
             format!(
                 "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F \
                  (N - 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So \
-                 N <= 1 + B W / C = {} in both.",
-                most(data)
+                 N <= 1 + B W / C = {data:.1} in both."
             ),
         ),
         Answer::new(
@@ -398,9 +335,8 @@ pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
             format!(
                 "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
                  local. (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in \
-                 each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {} forward, 1 + w F W / C = {} backward, whatever B is.",
-                most(tensor),
-                most(tensor_backward)
+                 each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {tensor:.1} forward, 1 + w F W / C = \
+                 {tensor_backward:.1} backward, whatever B is."
             ),
         ),
         Answer::new(
@@ -408,9 +344,9 @@ pub fn answers_of_2026(name: &str, layers: &Layers, flags: &AccountingFlags) -> 
             format!(
                 "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
                  where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) \
-                 = {}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C + 2 w F + 4 B)^2 / (32 w B F) = {}.",
-                most(data * tensor),
-                most(shared)
+                 = {:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C + \
+                 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}.",
+                data * tensor
             ),
         ),
     ]

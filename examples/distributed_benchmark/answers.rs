@@ -1,6 +1,7 @@
 //! The handout's questions on collectives, data parallelism and sharding, answered from figures.
 
 use super::common::words::compared;
+use serde::Serialize;
 use tallow::distributed::Exchange;
 use tallow::report::{Answer, Speedup, Statistics, Verdict, format_mib};
 
@@ -35,7 +36,7 @@ impl Measured {
 }
 
 /// A rank's memory, in bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub struct Held {
     pub strategy: &'static str,
     pub init_bytes: u64,
@@ -116,35 +117,25 @@ pub fn steps(model: &str, ranks: usize, measured: &[Measured]) -> Vec<Answer> {
             format!("{}.", added(&alone.step, &naive.step)),
         ));
     }
-    let mut compare = |question: &str,
-                       name: &str,
-                       after: Option<&Measured>,
-                       other: &str,
-                       before: Option<&Measured>| {
-        let speedup = before
-            .zip(after)
-            .and_then(|(before, after)| Speedup::new(&before.step, &after.step));
-        answers.extend(speedup.map(|speedup| {
-            Answer::new(
-                format!("{model}: {question}"),
-                format!("{}.", sentence(&compared(name, other, speedup))),
-            )
-        }));
-    };
-    compare(
-        "what does one all-reduce of all gradients change?",
-        "a flat exchange",
-        flat,
-        "one of each parameter by itself",
-        naive,
-    );
-    compare(
-        "what does overlapping communication with backward change?",
-        "an overlapped exchange",
-        overlapped,
-        "one after backward",
-        naive,
-    );
+    for (question, after, name, other) in [
+        (
+            "what does one all-reduce of all gradients change?",
+            flat,
+            "a flat exchange",
+            "one of each parameter by itself",
+        ),
+        (
+            "what does overlapping communication with backward change?",
+            overlapped,
+            "an overlapped exchange",
+            "one after backward",
+        ),
+    ] {
+        let both = naive.zip(after);
+        let speedup = both.and_then(|(naive, after)| Speedup::new(&naive.step, &after.step));
+        let answer = speedup.map(|speedup| sentence(&compared(name, other, speedup)) + ".");
+        answers.extend(answer.map(|text| Answer::new(format!("{model}: {question}"), text)));
+    }
     answers.extend(bucketed(model, overlapped, &buckets));
     for strategy in ["sharded optimizer", "fully shard"] {
         let best = |name: &str| {

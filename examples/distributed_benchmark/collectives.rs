@@ -8,7 +8,7 @@ use serde::Serialize;
 use tallow::Result;
 use tallow::bench::Stopwatch;
 use tallow::distributed::{Communicator, Reduce};
-use tallow::report::{Column, Fields, Report, mean_and_std};
+use tallow::report::{Column, Fields, Report, Statistics, mean_and_std};
 
 /// What is timed, and how many times its bytes cross a rank's link, over (ranks - 1) / ranks: so that rates of all can
 /// be compared with the link's.
@@ -22,9 +22,8 @@ const COLLECTIVES: [(&str, f64); 3] = [
 struct Row<'a> {
     collective: &'a str,
     mib: usize,
-    mean_ms: f64,
-    std_ms: Option<f64>,
-    n: usize,
+    #[serde(flatten)]
+    time: Statistics,
     /// `None` of one rank, which sends nothing.
     bus_gb_s: Option<f64>,
 }
@@ -67,22 +66,20 @@ impl Flags {
                         "reduce_scatter" => communicator.reduce_scatter(&x, Reduce::Sum).map(drop),
                         _ => communicator.all_gather(&part).map(drop),
                     })?;
-                let statistics = timing.statistics()?;
+                let time = timing.statistics()?;
                 let crossing = passes * (ranks - 1.0) / ranks * bytes as f64;
-                let bus_gb_s = (world_size > 1).then(|| crossing / statistics.mean_ms / 1e6);
+                let bus_gb_s = (world_size > 1).then(|| crossing / time.mean_ms / 1e6);
                 if name == "all_reduce" {
                     reduced.extend(bus_gb_s.map(|bus_gb_s| Collected {
                         mib,
-                        time: statistics.clone(),
+                        time: time.clone(),
                         bus_gb_s,
                     }));
                 }
                 let mut row = Fields::of(&Row {
                     collective: name,
                     mib,
-                    mean_ms: statistics.mean_ms,
-                    std_ms: statistics.std_ms,
-                    n: statistics.n,
+                    time,
                     bus_gb_s,
                 })?;
                 report.rows.push(row.clone());

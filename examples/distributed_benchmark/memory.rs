@@ -2,27 +2,21 @@
 
 use super::Flags;
 use super::answers::{self, Held};
-use super::common::models::{Model, with_attention};
-use super::common::ranks::Strategy;
+use super::common::models::Model;
 use super::common::sweep::Progress;
-use super::steps::{Job, Way};
+use super::steps::Way;
 use serde::Serialize;
 use tallow::distributed::Communicator;
 use tallow::memory::Meter;
-use tallow::model::TransformerConfig;
-use tallow::optim::{AdamW, AdamWConfig};
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
 
 #[derive(Serialize)]
 struct Row {
     model: String,
-    strategy: &'static str,
     exchange: String,
-    init_bytes: u64,
-    peak_bytes: Option<u64>,
-    after_bytes: u64,
-    state_bytes: u64,
+    #[serde(flatten)]
+    held: Held,
     predicted_bytes: u64,
 }
 
@@ -62,13 +56,7 @@ impl Flags {
                     model.name
                 ));
                 let row = self.memory_of(communicator, model, way)?;
-                held.extend(row.peak_bytes.map(|peak_bytes| Held {
-                    strategy,
-                    init_bytes: row.init_bytes,
-                    peak_bytes,
-                    after_bytes: row.after_bytes,
-                    state_bytes: row.state_bytes,
-                }));
+                held.push(row.held);
                 report.rows.push(Fields::of(&row)?);
             }
             report.answers.extend(answers::memory(
@@ -102,26 +90,23 @@ impl Flags {
         let sharing = self
             .ranks_as_threads()?
             .map_or(1, |ranks| ranks.get() as u64);
-        let taken = || {
-            device.synchronize()?;
-            communicator.barrier()?;
-            let bytes = meter.current_bytes().ok_or_else(|| Error::Order {
+        let counted = |bytes: Option<u64>| {
+            bytes.ok_or_else(|| Error::Order {
                 op: "--part memory",
                 problem: "this device has no counters".into(),
                 hint: "measure on the CPU or a CUDA GPU".into(),
-            });
+            })
+        };
+        let taken = || {
+            device.synchronize()?;
+            communicator.barrier()?;
+            let bytes = counted(meter.current_bytes());
             communicator.barrier()?;
             bytes
         };
         let base = taken()?;
         let of_run = || Ok::<_, Error>(taken()?.saturating_sub(base) / sharing);
-        let config: TransformerConfig = with_attention(&model.config, self.attention);
-        let job = Job::new(communicator, &config, self.common.seed, way)?;
-        let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
-        if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
-            optimizer.shard(communicator)?;
-        }
-        let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
+        let (job, mut optimizer, [tokens, targets]) = self.job(communicator, &model.config, way)?;
         let init_bytes = of_run()?;
         meter.reset_peak();
         communicator.barrier()?;
@@ -131,20 +116,20 @@ impl Flags {
             planned.run(&mut optimizer, (&tokens, &targets))?;
         }
         let after_bytes = of_run()?;
-        let peak_bytes = meter
-            .peak_bytes()
-            .map(|peak| peak.saturating_sub(base) / sharing);
+        let peak_bytes = counted(meter.peak_bytes())?.saturating_sub(base) / sharing;
         let state = optimizer.state().into_iter();
         let state = state.map(|(_, x)| (x.elem_count() * x.dtype().size_in_bytes()) as u64);
         communicator.barrier()?; // no rank frees before all have read the meter
         Ok(Row {
             model: model.name.clone(),
-            strategy,
             exchange,
-            init_bytes,
-            peak_bytes,
-            after_bytes,
-            state_bytes: state.sum(),
+            held: Held {
+                strategy,
+                init_bytes,
+                peak_bytes,
+                after_bytes,
+                state_bytes: state.sum(),
+            },
             predicted_bytes,
         })
     }

@@ -1,16 +1,18 @@
 //! Estimated training steps of more GPUs than there are.
 
 use super::common::models::{Model, with_attention};
-use super::common::ranks::Strategy;
 use super::common::sweep::Progress;
+use super::estimate::{Estimate, estimates};
 use super::steps::Way;
 use super::{Flags, common, values};
 use clap::Args;
-use tallow::bench::{plan_columns, plan_report};
-use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
-use tallow::distributed::Shard;
-use tallow::report::{Column, Report};
+use serde::Serialize;
+use tallow::compile::{Batch, Rates, Step, Target};
+use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
+
+/// Overhead of each kernel, in microseconds.
+const KERNEL_US: f64 = 1.0;
 
 /// What was measured of a GPU and of the network.
 #[derive(Args, Clone, Debug)]
@@ -28,10 +30,6 @@ pub struct PaperFlags {
     /// Rate at which kernels read and write, in GB/s
     #[arg(long, value_name = "GB/S")]
     memory_gb_s: Option<f64>,
-
-    /// Overhead of each kernel, in microseconds
-    #[arg(long, hide_short_help = true, default_value_t = 1.0, value_name = "US")]
-    kernel_us: f64,
 
     /// Measured step of one GPU for each model
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "MS")]
@@ -64,72 +62,78 @@ pub struct PaperFlags {
     contention: f64,
 }
 
+#[derive(Serialize)]
+struct Row<'a> {
+    model: &'a str,
+    strategy: &'a str,
+    exchange: &'a str,
+    #[serde(flatten)]
+    estimate: Estimate,
+}
+
 pub fn columns() -> Vec<Column> {
-    let mut columns = plan_columns();
-    columns.insert(0, Column::text("model", "Model"));
-    columns.insert(2, Column::text("exchange", "Gradients averaged").minor(0));
-    columns
+    vec![
+        Column::text("model", "Model"),
+        Column::text("strategy", "Strategy"),
+        Column::text("exchange", "Gradients averaged"),
+        Column::text("world_size", "GPUs"),
+        Column::mib("rank_bytes", "Memory"),
+        Column::mib("sent_bytes", "Sent").minor(1),
+        Column::ms("kernel_ms", "Kernels").minor(3),
+        Column::ms("exchange_ms", "Exchange"),
+        Column::ms("waiting_ms", "Waits").minor(2),
+        Column::ms("contention_ms", "Contention").minor(2),
+        Column::ms("step_ms", "Step"),
+        Column::number("tokens_per_second", "Tokens/s", "", 0)
+            .grouped()
+            .minor(1),
+        Column::number("efficiency_percent", "Efficiency", "%", 1),
+    ]
 }
 
 impl Flags {
-    /// Plans the steps of a rank, and estimates their time by the rates that are given.
+    /// Plans the steps of a rank, and estimates their time by the rates that are given. Exchanges are those of steps
+    /// that are measured.
     pub fn on_paper(&self, models: &[Model], progress: &mut Progress) -> Result<Report> {
-        let mut all = Report {
+        let mut report = Report {
             title: "Estimated steps of more GPUs".into(),
             columns: columns(),
+            notes: vec![
+                "Estimated from a plan and the rates given: kernels, the time they wait for exchanges, and the time they \
+                 lose to exchanges that run next to them."
+                    .into(),
+                "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
+                 optimizer's update among them."
+                    .into(),
+            ],
             ..Default::default()
         };
+        let (tokens, step) = ([self.batch_size, self.length()], self.step_config()?);
         for (place, model) in models.iter().enumerate() {
             let config = with_attention(&model.config, self.attention);
-            let fitted = |rates: Rates| match self.paper.alone_ms(place, models.len())? {
-                Some(ms) => {
-                    let batch = Batch::hollow(self.batch_size, self.length())?;
-                    let step = self.step_config()?;
-                    let (alone, _) = Step::plan_of(Target::Cuda, &config, &step, batch)?;
-                    rates.fitted_to(&alone, ms / 1e3)
+            let mut ranks = self.paper.rates()?;
+            if let Some(ms) = self.paper.alone_ms(place, models.len())? {
+                let batch = Batch::hollow(self.batch_size, self.length())?;
+                let (alone, _) = Step::plan_of(Target::Cuda, &config, &step, batch)?;
+                for (_, rates) in &mut ranks {
+                    *rates = rates.fitted_to(&alone, ms / 1e3)?;
                 }
-                None => Ok(rates),
-            };
-            let ranks = self.paper.rates()?.into_iter();
-            let ranks = ranks.map(|(ranks, rates)| Ok((ranks, fitted(rates)?)));
-            let ranks = ranks.collect::<Result<Vec<_>>>()?;
-            for (strategy, exchange, plan) in self.strategies()? {
+            }
+            for way in self.ways.all().into_iter().flatten() {
+                let (strategy, exchange) = Way::names(Some(way));
                 progress.begin(format_args!("{}, {strategy}, estimated", model.name));
-                let tokens = [self.batch_size, self.length()];
-                let report = plan_report(&config, tokens, &[(strategy, plan)], &ranks)?;
-                all.notes = report.notes;
-                all.rows.extend(report.rows.into_iter().map(|mut row| {
-                    row.insert("model", model.name.as_str());
-                    row.insert("exchange", exchange.as_str());
-                    row
-                }));
+                let divided = |shard| way.step_ranks(shard);
+                for estimate in estimates(&config, tokens, &step, divided, &ranks)? {
+                    report.rows.push(Fields::of(&Row {
+                        model: &model.name,
+                        strategy,
+                        exchange: &exchange,
+                        estimate,
+                    })?);
+                }
             }
         }
-        Ok(all)
-    }
-
-    /// What steps measure too, but for exchanges that do not overlap.
-    fn strategies(&self) -> Result<Vec<(&'static str, String, StepConfig)>> {
-        let plan = self.step_config()?;
-        let own = Shard {
-            rank: 0,
-            world_size: 1, // whatever the number of GPUs
-        };
-        let ways = self.ways.all().into_iter().flatten();
-        let plans = ways.map(|way| {
-            let ranks = match (way.strategy, way.parts()) {
-                (_, Some(parts)) => StepRanks::FullySharded(parts, own),
-                (Strategy::ShardedOptimizer, _) => StepRanks::ShardedOptimizer(way.exchange, own),
-                _ => StepRanks::Replicated(way.exchange),
-            };
-            let plan = StepConfig {
-                ranks,
-                ..plan.clone()
-            };
-            let (strategy, exchange) = Way::names(Some(way));
-            (strategy, exchange, plan)
-        });
-        Ok(plans.collect())
+        Ok(report)
     }
 }
 
@@ -139,7 +143,6 @@ impl PaperFlags {
         "world-size",
         "product-tflops",
         "memory-gb-s",
-        "kernel-us",
         "alone-ms",
         "reduce-gb-s",
         "gather-gb-s",
@@ -147,33 +150,24 @@ impl PaperFlags {
         "contention",
     ];
 
-    pub fn rates_in_words(&self) -> String {
+    /// The rates, for the report's configuration.
+    pub fn describe(&self) -> Fields {
         let list = |numbers: &[f64]| {
             let numbers: Vec<String> = numbers.iter().map(f64::to_string).collect();
             numbers.join(", ")
         };
-        let mut words = vec![
-            format!(
-                "products {} TFLOP/s",
-                self.product_tflops.unwrap_or(f64::NAN)
-            ),
-            format!("memory {} GB/s", self.memory_gb_s.unwrap_or(f64::NAN)),
-            format!("a kernel {} us more", self.kernel_us),
-        ];
-        if !self.alone_ms.is_empty() {
-            words.push(format!(
-                "scaled to steps alone of {} ms",
-                list(&self.alone_ms)
-            ));
-        }
-        words.push(format!("all-reduce {} GB/s", list(&self.reduce_gb_s)));
-        words.push(format!(
-            "gather and scatter {} GB/s",
-            list(&self.gather_gb_s)
-        ));
-        words.push(format!("a collective {} us more", self.exchange_us));
-        words.push(format!("contention {}", self.contention));
-        words.join(", ")
+        let alone = Some(list(&self.alone_ms)).filter(|list| !list.is_empty());
+        let mut fields = Fields::new();
+        fields
+            .insert("matmuls (TFLOP/s)", self.product_tflops)
+            .insert("memory (GB/s)", self.memory_gb_s)
+            .insert("overhead of a kernel (us)", KERNEL_US)
+            .insert("measured steps alone (ms)", alone)
+            .insert("all-reduce (GB/s)", list(&self.reduce_gb_s))
+            .insert("gather and scatter (GB/s)", list(&self.gather_gb_s))
+            .insert("overhead of a collective (us)", self.exchange_us)
+            .insert("contention", self.contention);
+        fields
     }
 
     /// The rates of each number of GPUs.
@@ -191,7 +185,7 @@ impl PaperFlags {
             let rates = Rates {
                 product_flops,
                 memory_bytes,
-                kernel_seconds: self.kernel_us / 1e6,
+                kernel_seconds: KERNEL_US / 1e6,
                 reduce_bytes: bus_bytes("--reduce-gb-s", &self.reduce_gb_s, place)?,
                 gather_bytes: bus_bytes("--gather-gb-s", &self.gather_gb_s, place)?,
                 exchange_seconds: self.exchange_us / 1e6,

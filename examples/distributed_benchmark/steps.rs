@@ -12,14 +12,14 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use tallow::bench::Stopwatch;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::{Step, StepConfig, StepRanks};
 use tallow::distributed::{
-    Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
+    Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{self, Profiler};
-use tallow::report::{Column, Fields, Report, Speedup, Verdict, mean_and_std};
+use tallow::report::{Column, Fields, Report, Speedup, Statistics, Verdict, mean_and_std};
 use tallow::{Result, nn};
 
 /// In a trace: the first of a planned step on a GPU records what the others replay.
@@ -71,6 +71,15 @@ impl Way {
         }
     }
 
+    /// What a planned step exchanges as the rank with this `shard`.
+    pub fn step_ranks(self, shard: Shard) -> StepRanks {
+        match (self.strategy, self.parts()) {
+            (_, Some(parts)) => StepRanks::FullySharded(parts, shard),
+            (Strategy::ShardedOptimizer, _) => StepRanks::ShardedOptimizer(self.exchange, shard),
+            _ => StepRanks::Replicated(self.exchange),
+        }
+    }
+
     /// As its row says it: strategy and exchange; of none, alone.
     pub fn names(way: Option<Self>) -> (&'static str, String) {
         way.map_or(("alone", "none".into()), |way| {
@@ -116,9 +125,8 @@ struct Row {
     model: String,
     strategy: &'static str,
     exchange: String,
-    mean_ms: f64,
-    std_ms: Option<f64>,
-    n: usize,
+    #[serde(flatten)]
+    step: Statistics,
     /// What the exchange adds to the step alone; `None` without one.
     exposed_ms: Option<f64>,
     exposed_percent: Option<f64>,
@@ -174,9 +182,7 @@ impl Flags {
                     model: model.name.clone(),
                     strategy,
                     exchange,
-                    mean_ms: step.mean_ms,
-                    std_ms: step.std_ms,
-                    n: step.n,
+                    step: step.clone(),
                     exposed_ms,
                     exposed_percent: exposed_ms.map(|ms| 100.0 * ms / step.mean_ms),
                     tokens_per_s: (1e3 * (ranks * self.batch_size * self.length()) as f64
@@ -228,23 +234,16 @@ impl Flags {
         way: Option<Way>,
         trace: Option<PathBuf>,
     ) -> Result<tallow::bench::Timing> {
-        let device = communicator.device();
-        let config = with_attention(config, self.attention);
-        let job = Job::new(communicator, &config, self.common.seed, way)?;
-        let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
-        if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
-            optimizer.shard(communicator)?;
-        }
-        let [tokens, targets] = self.batch(communicator.rank(), &config, device)?;
+        let (job, mut optimizer, [tokens, targets]) = self.job(communicator, config, way)?;
         let mut planned = job.planned(&optimizer, &self.step_config()?)?;
         planned.prepare((&tokens, &targets))?;
         communicator.barrier()?;
-        let mut stopwatch = Stopwatch::new(device).warmup(self.warmup_steps);
+        let mut stopwatch = Stopwatch::new(communicator.device()).warmup(self.warmup_steps);
         let mut step = || planned.run(&mut optimizer, (&tokens, &targets)).map(drop);
         let timing = stopwatch.measure(self.steps, &mut step);
         if let Some(path) = trace {
             let profiler = match communicator.rank() {
-                0 => Some(Profiler::start_on(device)?),
+                0 => Some(Profiler::start_on(communicator.device())?),
                 _ => None,
             };
             for _ in 0..TRACED_STEPS {
@@ -269,8 +268,25 @@ impl Flags {
         })
     }
 
+    /// A rank's model, optimizer and batch.
+    pub(super) fn job(
+        &self,
+        communicator: &Communicator,
+        config: &TransformerConfig,
+        way: Option<Way>,
+    ) -> Result<(Job, AdamW, [Tensor; 2])> {
+        let config = with_attention(config, self.attention);
+        let job = Job::new(communicator, &config, self.common.seed, way)?;
+        let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
+        if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
+            optimizer.shard(communicator)?;
+        }
+        let batch = self.batch(communicator.rank(), &config, communicator.device())?;
+        Ok((job, optimizer, batch))
+    }
+
     /// Tokens and targets of a rank, (B, T) u32.
-    pub(super) fn batch(
+    fn batch(
         &self,
         rank: usize,
         config: &TransformerConfig,

@@ -53,9 +53,7 @@ impl Measured {
     /// Whether it is the whole of its mode's step.
     pub fn is_step(&self) -> bool {
         let is_part = ["backward", "optimizer", UPDATE].contains(&self.phase.as_str());
-        !is_part
-            && (self.phase != "forward"
-                || self.mode.starts_with("forward") && self.mode != "forward-backward")
+        !is_part && (self.phase != "forward" || self.mode == "forward")
     }
 }
 

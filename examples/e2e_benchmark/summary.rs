@@ -11,18 +11,12 @@ use tallow::report::{Column, Fields, mean_and_std, speedup};
 /// its column is dropped.
 struct Time(&'static str, &'static [&'static str], &'static str, u8);
 
-const ALONE: &[&str] = &["forward", "forward-keeping-graph"];
 const WITH_BACKWARD: &[&str] = &["train-step", "forward-backward"];
 
 const TIMES: [Time; 6] = [
     Time(
         "Forward",
-        &[
-            "forward",
-            "forward-keeping-graph",
-            "forward-backward",
-            "train-step",
-        ],
+        &["forward", "forward-backward", "train-step"],
         "forward",
         0,
     ),
@@ -268,7 +262,7 @@ fn configuration(rows: &[&Fields]) -> Fields {
         line.insert(*title, find(rows, modes, phase).map(mean_and_std));
     }
     let both = find(rows, TIMES[1].1, TIMES[1].2);
-    let ratio = find(rows, ALONE, "forward").zip(both);
+    let ratio = find(rows, &["forward"], "forward").zip(both);
     let ratio = ratio.and_then(|(forward, both)| speedup(both, forward));
     line.insert("Ratio", speedup_cell(ratio));
     line

@@ -1,7 +1,7 @@
 //! The planned step whose memory is asked for, and its flags.
 
 use crate::common::modes::CompileFlag;
-use crate::common::ranks::{ExchangeFlags, Strategy};
+use crate::common::ranks::ExchangeFlags;
 use crate::common::{self, values};
 use candle_core::DType;
 use clap::Args;
@@ -11,7 +11,7 @@ use tallow::distributed::Shard;
 use tallow::graph;
 use tallow::memory::{Mode, Workload, largest_that_fits};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::Checkpointing;
+use tallow::nn::{Checkpointing, DropoutRates};
 
 #[derive(Args)]
 #[command(next_help_heading = "Planned step")]
@@ -19,6 +19,22 @@ pub struct StepFlags {
     /// Planned steps too, or alone with =only
     #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW")]
     pub compile: Option<CompileFlag>,
+
+    /// Batches whose gradients are averaged
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::count())]
+    accumulation: usize,
+
+    /// Clip gradients to this norm
+    #[arg(long, value_name = "X", value_parser = values::from_0)]
+    clip_norm: Option<f64>,
+
+    /// Clip elements of gradients to this value
+    #[arg(long, value_name = "X", value_parser = values::from_0)]
+    clip_value: Option<f64>,
+
+    /// Dropout rate of every place
+    #[arg(long, value_name = "P", value_parser = values::from_0)]
+    dropout: Option<f64>,
 
     /// Most memory of the arena; backward recomputes the rest
     #[arg(long, value_name = "GIB", value_parser = values::gib)]
@@ -40,7 +56,15 @@ pub struct StepFlags {
 const MOST_TOKENS: usize = 1 << 20;
 
 /// Those that only a planned step has.
-pub const NAMES: &[&str] = &["memory-budget-gib", "optimizer-in-backward", "world-size"];
+pub const NAMES: &[&str] = &[
+    "accumulation",
+    "clip-norm",
+    "clip-value",
+    "dropout",
+    "memory-budget-gib",
+    "optimizer-in-backward",
+    "world-size",
+];
 
 impl StepFlags {
     pub fn has_ranks(&self) -> bool {
@@ -61,13 +85,18 @@ impl StepFlags {
         let model = TransformerConfig {
             attention: workload.attention,
             checkpointing: workload.checkpointing,
+            dropout: self.dropout.map_or(config.dropout, DropoutRates::all),
             ..config.clone()
         };
         let step = StepConfig {
             precision: workload.precision,
+            clip_norm: self.clip_norm,
+            clip_value: self.clip_value,
             loss_scaling: workload.precision.dtype() == DType::F16,
+            accumulation: self.accumulation,
             memory_budget_bytes: self.memory_budget_gib.map(common::gib_bytes),
             optimizer_in_backward: self.optimizer_in_backward,
+            dropout_seed: self.dropout.map(|_| 0),
             ranks: self.ranks(),
             ..Default::default()
         };
@@ -80,7 +109,8 @@ impl StepFlags {
             let plan = Step::plan_for(target, PlanKind::Forward, &step, batch, forward)?;
             return Ok((plan, workload.checkpointing));
         }
-        let batch = Batch::hollow(workload.batch_size, workload.sequence_length)?;
+        let rows = workload.batch_size.saturating_mul(self.accumulation);
+        let batch = Batch::hollow(rows, workload.sequence_length)?;
         let (plan, checkpointing) = Step::plan_of(target, &model, &step, batch)?;
         Ok((plan.with_moments(workload.moments), checkpointing))
     }
@@ -115,16 +145,10 @@ impl StepFlags {
     }
 
     fn ranks(&self) -> StepRanks {
-        let own = Shard {
+        self.exchange.step_ranks(Shard {
             rank: 0,
             world_size: self.world_size,
-        };
-        match self.exchange.strategy {
-            _ if self.world_size == 1 => StepRanks::Alone,
-            Strategy::Replicated => StepRanks::Replicated(self.exchange.config()),
-            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(self.exchange.config(), own),
-            Strategy::FullyShard => StepRanks::FullySharded(self.exchange.parts(), own),
-        }
+        })
     }
 }
 

@@ -1,17 +1,14 @@
-//! The flags of `train` and `precision_curves`, and what the library makes of them.
+//! The flags of `train`, and what the library makes of them.
 
-use crate::common::memory::available_bytes;
 use crate::common::precision::PrecisionFlags;
-use crate::common::{Effects, outputs, values};
-use candle_core::{DType, Device};
+use crate::common::{outputs, values};
+use candle_core::Device;
 use clap::builder::NonEmptyStringValueParser;
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
 use tallow::data::{TokenFormat, Tokens};
-use tallow::memory::Mode;
 use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, DropoutRates};
 use tallow::optim::{AdamWConfig, Moments, Schedule};
@@ -249,26 +246,6 @@ pub struct SampleFlags {
     pub prompt: Option<String>,
 }
 
-impl<F: Parser + 'static> Effects<F> {
-    /// Declares what the flags of the data depend on. (clap lets `requires` pass where what is required conflicts with
-    /// a flag that is given, as --tokens does with --data.)
-    pub fn of_data(self, data: fn(&F) -> &DataFlags) -> Self {
-        let names = &["vocab-size", "token-format"];
-        self.only("with --tokens", names, move |all| {
-            data(all).tokens.is_some()
-        })
-    }
-
-    /// Declares what the flags of training depend on.
-    pub fn of_training(self, training: fn(&F) -> &TrainingFlags) -> Self {
-        self.only(
-            "on a rate that changes: not with --schedule constant",
-            &["schedule-steps", "min-lr", "warmup"],
-            move |all| training(all).schedule != ScheduleFlag::Constant,
-        )
-    }
-}
-
 impl FileFlags {
     /// Makes the folder, and tries every file that the run will write.
     pub fn check(&self) -> Result<()> {
@@ -450,43 +427,6 @@ impl SampleFlags {
     }
 }
 
-/// Refuses a training step that does not fit, instead of being killed for it.
-pub fn check_room(
-    wanted_bytes: u64,
-    model: &TransformerConfig,
-    config: &TrainConfig,
-    planned: bool,
-    device: &Device,
-) -> Result<()> {
-    let step = EndToEnd {
-        config: model.clone(),
-        batch_size: config.batch_size,
-        sequence_length: config.sequence_length,
-        mode: Mode::TrainStep,
-        precision: config.precision,
-        warmup_steps: 0,
-        steps: 1,
-        optimizer: OptimizerChoice::AdamW(config.optimizer),
-        execution: match planned {
-            true => Execution::Planned,
-            false => Execution::Eager,
-        },
-        optimizer_in_backward: false,
-        memory_budget_bytes: None,
-        seed: config.seed,
-        peak_flops: None,
-        available_bytes: None,
-    };
-    match available_bytes(device, None, [&step])? {
-        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-            what: "the training step".into(),
-            wanted_bytes,
-            available_bytes,
-        }),
-        _ => Ok(()),
-    }
-}
-
 /// A new model, with parameters of the dtype that the precision keeps them in.
 pub fn new_model(
     config: &TransformerConfig,
@@ -494,8 +434,6 @@ pub fn new_model(
     precision: Precision,
     device: &Device,
 ) -> Result<TransformerLM> {
-    match precision.parameter_dtype() {
-        DType::F32 => TransformerLM::new(config, seed, device),
-        half => TransformerLM::from_var_builder(config, nn::seeded(seed, half, device)),
-    }
+    let weights = nn::seeded(seed, precision.parameter_dtype(), device);
+    TransformerLM::from_var_builder(config, weights)
 }

@@ -27,16 +27,9 @@ use candle_core::Device;
 ///     batch_size: 2,
 ///     sequence_length: 8,
 ///     mode: Mode::ForwardBackward,
-///     precision: Precision::F32,
 ///     warmup_steps: 1,
 ///     steps: 3,
-///     optimizer: tallow::bench::OptimizerChoice::AdamW(Default::default()),
-///     execution: tallow::bench::Execution::Eager,
-///     optimizer_in_backward: false,
-///     memory_budget_bytes: None,
-///     seed: 0,
-///     peak_flops: None,
-///     available_bytes: None,
+///     ..Default::default()
 /// };
 /// let runs = [run.clone(), EndToEnd { precision: Precision::BF16, ..run }];
 /// let rows = alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?;

@@ -1,10 +1,12 @@
 //! A whole model, timed by phase, with its memory.
 
 use super::first_step::FirstStep;
+use super::stopwatch::settled_meter;
 use super::update::{LossScaling, Update};
-use super::{Lap, LapTimings, OptimizerChoice, Step, Stopwatch, Timing, alternate};
-use crate::memory::{self, Estimate, Kernels, Meter, Mode, Workload, system};
+use super::{Lap, LapTimings, Step, Stopwatch, Timing, alternate};
+use crate::memory::{self, Estimate, Kernels, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
+use crate::optim::AdamWConfig;
 use crate::precision::Precision;
 use crate::report::Fields;
 use crate::{Error, Result, backward, nn, no_grad, ops};
@@ -12,6 +14,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde::Serialize;
 
 /// One measurement of a model: which, on what batch, how much of a step, how often.
 #[derive(Clone, Debug)]
@@ -32,8 +35,8 @@ pub struct EndToEnd {
     /// Measured steps.
     pub steps: usize,
     /// The optimizer of a training step.
-    pub optimizer: OptimizerChoice,
-    /// Eager, or planned: on the CPU or a CUDA GPU, in f32 or under autocast, with this crate's AdamW.
+    pub optimizer: AdamWConfig,
+    /// Eager, or planned: on the CPU or a CUDA GPU, in f32 or under autocast.
     pub execution: Execution,
     /// Whether each parameter is updated as soon as its gradient is there
     /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)): for planned training
@@ -49,6 +52,28 @@ pub struct EndToEnd {
     pub peak_flops: Option<f64>,
     /// Bytes that may be used; a step that wants more is a row `OOM`. `None` asks nothing.
     pub available_bytes: Option<u64>,
+}
+
+/// A training step of the default model on 4 sequences of 256 tokens, eager and in f32: 5 steps of warm-up, 10 measured.
+impl Default for EndToEnd {
+    fn default() -> Self {
+        Self {
+            config: TransformerConfig::default(),
+            batch_size: 4,
+            sequence_length: 256,
+            mode: Mode::TrainStep,
+            precision: Precision::F32,
+            warmup_steps: 5,
+            steps: 10,
+            optimizer: AdamWConfig::default(),
+            execution: Execution::Eager,
+            optimizer_in_backward: false,
+            memory_budget_bytes: None,
+            seed: 0,
+            peak_flops: None,
+            available_bytes: None,
+        }
+    }
 }
 
 /// How a model is run.
@@ -89,12 +114,18 @@ pub(super) struct Measured {
     timings: LapTimings,
     /// Of the first round.
     first_step: FirstStep,
+    memory: StepMemory,
+    loss_scaling: Option<LossScaling>,
+}
+
+/// The memory of a run's steps.
+#[derive(Serialize)]
+struct StepMemory {
     /// After the last step, with what stays from step to step alive.
     allocated_bytes: Option<u64>,
     peak_bytes: Option<u64>,
-    reserved_bytes: Option<u64>,
-    resident_bytes: Option<u64>,
-    loss_scaling: Option<LossScaling>,
+    reserved_peak_bytes: Option<u64>,
+    resident_peak_bytes: Option<u64>,
 }
 
 impl Measured {
@@ -102,10 +133,7 @@ impl Measured {
     pub fn join(&mut self, later: Self) {
         self.timings.join(later.timings);
         // The last round's: in the first of all, kernels also take what they keep for as long as the process runs.
-        self.allocated_bytes = later.allocated_bytes;
-        self.peak_bytes = later.peak_bytes;
-        self.reserved_bytes = later.reserved_bytes;
-        self.resident_bytes = later.resident_bytes;
+        self.memory = later.memory;
         if let (Some(sum), Some(scaling)) = (&mut self.loss_scaling, later.loss_scaling) {
             sum.loss_scale = scaling.loss_scale;
             sum.skipped_steps += scaling.skipped_steps;
@@ -132,8 +160,7 @@ impl EndToEnd {
     /// at the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
     ///
     /// # Errors
-    /// A configuration that cannot run; what is for planned training steps, with anything else; candle's optimizer with
-    /// f16 parameters, for it takes no f32 gradients; the ops' errors.
+    /// A configuration that cannot run; what is for planned training steps, with anything else; the ops' errors.
     pub fn run(&self, device: &Device, mut on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
         let runs = std::slice::from_ref(self);
         let rows = alternate(runs, 1, device, |_, step, ms| on_step(step, ms))?;
@@ -196,7 +223,7 @@ impl EndToEnd {
             precision: self.precision,
             checkpointing: self.config.checkpointing,
             kernels: Kernels::of(device),
-            moments: self.optimizer.moments(),
+            moments: self.optimizer.moments,
         }
     }
 
@@ -235,22 +262,21 @@ impl EndToEnd {
     }
 
     pub(super) fn rows(&self, estimate_bytes: u64, measured: &Measured) -> Result<Vec<Fields>> {
+        let tokens = self.batch_size as f64 * self.sequence_length as f64;
         let mut rows = Vec::new();
         for (phase, timing) in self.phases(&measured.timings) {
             let mut row = self.labels(phase, "ok");
-            row.merge(timing.fields()?);
-            row.insert("noisy", timing.statistics()?.noisy());
-            row.merge(self.rates(phase, timing.statistics()?.median_ms));
+            let work = self.flops(phase);
+            let flops = work.map(|work| work.total());
+            row.merge(timing.measured(tokens, flops, self.peak_flops)?);
+            let by_part = work.and_then(|work| serde_json::to_value(work).ok());
+            row.insert("flops_by_part", by_part);
             row.merge(measured.first_step.fields());
-            row.insert("allocated_bytes", measured.allocated_bytes);
-            row.insert("peak_bytes", measured.peak_bytes);
-            row.insert("reserved_peak_bytes", measured.reserved_bytes);
-            row.insert("resident_peak_bytes", measured.resident_bytes);
+            row.merge(Fields::of(&measured.memory)?);
             row.insert("estimate_bytes", estimate_bytes);
             row.insert("available_bytes", self.available_bytes);
             if let Some(scaling) = &measured.loss_scaling {
-                row.insert("loss_scale", scaling.loss_scale);
-                row.insert("skipped_steps", scaling.skipped_steps);
+                row.merge(Fields::of(scaling)?);
             }
             rows.push(row);
         }
@@ -263,10 +289,7 @@ impl EndToEnd {
         mut on_step: impl FnMut(Step, f64),
     ) -> Result<Measured> {
         self.check_execution(device)?;
-        // What threads keep for packing is the process's, and no step's.
-        ops::reserve_scratch(self.precision.dtype() != DType::F32)?;
-        let meter = Meter::new(device);
-        meter.settle()?; // what an earlier run has dropped is not this one's
+        let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
         let before = meter.current_bytes();
         let model = self.model(device)?;
         // Drawing the weights takes more than they do, and is no part of a step.
@@ -280,17 +303,17 @@ impl EndToEnd {
             on_step(step, ms);
         })?;
         let own = |bytes: Option<u64>| Some(bytes?.saturating_sub(before?));
-        let (allocated_bytes, peak_bytes) = (own(after_step), own(meter.peak_bytes()));
-        let reserved_bytes = meter.reserved_peak_bytes();
         // Where the system cannot reset the peak it is the process's, and no row's.
-        let resident_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
+        let resident_peak_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,
             first_step,
-            allocated_bytes,
-            peak_bytes,
-            reserved_bytes,
-            resident_bytes,
+            memory: StepMemory {
+                allocated_bytes: own(after_step),
+                peak_bytes: own(meter.peak_bytes()),
+                reserved_peak_bytes: meter.reserved_peak_bytes(),
+                resident_peak_bytes,
+            },
             loss_scaling,
         })
     }
@@ -437,26 +460,14 @@ impl EndToEnd {
         keeps.then_some((2.0 * elements) as u64)
     }
 
-    fn rates(&self, phase: &str, median_ms: f64) -> Fields {
+    /// The FLOPs of a phase; `None` of the optimizer, which multiplies no matrices.
+    fn flops(&self, phase: &str) -> Option<flops::Flops> {
         let (b, t) = (self.batch_size, self.sequence_length);
-        let work = match phase {
+        match phase {
             "forward" => Some(flops::forward(&self.config, b, t)),
             "backward" => Some(flops::backward(&self.config, b, t)),
-            "optimizer" => None, // no matrix product
+            "optimizer" => None,
             _ => Some(flops::forward_backward(&self.config, b, t)),
-        };
-        let seconds = median_ms / 1e3;
-        let rate = work.map(|work| work.total() / seconds);
-        let mut fields = Fields::new();
-        fields.insert("tokens_per_s", (b * t) as f64 / seconds);
-        fields.insert("flops", work.map(|work| work.total()));
-        let by_part = work.and_then(|work| serde_json::to_value(work).ok());
-        fields.insert("flops_by_part", by_part);
-        fields.insert("flops_per_s", rate);
-        let mfu = rate
-            .zip(self.peak_flops)
-            .map(|(rate, peak)| 100.0 * rate / peak);
-        fields.insert("mfu_percent", mfu);
-        fields
+        }
     }
 }

@@ -1,12 +1,13 @@
 //! One step of a model with every block of memory recorded.
 
+use super::stopwatch::settled_meter;
 use super::{EndToEnd, Execution, Lap};
 use crate::memory::{
-    self, Estimate, MemoryKind, MemoryRecording, Meter, RecordConfig, SavedTensors, blocks_taken,
+    self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_taken,
 };
 use crate::model::TransformerLM;
 use crate::report::Fields;
-use crate::{Error, Result, ops};
+use crate::{Error, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 
@@ -79,16 +80,14 @@ impl EndToEnd {
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;
         let saved = memory::saved_tensors(&self.workload(device).trace(&self.config)?);
-        ops::reserve_scratch(self.precision.dtype() != DType::F32)?;
-        let meter = Meter::new(device);
-        meter.settle()?; // what an earlier run has dropped is not this one's
+        let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
         let baseline_bytes = meter.current_bytes().unwrap_or_default();
         let weights = VarBuilder::zeros(self.precision.parameter_dtype(), device);
         let model = TransformerLM::from_var_builder(&self.config, weights)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
         let mut update = self.update(&model)?;
-        let mut lap = Lap::with_room(device);
+        let mut lap = Lap::new(device);
         for _ in 0..self.warmup_steps {
             self.step(&mut lap, &model, [&tokens, &targets], update.as_mut())?;
         }
@@ -100,8 +99,8 @@ impl EndToEnd {
         for (name, parameter) in model.parameters() {
             recorder.label(MemoryKind::Weights, name, &parameter);
         }
-        for (name, state) in update.iter().flat_map(|update| &update.state) {
-            recorder.label(MemoryKind::Optimizer, name.as_str(), state);
+        for (name, state) in update.iter().flat_map(|update| update.optimizer.state()) {
+            recorder.label(MemoryKind::Optimizer, name, &state);
         }
         recorder.label(MemoryKind::Inputs, "tokens", &tokens);
         recorder.label(MemoryKind::Inputs, "targets", &targets);

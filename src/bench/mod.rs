@@ -2,8 +2,7 @@
 //!
 //! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's,
 //! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
-//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. [`plan_report`] forecasts steps
-//! of many GPUs. What the samples mean, and how they are printed, is in [`report`](crate::report).
+//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. What the samples mean, and how they are printed, is in [`report`](crate::report).
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -25,20 +24,13 @@ mod end_to_end;
 mod environment;
 mod first_step;
 mod memory_profile;
-mod paper;
-mod passes;
 mod planned_run;
-mod self_attention;
 mod stopwatch;
 mod update;
 
 pub use alternate::alternate;
-pub use attention::AttentionRun;
+pub use attention::{AttentionRun, Limit, Sampling, SelfAttentionRun};
 pub use end_to_end::{EndToEnd, Execution};
 pub use environment::environment;
 pub use memory_profile::MemoryProfile;
-pub use paper::{plan_columns, plan_report};
-pub use passes::{Limit, Sampling};
-pub use self_attention::SelfAttentionRun;
 pub use stopwatch::{Lap, LapTimings, Step, Stopwatch, Timing, time_once};
-pub use update::OptimizerChoice;

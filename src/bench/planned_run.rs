@@ -1,12 +1,11 @@
 //! What of a run is planned.
 
-use super::update::LossScaling;
-use super::{EndToEnd, Execution, Lap, LapTimings, OptimizerChoice, Stopwatch};
-use crate::compile::{Batch, PhaseTimes, Plan, PlanKind, Step, StepConfig, least_of_forward};
+use super::update::{LossScaling, Update};
+use super::{EndToEnd, Execution, LapTimings, Stopwatch};
+use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, least_of_forward};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
-use crate::optim::{AdamW, GradScaler, GradScalerConfig};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
 
@@ -22,13 +21,6 @@ impl EndToEnd {
                 "the device is neither the CPU nor a CUDA GPU",
                 format!("planned on {}", device_name(device)),
                 "run it eagerly, or on one of them",
-            )
-        } else if !matches!(self.optimizer, OptimizerChoice::AdamW(_)) {
-            let got = format!("planned with {}", self.optimizer.name());
-            (
-                "the optimizer is not adamw",
-                got,
-                "run it eagerly, or with adamw",
             )
         } else if self.mode == Mode::ForwardKeepingGraph {
             let hint = "a planned forward has no graph to keep";
@@ -88,7 +80,7 @@ impl EndToEnd {
             _ => {
                 let batch = Batch::hollow(self.batch_size, self.sequence_length)?;
                 let (plan, _) = Step::plan_of(device, &self.config, &self.step_config(), batch)?;
-                Ok(plan.with_moments(self.optimizer.moments()))
+                Ok(plan.with_moments(self.optimizer.moments))
             }
         }
     }
@@ -155,49 +147,24 @@ impl EndToEnd {
             });
             return Ok((timings?, None));
         }
-        let (OptimizerChoice::AdamW(config) | OptimizerChoice::CandleAdamW(config)) =
-            self.optimizer;
-        let mut optimizer = AdamW::new(model.parameters(), config)?;
-        let step_config = self.step_config();
-        let mut step = Step::of(model, &optimizer, &step_config)?;
+        let mut update = Update::new(self.optimizer, model.parameters(), self.precision)?;
+        let mut step = Step::of(model, &update.optimizer, &self.step_config())?;
         step.time_phases(true);
-        if self.mode != Mode::TrainStep {
-            let timings = stopwatch.measure_phases(self.steps, |lap| {
-                step.forward_backward((tokens, targets))?;
-                add_phases(lap, step.phase_times()?);
-                Ok(())
-            });
-            return Ok((timings?, None));
-        }
-        let mut scaler = GradScaler::new(GradScalerConfig {
-            enabled: step_config.loss_scaling,
-            ..Default::default()
-        })?;
-        let mut skipped_steps = 0;
+        let batch = (tokens, targets);
         let timings = stopwatch.measure_phases(self.steps, |lap| {
-            let done = step.run_scaled(&mut optimizer, &mut scaler, (tokens, targets))?;
-            skipped_steps += usize::from(!done.stepped());
-            add_phases(lap, step.phase_times()?);
+            if self.mode == Mode::TrainStep {
+                let Update {
+                    optimizer, scaler, ..
+                } = &mut update;
+                let done = step.run_scaled(optimizer, scaler, batch)?;
+                update.count(done.stepped());
+            } else {
+                step.forward_backward(batch)?;
+            }
+            lap.add_phases(step.phase_times()?);
             Ok(())
         })?;
-        let scaling = step_config.loss_scaling.then(|| LossScaling {
-            loss_scale: scaler.loss_scale(),
-            skipped_steps,
-        });
-        Ok((timings, scaling))
-    }
-}
-
-/// Records how long the phases of a planned run were: those that it has.
-pub(super) fn add_phases(lap: &mut Lap<'_>, times: Option<PhaseTimes>) {
-    let times = times.unwrap_or_default();
-    for (phase, ms) in [
-        ("forward", times.forward_ms),
-        ("backward", times.backward_ms),
-        ("optimizer", times.optimizer_ms),
-    ] {
-        if ms > 0.0 {
-            lap.add(phase, ms);
-        }
+        let scaling = update.loss_scaling();
+        Ok((timings, scaling.filter(|_| self.mode == Mode::TrainStep)))
     }
 }

@@ -7,8 +7,10 @@ use std::time::Instant;
 use candle_core::Device;
 use serde::Serialize;
 
+use crate::compile::PhaseTimes;
+use crate::memory::Meter;
 use crate::report::{Fields, Statistics};
-use crate::{Error, Result, probe};
+use crate::{Error, Result, ops, probe};
 
 /// Times the same work many times over, after some warm-up.
 ///
@@ -88,6 +90,31 @@ impl Timing {
         fields.insert("samples_ms", self.samples_ms.as_slice());
         fields.insert("warmup_ms", self.warmup_ms.as_slice());
         Ok(fields)
+    }
+
+    /// The fields of a measured row: statistics, whether they are noisy, and rates by the median.
+    pub(super) fn measured(
+        &self,
+        tokens: f64,
+        flops: Option<f64>,
+        peak_flops: Option<f64>,
+    ) -> Result<Fields> {
+        let statistics = self.statistics()?;
+        let seconds = statistics.median_ms / 1e3;
+        let rate = flops.map(|flops| flops / seconds);
+        let mfu = rate.zip(peak_flops).map(|(rate, peak)| 100.0 * rate / peak);
+        let mut fields = self.fields()?;
+        fields.insert("noisy", statistics.noisy());
+        fields.insert("tokens_per_s", tokens / seconds);
+        fields.insert("flops", flops);
+        fields.insert("flops_per_s", rate);
+        fields.insert("mfu_percent", mfu);
+        Ok(fields)
+    }
+
+    fn append(&mut self, later: Self) {
+        self.samples_ms.extend(later.samples_ms);
+        self.warmup_ms.extend(later.warmup_ms);
     }
 }
 
@@ -225,18 +252,21 @@ pub struct LapTimings {
 
 impl LapTimings {
     pub(super) fn join(&mut self, later: Self) {
-        let append = |timing: &mut Timing, later: Timing| {
-            timing.samples_ms.extend(later.samples_ms);
-            timing.warmup_ms.extend(later.warmup_ms);
-        };
         for (phase, timing) in later.phases {
-            match self.phases.iter_mut().find(|(name, _)| *name == phase) {
-                Some((_, own)) => append(own, timing),
-                None => self.phases.push((phase, timing)),
-            }
+            entry(&mut self.phases, phase).append(timing);
         }
-        append(&mut self.whole, later.whole);
+        self.whole.append(later.whole);
     }
+}
+
+/// The value of a phase: a new one where the phase has none.
+fn entry<'p, T: Default>(phases: &'p mut Vec<(&'static str, T)>, phase: &'static str) -> &'p mut T {
+    let known = phases.iter().position(|(name, _)| *name == phase);
+    let place = known.unwrap_or_else(|| {
+        phases.push((phase, T::default()));
+        phases.len() - 1
+    });
+    &mut phases[place].1
 }
 
 /// One step under way.
@@ -264,22 +294,42 @@ impl Lap<'_> {
     }
 
     /// Records a stretch of a phase that was timed elsewhere.
-    pub(super) fn add(&mut self, phase: &'static str, ms: f64) {
-        match self.phases.iter_mut().find(|(name, _)| *name == phase) {
-            Some((_, total_ms)) => *total_ms += ms,
-            None => self.phases.push((phase, ms)),
+    fn add(&mut self, phase: &'static str, ms: f64) {
+        *entry(&mut self.phases, phase) += ms;
+    }
+
+    /// Records the phases of a planned step: those that it has.
+    pub(super) fn add_phases(&mut self, times: Option<PhaseTimes>) {
+        let times = times.unwrap_or_default();
+        for (phase, ms) in [
+            ("forward", times.forward_ms),
+            ("backward", times.backward_ms),
+            ("optimizer", times.optimizer_ms),
+        ] {
+            if ms > 0.0 {
+                self.add(phase, ms);
+            }
         }
     }
 }
 
 impl<'a> Lap<'a> {
-    /// One that allocates nothing in a step that is recorded.
-    pub(super) fn with_room(device: &'a Device) -> Self {
+    /// A lap that allocates nothing in a recorded step of up to three phases.
+    pub(super) fn new(device: &'a Device) -> Self {
         Self {
             device,
             phases: Vec::with_capacity(3),
         }
     }
+}
+
+/// A meter for the next run: what earlier runs have dropped is freed, and threads have the scratch for packing that they
+/// keep as long as the process runs.
+pub(super) fn settled_meter(device: &Device, is_in_half: bool) -> Result<Meter> {
+    ops::reserve_scratch(is_in_half)?;
+    let meter = Meter::new(device);
+    meter.settle()?;
+    Ok(meter)
 }
 
 impl Stopwatch<'_> {
@@ -316,10 +366,7 @@ impl Stopwatch<'_> {
         let mut laps = Vec::new();
         let whole = self.measure(steps, || {
             let _step = probe::step();
-            let mut lap = Lap {
-                device: &device,
-                phases: Vec::new(),
-            };
+            let mut lap = Lap::new(&device);
             let value = step(&mut lap)?;
             laps.push(lap.phases);
             Ok::<_, Error>(value)
@@ -327,12 +374,7 @@ impl Stopwatch<'_> {
         let mut phases: Vec<(&'static str, Timing)> = Vec::new();
         for (i, lap) in laps.into_iter().enumerate() {
             for (phase, ms) in lap {
-                let known = phases.iter().position(|(name, _)| *name == phase);
-                let place = known.unwrap_or_else(|| {
-                    phases.push((phase, Timing::default()));
-                    phases.len() - 1
-                });
-                let timing = &mut phases[place].1;
+                let timing = entry(&mut phases, phase);
                 match i < whole.warmup_ms.len() {
                     true => timing.warmup_ms.push(ms),
                     false => timing.samples_ms.push(ms),

@@ -265,7 +265,7 @@ pub(super) fn refuse_wider_ids(source: &Source, vocab_size: usize) -> Result<()>
         ),
         hint: format!(
             "read it as {width} and write it with data::write_tokens as TokenFormat::HeaderedU32; if these are u16 \
-             ids indeed, Tokens::open_as with TokenFormat::RawU16 (--token-format raw-u16) reads them"
+             ids indeed, Tokens::open_as with TokenFormat::RawU16 reads them"
         ),
     })
 }

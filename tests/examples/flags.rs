@@ -90,10 +90,6 @@ const CASES: &[Case] = &[
         refused: &[
             ("columns", &["--format json --columns all"]),
             (
-                "full",
-                &["--size tiny --full", "--config 1-8-16-1-2 --full"],
-            ),
-            (
                 "batch-size",
                 &["--batch-size 2", "--config 1-8-16-1-2 --batch-size 2"],
             ),
@@ -178,7 +174,6 @@ const CASES: &[Case] = &[
             ("world-size", &["--part steps --world-size 8"]),
             ("product-tflops", &["--part steps --product-tflops 8"]),
             ("memory-gb-s", &["--part steps --memory-gb-s 8"]),
-            ("kernel-us", &["--part steps --kernel-us 8"]),
             ("alone-ms", &["--part steps --alone-ms 8"]),
             ("reduce-gb-s", &["--part steps --reduce-gb-s 8"]),
             ("gather-gb-s", &["--part steps --gather-gb-s 8"]),
@@ -217,15 +212,8 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
-            ("optimizer", &["--mode forward --optimizer candle-adamw"]),
-            ("keep-graph", &["--mode train-step --keep-graph"]),
-            (
-                "compile",
-                &[
-                    "--mode forward --keep-graph --compile",
-                    "--precision bf16-full --compile",
-                ],
-            ),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+            ("compile", &["--precision bf16-full --compile"]),
             ("memory-budget-gib", &["--memory-budget-gib 1"]),
             ("optimizer-in-backward", &["--optimizer-in-backward"]),
             ("per-step", &["--isolate --per-step"]),
@@ -249,6 +237,10 @@ const CASES: &[Case] = &[
             ),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
+            ("accumulation", &["--accumulation 2"]),
+            ("clip-norm", &["--clip-norm 1"]),
+            ("clip-value", &["--clip-value 1"]),
+            ("dropout", &["--dropout 0.1"]),
             ("memory-budget-gib", &["--memory-budget-gib 1"]),
             ("optimizer-in-backward", &["--optimizer-in-backward"]),
             ("world-size", &["--world-size 2"]),
@@ -316,7 +308,8 @@ const CASES: &[Case] = &[
         always: &[
             OUTPUT,
             COMMON,
-            &["precision", "data", "plot", "d-model", "d-ff", "num-layers"],
+            PRECISION,
+            &["data", "plot", "size", "d-model", "d-ff", "num-layers"],
             &["num-heads", "attention", "context-length", "batch-size"],
             &["steps", "lr"],
         ],
@@ -558,11 +551,7 @@ fn a_flag_with_effect_is_taken() {
             "columns",
         ),
         (
-            "compiled_benchmark --full --vocab-size 100 --columns x",
-            "columns",
-        ),
-        (
-            "compiled_benchmark --full --batch-size 2 --columns x",
+            "compiled_benchmark --size tiny --batch-size 2 --vocab-size 100 --columns x",
             "columns",
         ),
         (

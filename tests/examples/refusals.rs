@@ -145,7 +145,7 @@ fn what_a_hostile_user_types() {
         ),
         (
             "distributed_benchmark --part accounting --link-gb-s 0",
-            1,
+            2,
             "--link-gb-s",
         ),
         ("profile --phase sideways", 2, "--phase"),

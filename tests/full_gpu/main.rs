@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::bench::{AttentionRun, EndToEnd, Execution, OptimizerChoice, Sampling, alternate};
+use tallow::bench::{AttentionRun, EndToEnd, Execution, Sampling, alternate};
 use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
@@ -34,7 +34,7 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
         precision: Precision::F32,
         warmup_steps: 0,
         steps: 2,
-        optimizer: OptimizerChoice::AdamW(Default::default()),
+        optimizer: Default::default(),
         execution,
         optimizer_in_backward: false,
         memory_budget_bytes: None,

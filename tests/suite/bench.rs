@@ -6,7 +6,7 @@ mod precisions;
 use candle_core::Device;
 use rayon::ThreadPoolBuilder;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice, Step, Stopwatch};
+use tallow::bench::{EndToEnd, Execution, Step, Stopwatch};
 use tallow::memory::{Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -29,7 +29,7 @@ pub fn run(mode: Mode) -> EndToEnd {
         precision: Precision::F32,
         warmup_steps: 2,
         steps: 4,
-        optimizer: OptimizerChoice::AdamW(Default::default()),
+        optimizer: Default::default(),
         execution: Execution::Eager,
         optimizer_in_backward: false,
         memory_budget_bytes: None,
@@ -267,15 +267,6 @@ fn precisions_have_names() {
         error.contains("f32, bf16 or f16") && error.contains("f8"),
         "{error}"
     );
-}
-
-#[test]
-fn candles_optimizer_can_be_timed_too() {
-    let run = EndToEnd {
-        optimizer: OptimizerChoice::CandleAdamW(Default::default()),
-        ..run(Mode::TrainStep)
-    };
-    assert_eq!(run.run(&Device::Cpu, |_, _| ()).unwrap().len(), 4);
 }
 
 #[test]

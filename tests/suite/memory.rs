@@ -20,7 +20,7 @@ use crate::child;
 use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution, OptimizerChoice};
+use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
@@ -54,7 +54,7 @@ fn run(config: &TransformerConfig, batch_size: usize, mode: Mode) -> EndToEnd {
         precision: Precision::F32,
         warmup_steps: 1,
         steps: 2,
-        optimizer: OptimizerChoice::AdamW(Default::default()),
+        optimizer: Default::default(),
         execution: Execution::Eager,
         optimizer_in_backward: false,
         memory_budget_bytes: None,

@@ -4,6 +4,7 @@
 #[allow(dead_code)] // the example's own
 mod answers;
 #[path = "../../../examples/compiled_benchmark/compared.rs"]
+#[allow(dead_code)]
 mod compared;
 #[path = "../../../examples/attention_benchmark/figure.rs"]
 mod figure;

@@ -13,7 +13,7 @@ use candle_core::Device;
 use compared::configurations;
 use rstest::rstest;
 use serde_json::Value;
-use tallow::bench::{EndToEnd, OptimizerChoice, alternate, environment};
+use tallow::bench::{EndToEnd, alternate, environment};
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
 use tallow::report::{Fields, Speedup};
@@ -61,21 +61,6 @@ fn f16_scales_its_loss() {
         assert_eq!(scale, 65536.0 * 0.5f64.powf(skipped));
         assert!(skipped < 6.0, "every step was skipped");
     }
-}
-
-#[test]
-fn candles_optimizer_takes_bf16_parameters_and_refuses_f16() {
-    let with = |precision: Precision| {
-        EndToEnd {
-            optimizer: OptimizerChoice::CandleAdamW(Default::default()),
-            precision: precision.with_regime(Regime::Full),
-            ..run(Mode::TrainStep)
-        }
-        .run(&Device::Cpu, |_, _| ())
-    };
-    assert_eq!(with(Precision::BF16).unwrap().len(), 4);
-    let error = with(Precision::F16).unwrap_err().to_string();
-    assert!(error.contains("optimizer must be adamw"), "{error}");
 }
 
 /// 2 bytes for each element of a linear weight, where a region keeps copies.

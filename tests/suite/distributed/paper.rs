@@ -1,7 +1,10 @@
 //! Steps of several GPUs on paper.
 
+#[path = "../../../examples/distributed_benchmark/estimate.rs"]
+mod estimate;
+
 use crate::check::refusal;
-use tallow::bench::plan_report;
+use estimate::{Estimate, estimates};
 use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
 use tallow::model::TransformerConfig;
@@ -189,30 +192,39 @@ fn rates_are_fitted_to_a_step_that_was_measured() {
 }
 
 #[test]
-fn a_report_has_a_row_for_each_strategy_and_number() {
+fn each_strategy_is_estimated_for_each_number_of_ranks() {
     let between_hosts = Rates {
         reduce_bytes: 1e9,
         gather_bytes: 1e9,
         ..RATES
     };
     let ranks = [(1, RATES), (8, RATES), (1024, between_hosts)];
-    let report = plan_report(&model(), BATCH, &strategies(1), &ranks).unwrap();
-    assert_eq!(report.rows.len(), 9);
-    let number = |row: usize, key: &str| report.rows[row].get(key).unwrap().as_f64().unwrap();
-    close(number(0, "efficiency_percent"), 100.0); // alone
-    for row in [0, 3, 6] {
-        assert!(number(row + 1, "efficiency_percent") < 100.0);
-        let tokens = 8.0 * 2.0 * 32.0 / number(row + 1, "step_ms") * 1e3;
-        close(number(row + 1, "tokens_per_second"), tokens);
+    let all = [0, 1, 2].map(|strategy| {
+        let divided = |own: Shard| strategies(own.world_size)[strategy].1.ranks;
+        estimates(&model(), BATCH, &alone(), divided, &ranks).unwrap()
+    });
+    close(all[0][0].efficiency_percent, 100.0); // alone
+    for strategy in &all {
+        assert_eq!(strategy.len(), 3);
+        let of_8 = &strategy[1];
+        assert!(of_8.efficiency_percent < 100.0);
+        close(
+            of_8.tokens_per_second,
+            8.0 * 2.0 * 32.0 / of_8.step_ms * 1e3,
+        );
     }
     // What is divided takes less, the more ranks there are; the plan knows how much.
-    assert_eq!(number(0, "rank_bytes"), number(2, "rank_bytes"));
-    for row in [3, 6] {
-        assert!(number(row + 1, "rank_bytes") < number(row, "rank_bytes"));
-        assert!(number(row + 2, "rank_bytes") < number(row + 1, "rank_bytes"));
+    let bytes = all.map(|strategy| {
+        strategy
+            .iter()
+            .map(|own: &Estimate| own.rank_bytes)
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(bytes[0][0], bytes[0][2]);
+    for divided in &bytes[1..] {
+        assert!(divided[1] < divided[0] && divided[2] < divided[1]);
     }
-    let plan = planned(&strategies(8)[2].1);
-    assert_eq!(number(7, "rank_bytes"), plan.total_bytes() as f64);
+    assert_eq!(bytes[2][1], planned(&strategies(8)[2].1).total_bytes());
 }
 
 #[test]
