@@ -1,8 +1,7 @@
 //! The first key that each query attends to: documents packed into one sequence.
 
 use super::AttentionConfig;
-use super::shapes::Shapes;
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::{Seen, Sizes};
 use crate::ops::inside_storage;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -223,17 +222,15 @@ pub(crate) fn check(op: &'static str, first_keys: &Tensor) -> Result<()> {
 
 /// The visible keys of each query, on the host, for reference implementations.
 pub(super) struct HostSeen {
-    mask: super::Mask,
-    shapes: Shapes,
+    sizes: Sizes,
     /// (B, Tq), or empty.
     first_keys: Vec<u32>,
 }
 
 impl HostSeen {
-    pub(super) fn new(config: &AttentionConfig, shapes: &Shapes) -> candle_core::Result<Self> {
+    pub(super) fn new(config: &AttentionConfig, sizes: &Sizes) -> candle_core::Result<Self> {
         Ok(Self {
-            mask: config.mask,
-            shapes: *shapes,
+            sizes: *sizes,
             first_keys: match &config.first_keys {
                 Some(first_keys) => first_keys.to_host()?,
                 None => Vec::new(),
@@ -246,27 +243,23 @@ impl HostSeen {
         if self.first_keys.is_empty() {
             1
         } else {
-            self.shapes.batch
+            self.sizes.batch
         }
     }
 
     pub(super) fn of(&self, sequence: usize) -> Seen<'_> {
-        let sizes = self.shapes.sizes(&AttentionConfig {
-            mask: self.mask,
-            ..Default::default()
-        });
-        sizes.seen(&self.first_keys, sequence)
+        self.sizes.seen(&self.first_keys, sequence)
     }
 
     /// Returns 1 where a query attends to a key, else 0: u8 (B H, Tq, Tk), or (Tq, Tk) without first keys.
     pub(super) fn tensor(&self, device: &Device) -> candle_core::Result<Tensor> {
-        let Shapes {
+        let Sizes {
             batch,
             heads,
             queries,
             keys,
             ..
-        } = self.shapes;
+        } = self.sizes;
         let seen = (0..self.sequences()).flat_map(|sequence| {
             let seen = self.of(sequence);
             (0..queries).flat_map(move |query| {

@@ -1,23 +1,24 @@
 //! Attention with a dimension of 0: no batch, heads, queries, keys or values.
 
 use super::computed::Computed;
-use super::shapes::Shapes;
+use super::shapes::is_empty;
 use crate::Result;
+use crate::kernels::attention::Sizes;
 use crate::ops::{check_float, record::apply, with_last_dim};
 use candle_core::{DType, Tensor};
 
 /// Returns zeros, whose gradients are zeros, if a dimension is 0. No kernel is launched: CUDA refuses an empty grid.
 pub(super) fn nothing(
     name: &'static str,
-    shapes: &Shapes,
+    sizes: &Sizes,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Option<Tensor>> {
-    if !shapes.is_empty() {
+    if !is_empty(sizes) {
         return Ok(None);
     }
     check_float(name, q)?;
     let out = Tensor::zeros(
-        with_last_dim(q.dims(), shapes.value_dim),
+        with_last_dim(q.dims(), sizes.value_dim),
         q.dtype(),
         q.device(),
     )?;

@@ -6,25 +6,6 @@ use crate::ops::soft_cap::check_cap;
 use crate::{Error, Result, ops};
 use candle_core::Tensor;
 
-/// The sizes of one attention: q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh), v (..., Hkv, Tk, Dv).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shapes {
-    /// B: the product of the leading dimensions.
-    pub batch: usize,
-    /// H: heads of q.
-    pub heads: usize,
-    /// Hkv: heads of k and v, at least one if q has any; each serves H / Hkv heads of q in a row.
-    pub kv_heads: usize,
-    /// Tq.
-    pub queries: usize,
-    /// Tk.
-    pub keys: usize,
-    /// Dh of q and k, at least one.
-    pub head_dim: usize,
-    /// Dh of v and of the output.
-    pub value_dim: usize,
-}
-
 /// Returns a tensor's dimensions as (leading, heads, length, head dimension); two dimensions are one head.
 fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
     match x.dims() {
@@ -34,95 +15,81 @@ fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
     }
 }
 
-impl Shapes {
-    /// Returns the sizes that kernels take, with mask, scale and cap.
-    pub(crate) fn sizes(&self, config: &AttentionConfig) -> Sizes {
-        Sizes {
-            batch: self.batch,
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            queries: self.queries,
-            keys: self.keys,
-            head_dim: self.head_dim,
-            value_dim: self.value_dim,
-            mask: config.mask,
-            scale: config.scale_for(self.head_dim),
-            soft_cap: config.soft_cap,
-        }
+/// Checks q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh), v (..., Hkv, Tk, Dv) and the configuration for `op`; returns the
+/// sizes.
+///
+/// # Errors
+/// Shapes that do not match, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices; first keys of
+/// another shape; a soft cap that is not positive and finite.
+pub(super) fn check(
+    op: &'static str,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    config: &AttentionConfig,
+) -> Result<Sizes> {
+    let refuse = |hint: String| {
+        Err(Error::shape(
+            op,
+            format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
+        )
+        .must_be("q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)", hint))
+    };
+    let (Some(q_dims), Some(k_dims), Some(v_dims)) = (split(q), split(k), split(v)) else {
+        return refuse("two dimensions at least: length and head dimension".into());
+    };
+    let (leading, heads, queries, head_dim) = q_dims;
+    let (k_leading, kv_heads, keys, k_dim) = k_dims;
+    let (v_leading, v_heads, v_keys, value_dim) = v_dims;
+    if [k.rank(), v.rank()] != [q.rank(); 2] || [k_leading, v_leading] != [leading; 2] {
+        return refuse("the dimensions before the heads must be the same".into());
     }
+    if (kv_heads, keys) != (v_heads, v_keys) {
+        return refuse("k and v come in pairs: same heads, same length".into());
+    }
+    if head_dim != k_dim {
+        return refuse("q and k meet in inner products: same head dimension".into());
+    }
+    if !heads.is_multiple_of(kv_heads) {
+        return refuse(format!(
+            "the heads of k and v, one at least, must divide the {heads} heads of q"
+        ));
+    }
+    if head_dim == 0 {
+        return refuse("q and k have no elements to compare".into());
+    }
+    ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
+    if let Some(cap) = config.soft_cap {
+        check_cap("attention::AttentionConfig", "soft_cap", cap)?;
+    }
+    if let Some(first_keys) = &config.first_keys {
+        first_keys.check_shape(op, q)?;
+    }
+    let shape = [leading, &[heads, queries, value_dim]].concat();
+    ops::check_size(op, &shape, q.dtype(), q.device())?;
+    Ok(Sizes {
+        batch: leading.iter().product(),
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        head_dim,
+        value_dim,
+        mask: config.mask,
+        scale: config.scale_for(head_dim),
+        soft_cap: config.soft_cap,
+    })
+}
 
-    /// Checks q, k, v and first keys for `op`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit each other, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices; first
-    /// keys of another shape; a soft cap that is not positive and finite.
-    pub(crate) fn of(
-        op: &'static str,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        config: &AttentionConfig,
-    ) -> Result<Self> {
-        let refuse = |hint: String| {
-            Err(Error::shape(
-                op,
-                format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
-            )
-            .must_be("q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)", hint))
-        };
-        let (Some(q_dims), Some(k_dims), Some(v_dims)) = (split(q), split(k), split(v)) else {
-            return refuse("two dimensions at least: length and head dimension".into());
-        };
-        let (leading, heads, queries, head_dim) = q_dims;
-        let (k_leading, kv_heads, keys, k_dim) = k_dims;
-        let (v_leading, v_heads, v_keys, value_dim) = v_dims;
-        if [k.rank(), v.rank()] != [q.rank(); 2] || [k_leading, v_leading] != [leading; 2] {
-            return refuse("the dimensions before the heads must be the same".into());
-        }
-        if (kv_heads, keys) != (v_heads, v_keys) {
-            return refuse("k and v come in pairs: same heads, same length".into());
-        }
-        if head_dim != k_dim {
-            return refuse("q and k meet in inner products: same head dimension".into());
-        }
-        if !heads.is_multiple_of(kv_heads) {
-            return refuse(format!(
-                "the heads of k and v, one at least, must divide the {heads} heads of q"
-            ));
-        }
-        if head_dim == 0 {
-            return refuse("q and k have no elements to compare".into());
-        }
-        ops::check_same(op, &[("q", q), ("k", k), ("v", v)])?;
-        if let Some(cap) = config.soft_cap {
-            check_cap("attention::AttentionConfig", "soft_cap", cap)?;
-        }
-        if let Some(first_keys) = &config.first_keys {
-            first_keys.check_shape(op, q)?;
-        }
-        let shape = [leading, &[heads, queries, value_dim]].concat();
-        ops::check_size(op, &shape, q.dtype(), q.device())?;
-        Ok(Self {
-            batch: leading.iter().product(),
-            heads,
-            kv_heads,
-            queries,
-            keys,
-            head_dim,
-            value_dim,
-        })
-    }
-
-    /// Whether the output is empty, or there are no keys.
-    pub(crate) fn is_empty(&self) -> bool {
-        let Self {
-            batch,
-            heads,
-            queries,
-            keys,
-            value_dim,
-            ..
-        } = *self;
-        [batch, heads, queries, keys, value_dim].contains(&0)
-    }
+/// Whether the output is empty, or there are no keys.
+pub(super) fn is_empty(sizes: &Sizes) -> bool {
+    let Sizes {
+        batch,
+        heads,
+        queries,
+        keys,
+        value_dim,
+        ..
+    } = *sizes;
+    [batch, heads, queries, keys, value_dim].contains(&0)
 }

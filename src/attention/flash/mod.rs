@@ -13,8 +13,9 @@ pub use reference::reference;
 
 use super::AttentionConfig;
 use super::nothing::{lse_of_nothing, nothing};
-use super::shapes::Shapes;
+use super::shapes;
 use crate::attention::cost;
+use crate::kernels::attention::Sizes;
 use crate::ops::check_probability;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
@@ -128,11 +129,11 @@ pub fn flash_with_lse(
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
-    let shapes = check(q, k, v, config)?;
+    let sizes = check(q, k, v, config)?;
     let tf32 = hardware::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
-        true => choose_where(NAME, q, cuda::has_kernel(q, &shapes, config, tf32)),
+        true => choose_where(NAME, q, cuda::has_kernel(q, &sizes, tf32)),
         false => choose(&INFO, q),
     };
     #[cfg(not(feature = "cuda"))]
@@ -140,13 +141,13 @@ pub fn flash_with_lse(
     if path? == Path::Reference {
         return reference(q, k, v, config);
     }
-    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
         return Ok((out, lse_of_nothing(q)?));
     }
-    let (heads, kv_heads) = (shapes.heads, shapes.kv_heads);
+    let (heads, kv_heads) = (sizes.heads, sizes.kv_heads);
     let lse = Arc::<OnceLock<Tensor>>::default();
     let op = Flash {
-        sizes: shapes.sizes(config),
+        sizes,
         config: config.clone(),
         tf32,
         lse: Arc::clone(&lse),
@@ -185,21 +186,18 @@ fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
 }
 
 /// Checks the arguments of [`flash()`].
-fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Shapes> {
-    let shapes = Shapes::of(NAME, q, k, v, config)?;
+fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Sizes> {
+    let sizes = shapes::check(NAME, q, k, v, config)?;
     if let Some(dropout) = &config.dropout {
         check_probability("attention::AttentionConfig", "dropout", dropout.probability)?;
     }
-    if shapes.head_dim > MAX_HEAD_DIM || shapes.head_dim != shapes.value_dim {
+    if sizes.head_dim > MAX_HEAD_DIM || sizes.head_dim != sizes.value_dim {
         return Err(Error::Shape {
             op: NAME,
             expected: format!("one head dimension for q, k and v, at most {MAX_HEAD_DIM}"),
-            got: format!(
-                "{} for q and k, {} for v",
-                shapes.head_dim, shapes.value_dim
-            ),
+            got: format!("{} for q and k, {} for v", sizes.head_dim, sizes.value_dim),
             hint: "use attention::naive, which has no such limit".into(),
         });
     }
-    Ok(shapes)
+    Ok(sizes)
 }

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::attention::AttentionConfig;
 use crate::attention::first_keys::HostSeen;
 use crate::attention::nothing::lse_of_nothing;
-use crate::attention::shapes::Shapes;
+use crate::attention::shapes::{check, is_empty};
 use crate::ops::info::OpInfo;
 use crate::ops::record::{composed, widen};
 use candle_core::{D, DType, Device, Tensor};
@@ -20,8 +20,8 @@ pub(super) fn reference(
     v: &Tensor,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let shapes = Shapes::of(NAME, q, k, v, config)?;
-    if shapes.is_empty() {
+    let sizes = check(NAME, q, k, v, config)?;
+    if is_empty(&sizes) {
         return lse_of_nothing(q);
     }
     let (q, k) = (q.detach(), k.detach());
@@ -31,18 +31,18 @@ pub(super) fn reference(
     };
     let lse_shape = &q.dims()[..q.rank() - 1];
     let lse = composed(&LSE, &[&q, &k], (lse_shape, wide), || {
-        let rows = shapes.heads / shapes.kv_heads * shapes.queries;
-        let matrices = shapes.batch * shapes.kv_heads;
-        let q = widen(&q)?.reshape((matrices, rows, shapes.head_dim))?; // (B Hkv, H / Hkv Tq, Dh)
-        let k = widen(&k)?.reshape((matrices, shapes.keys, shapes.head_dim))?; // (B Hkv, Tk, Dh)
-        let scores = (q.matmul(&k.t()?)? * config.scale_for(shapes.head_dim))?;
+        let rows = sizes.group() * sizes.queries;
+        let matrices = sizes.kv_matrices();
+        let q = widen(&q)?.reshape((matrices, rows, sizes.head_dim))?; // (B Hkv, H / Hkv Tq, Dh)
+        let k = widen(&k)?.reshape((matrices, sizes.keys, sizes.head_dim))?; // (B Hkv, Tk, Dh)
+        let scores = (q.matmul(&k.t()?)? * sizes.scale)?;
         let scores = match config.soft_cap {
             None => scores,
             Some(cap) => ((scores / cap)?.tanh()? * cap)?,
         };
-        let heads = shapes.batch * shapes.heads;
-        let scores = scores.reshape((heads, shapes.queries, shapes.keys))?; // (B H, Tq, Tk)
-        let seen = HostSeen::new(config, &shapes)?.tensor(q.device())?;
+        let heads = sizes.matrices();
+        let scores = scores.reshape((heads, sizes.queries, sizes.keys))?; // (B H, Tq, Tk)
+        let seen = HostSeen::new(config, &sizes)?.tensor(q.device())?;
         let seen = seen.broadcast_as(scores.shape())?;
         // Selected rather than multiplied: a hidden NaN does not spread. Finite: a row without visible keys sums to 0.
         let low = if wide == DType::F64 { -1e300 } else { -1e38 };

@@ -9,7 +9,7 @@ mod op;
 use super::AttentionConfig;
 use super::first_keys::HostSeen;
 use super::nothing::nothing;
-use super::shapes::Shapes;
+use super::shapes::check;
 use crate::attention::cost;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
@@ -140,16 +140,16 @@ fn naive_into(
     lse: Option<Arc<OnceLock<Tensor>>>,
 ) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
-    let shapes = Shapes::of(NAME, q, k, v, config)?;
-    let scores = with_last_dim(q.dims(), shapes.keys);
+    let sizes = check(NAME, q, k, v, config)?;
+    let scores = with_last_dim(q.dims(), sizes.keys);
     ops::check_size(NAME, &scores, q.dtype(), q.device())?;
-    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
         return Ok(out);
     }
     match choose(&INFO, q)? {
         _ if config.dropout.is_some() || config.soft_cap.is_some() => by_parts(q, k, v, config),
         Path::Kernel => {
-            let (sizes, reads) = (shapes.sizes(config), config.reads());
+            let reads = config.reads();
             by_kernels(&INFO, Naive { sizes, reads, lse }, [q, k, v])
         }
         Path::Reference => reference(q, k, v, config),
@@ -181,32 +181,31 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 }
 
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
-    let shapes = Shapes::of(NAME, q, k, v, config)?;
-    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+    let sizes = check(NAME, q, k, v, config)?;
+    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
         return Ok(out);
     }
-    let matrices = shapes.batch * shapes.kv_heads;
+    let matrices = sizes.kv_matrices();
     let matrices = |x: &Tensor, rows, cols| of_shape(x, &[matrices, rows, cols]);
     let [wide_q, k, v] = [q, k, v].map(|x| wide_input(NAME, x));
     let (wide_q, k, v) = (wide_q?, k?, v?);
-    let rows = shapes.heads / shapes.kv_heads * shapes.queries;
-    let q_rows = matrices(&wide_q, rows, shapes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
-    let k = matrices(&k, shapes.keys, shapes.head_dim)?; // (B Hkv, Tk, Dh)
-    let v = matrices(&v, shapes.keys, shapes.value_dim)?; // (B Hkv, Tk, Dv)
+    let rows = sizes.group() * sizes.queries;
+    let q_rows = matrices(&wide_q, rows, sizes.head_dim)?; // (B Hkv, H / Hkv Tq, Dh)
+    let k = matrices(&k, sizes.keys, sizes.head_dim)?; // (B Hkv, Tk, Dh)
+    let v = matrices(&v, sizes.keys, sizes.value_dim)?; // (B Hkv, Tk, Dv)
     let range = probe::range("scores");
     let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
     drop(range);
-    let heads = shapes.batch * shapes.heads;
-    let scores = of_shape(&scores, &[heads, shapes.queries, shapes.keys])?; // (B H, Tq, Tk)
-    let scale = config.scale_for(shapes.head_dim);
+    let heads = sizes.matrices();
+    let scores = of_shape(&scores, &[heads, sizes.queries, sizes.keys])?; // (B H, Tq, Tk)
     let (scores, scale) = match config.soft_cap {
-        None => (scores, scale),
-        Some(cap) => (soft_cap_of_scaled(&scores, scale, cap)?, 1.0),
+        None => (scores, sizes.scale),
+        Some(cap) => (soft_cap_of_scaled(&scores, sizes.scale, cap)?, 1.0),
     };
     let p = match &config.first_keys {
         None => ops::softmax(&scores, scale, config.mask)?,
         Some(first_keys) => {
-            let seen = || HostSeen::new(config, &shapes)?.tensor(q.device());
+            let seen = || HostSeen::new(config, &sizes)?.tensor(q.device());
             softmax_of_heads(&scores, scale, config.mask, first_keys.tensor(), seen)?
         }
     }; // (B H, Tq, Tk)
@@ -215,8 +214,8 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
         Some(dropout) => ops::dropout(&p, dropout)?,
     };
     let _range = probe::range("values");
-    let out = ops::matmul(&matrices(&p, rows, shapes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
-    let out = out.reshape(with_last_dim(q.dims(), shapes.value_dim))?; // (..., H, Tq, Dv)
+    let out = ops::matmul(&matrices(&p, rows, sizes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
+    let out = out.reshape(with_last_dim(q.dims(), sizes.value_dim))?; // (..., H, Tq, Dv)
     Ok(to_dtype(&out, q.dtype())?)
 }
 

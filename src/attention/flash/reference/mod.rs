@@ -16,10 +16,10 @@ use crate::attention::AttentionConfig;
 use crate::attention::computed::Computed;
 use crate::attention::first_keys::HostSeen;
 use crate::attention::nothing::{lse_of_nothing, nothing};
-use crate::attention::shapes::Shapes;
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, Target};
 use crate::kernels::DropoutMask;
+use crate::kernels::attention::Sizes;
 use crate::ops::check_float;
 use crate::ops::lowering::{Signature, Workspace};
 use crate::ops::record::{Spec, apply, traced, widen};
@@ -46,26 +46,24 @@ pub fn reference(
     v: &Tensor,
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
-    let shapes = check(q, k, v, config)?;
+    let sizes = check(q, k, v, config)?;
     check_float(NAME, q)?;
-    if let Some(out) = nothing(NAME, &shapes, [q, k, v])? {
+    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
         return Ok((out, lse_of_nothing(q)?));
     }
     if graph::is_tracing() {
         let config = config.clone();
-        let out = traced(NAME, Traced { shapes, config }, &[q, k, v], true)?;
+        let out = traced(NAME, Traced { sizes, config }, &[q, k, v], true)?;
         let lse = graph::kept_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
         let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
         return Ok((out, lse));
     }
     let attention = Attention {
-        shapes,
-        seen: HostSeen::new(config, &shapes)?,
-        scale: config.scale_for(shapes.head_dim),
-        soft_cap: config.soft_cap,
+        sizes,
+        seen: HostSeen::new(config, &sizes)?,
         dropout: match &config.dropout {
-            Some(dropout) => Some(dropout.mask(shapes.keys)?),
+            Some(dropout) => Some(dropout.mask(sizes.keys)?),
             None => None,
         },
     };
@@ -91,7 +89,7 @@ pub fn reference(
 
 /// The attributes and saved tensors that a trace records for a call. (It does not run the tiles on meta tensors.)
 struct Traced {
-    shapes: Shapes,
+    sizes: Sizes,
     config: AttentionConfig,
 }
 
@@ -101,13 +99,13 @@ impl Spec for Traced {
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        self.config.attributes(&self.shapes.sizes(&self.config))
+        self.config.attributes(&self.sizes)
     }
 
     /// The unrounded out, and the maxima and sums of the softmax.
     fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
-        let (q, shapes) = (&inputs[0], &self.shapes);
-        let softmax = (2, shapes.batch, shapes.heads, shapes.queries);
+        let (q, sizes) = (&inputs[0], &self.sizes);
+        let softmax = (2, sizes.batch, sizes.heads, sizes.queries);
         vec![
             ("out in tiles", q.dims.into(), q.wide_dtype()),
             ("lse", softmax.into(), q.wide_dtype()),
@@ -144,10 +142,8 @@ impl Softmax {
 /// The parameters of one call. With G = B Hkv and R = H / Hkv, q is viewed as (G, R, Tq, Dh), k and v as (G, Tk, Dh),
 /// and a tile of Br queries as (G, R Br, Dh).
 struct Attention {
-    shapes: Shapes,
+    sizes: Sizes,
     seen: HostSeen,
-    scale: f64,
-    soft_cap: Option<f64>,
     /// The dropout mask of the probabilities (B H Tq, Tk), if there is dropout.
     dropout: Option<DropoutMask>,
 }
@@ -164,13 +160,13 @@ impl Attention {
         // Lines 1 and 2: the outputs, tile by tile.
         let (mut out, mut max, mut sum) = (Vec::new(), Vec::new(), Vec::new());
         // Line 3: for every query tile ...
-        for i in tiles(self.shapes.queries, Q_TILE) {
+        for i in tiles(self.sizes.queries, Q_TILE) {
             let q_i = self.rows(&q, &i)?; // line 4
             let mut o = q_i.zeros_like()?; // line 5
             let mut l = q_i.narrow(2, 0, 1)?.zeros_like()?;
             let mut m = constant(f32::NEG_INFINITY, &l)?;
             // Line 6: ... and every key tile that one of its queries sees.
-            for j in tiles(self.shapes.keys, K_TILE) {
+            for j in tiles(self.sizes.keys, K_TILE) {
                 let Some(seen) = self.seen(&i, &j, &q)? else {
                     continue;
                 };
@@ -206,16 +202,16 @@ impl Attention {
         let (q, k, v) = (self.queries(q)?, self.keys(k)?, self.keys(v)?);
         let d_out = self.queries(d_out)?;
         // Lines 1 to 3: the gradients, tile by tile.
-        let q_tiles = tiles(self.shapes.queries, Q_TILE).map(|i| self.rows(&q, &i)?.zeros_like());
+        let q_tiles = tiles(self.sizes.queries, Q_TILE).map(|i| self.rows(&q, &i)?.zeros_like());
         let mut dq = q_tiles.collect::<candle_core::Result<Vec<_>>>()?;
         let (mut dk, mut dv) = (Vec::new(), Vec::new());
         let delta = (&d_out * out)?.sum_keepdim(D::Minus1)?; // line 4
         // Line 5: for every key tile ...
-        for j in tiles(self.shapes.keys, K_TILE) {
+        for j in tiles(self.sizes.keys, K_TILE) {
             let (k_j, v_j) = (columns(&k, &j)?, columns(&v, &j)?); // line 6
             let (mut dk_j, mut dv_j) = (k_j.zeros_like()?, v_j.zeros_like()?); // line 7
             // Line 8: ... and every query tile of which one sees it.
-            for (i, dq_i) in tiles(self.shapes.queries, Q_TILE).zip(&mut dq) {
+            for (i, dq_i) in tiles(self.sizes.queries, Q_TILE).zip(&mut dq) {
                 let Some(seen) = self.seen(&i, &j, &q)? else {
                     continue;
                 };
@@ -230,10 +226,10 @@ impl Attention {
                 dv_j = (dv_j + seen.product_of_transposed(&stayed, &d_out_i)?)?; // line 12
                 let dp = self.dropped(&d_out_i.matmul(&v_j.t()?)?, &i, &j)?; // line 13
                 let mut ds = (p * dp.broadcast_sub(&delta_i)?)?; // line 14
-                if let Some(cap) = self.soft_cap {
+                if let Some(cap) = self.sizes.soft_cap {
                     ds = (ds * (1.0 - (s / cap)?.sqr()?)?)?;
                 }
-                let ds = seen.select(&(ds * self.scale)?, 0.0)?;
+                let ds = seen.select(&(ds * self.sizes.scale)?, 0.0)?;
                 *dq_i = (&*dq_i + seen.product(&ds, &k_j)?)?; // line 15
                 dk_j = (dk_j + seen.product_of_transposed(&ds, &q_i)?)?; // line 16
             }
@@ -251,8 +247,8 @@ impl Attention {
 
     /// `scale q_i k_j^T` (G, R Br, Bc), capped.
     fn scores(&self, q_i: &Tensor, k_j: &Tensor) -> candle_core::Result<Tensor> {
-        let scores = (q_i.matmul(&k_j.t()?)? * self.scale)?;
-        match self.soft_cap {
+        let scores = (q_i.matmul(&k_j.t()?)? * self.sizes.scale)?;
+        match self.sizes.soft_cap {
             None => Ok(scores),
             Some(cap) => (scores / cap)?.tanh()? * cap,
         }
@@ -268,8 +264,8 @@ impl Attention {
         let Some(mask) = &self.dropout else {
             return Ok(x.clone());
         };
-        let (mut stay, queries) = (Vec::with_capacity(x.elem_count()), self.shapes.queries);
-        for matrix in 0..self.shapes.batch * self.shapes.heads {
+        let (mut stay, queries) = (Vec::with_capacity(x.elem_count()), self.sizes.queries);
+        for matrix in 0..self.sizes.batch * self.sizes.heads {
             for query in i.clone() {
                 let row = matrix * queries + query;
                 mask.each(row, j.clone(), |_, stays| stay.push(u8::from(stays)));
@@ -286,10 +282,10 @@ impl Attention {
         j: &Range<usize>,
         like: &Tensor,
     ) -> candle_core::Result<Option<Seen>> {
-        let heads = self.shapes.heads / self.shapes.kv_heads; // R
+        let heads = self.sizes.group(); // R
         let matrices = match self.seen.sequences() {
             1 => 1,
-            sequences => sequences * self.shapes.kv_heads, // G
+            sequences => sequences * self.sizes.kv_heads, // G
         };
         let sees = |matrix: usize, i, j| {
             let sequence = matrix * self.seen.sequences() / matrices;
@@ -300,21 +296,16 @@ impl Attention {
 
     /// Views q, or a tensor of its shape, as (G, R, Tq, Dh).
     fn queries(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let sizes = self.shapes;
-        let group = sizes.heads / sizes.kv_heads;
-        let shape = (
-            sizes.batch * sizes.kv_heads,
-            group,
-            sizes.queries,
-            sizes.head_dim,
-        );
+        let sizes = self.sizes;
+        let group = sizes.group();
+        let shape = (sizes.kv_matrices(), group, sizes.queries, sizes.head_dim);
         widen(&x.detach())?.reshape(shape)
     }
 
     /// Views k or v as (G, Tk, Dh).
     fn keys(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let sizes = self.shapes;
-        let shape = (sizes.batch * sizes.kv_heads, sizes.keys, sizes.head_dim);
+        let sizes = self.sizes;
+        let shape = (sizes.kv_matrices(), sizes.keys, sizes.head_dim);
         widen(&x.detach())?.reshape(shape)
     }
 
@@ -326,7 +317,7 @@ impl Attention {
     /// Views a result of [`Attention::rows`] as (G, R, Br, n).
     fn tile(&self, rows: &Tensor) -> candle_core::Result<Tensor> {
         let (batch, rows_of_group, width) = rows.dims3()?;
-        let group = self.shapes.heads / self.shapes.kv_heads;
+        let group = self.sizes.group();
         rows.reshape((batch, group, rows_of_group / group, width))
     }
 }
