@@ -213,7 +213,10 @@ fn first_keys_that_fall_are_refused_before_a_run() {
         ("targets", &targets),
         ("first_keys", &falling),
     ];
-    refusal(step.forward_backward(inputs), &["in sequence 1 the first key of query 51"]);
+    refusal(
+        step.forward_backward(inputs),
+        &["in sequence 1 the first key of query 51"],
+    );
     let wide = falling.to_dtype(DType::I64).unwrap();
     let inputs = [
         ("tokens", &tokens),
