@@ -143,6 +143,26 @@ mod saved;
 pub mod train;
 
 pub use backward::{backward, backward_from};
+/// Serializes types with serde by their names: `Display` and `FromStr`, for `#[serde(try_from = "String", into = "String")]`.
+macro_rules! serde_by_name {
+    ($($name:ty),*) => {$(
+        impl TryFrom<String> for $name {
+            type Error = crate::Error;
+
+            fn try_from(name: String) -> crate::Result<Self> {
+                name.parse()
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(value: $name) -> Self {
+                value.to_string()
+            }
+        }
+    )*};
+}
+serde_by_name!(nn::Checkpointing, precision::Precision);
+
 /// The version of candle that this crate depends on.
 pub use candle_core as candle;
 pub use error::{Error, Result};

@@ -14,7 +14,7 @@
 //! let config = AttentionConfig::default();
 //! let timing = Stopwatch::new(&device).warmup(1).measure(3, || attention::flash(&q, &q, &q, &config))?;
 //! assert_eq!(timing.samples_ms.len(), 3);
-//! println!("{}", timing.statistics()?); // mean, deviation and quantiles in milliseconds
+//! println!("{:.2} ms", timing.statistics()?.mean_ms);
 //! # Ok::<(), tallow::Error>(())
 //! ```
 

@@ -26,7 +26,7 @@ use crate::{Error, Result, ops, probe};
 /// let x = Tensor::ones((64, 64), DType::F32, &device)?;
 /// let timing = Stopwatch::new(&device).warmup(2).measure(5, || x.matmul(&x))?;
 /// assert_eq!(timing.samples_ms.len(), 5);
-/// println!("{}", timing.statistics()?);
+/// println!("{:.2} ms", timing.statistics()?.mean_ms);
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub struct Stopwatch<'a> {

@@ -1,11 +1,10 @@
-//! A plan's memory as a picture: one rectangle a buffer, from its first call to its last, where it lies in the arena.
+//! A picture of a plan's memory: a rectangle for each buffer, from its first call to its last, at its offset in the arena.
 
 use super::buffer::{Buffer, Category};
 use super::plan::Plan;
 use crate::Result;
-use crate::report::format_mib;
-use crate::report::picture;
-use std::fmt::Write;
+use crate::report::svg::Svg;
+use crate::report::{format_mib, picture};
 use std::path::Path;
 
 const WIDTH: f64 = 1400.0;
@@ -14,55 +13,33 @@ const LEFT: f64 = 115.0;
 const TOP: f64 = 60.0;
 const MARGIN: f64 = 20.0;
 const BOTTOM: f64 = 60.0;
+const FONT_SIZE: i32 = 13;
 
 impl Plan {
     /// The picture as SVG: calls from left to right, the arena's bytes from top to bottom, coloured by category.
     /// Pointing at a rectangle says which buffer it is, its shape, offset and calls.
     pub fn memory_map(&self) -> String {
-        let mut svg = String::new();
-        let height = TOP + HEIGHT + BOTTOM;
-        let width = LEFT + WIDTH + MARGIN;
-        // Writing to a String cannot fail.
-        let _ = writeln!(
-            svg,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" \
-             font-size=\"13\">"
-        );
-        let _ = writeln!(
-            svg,
-            r#"<rect width="{width}" height="{height}" fill="white"/>"#
-        );
-        let _ = writeln!(
-            svg,
-            r#"<text x="{LEFT}" y="24" font-size="16">Arena of {}: {} buffers, {} calls</text>"#,
+        let mut svg = Svg::new(LEFT + WIDTH + MARGIN);
+        let in_arena = self.buffers().iter().filter(|buffer| buffer.is_in_arena());
+        let title = format!(
+            "Arena of {}: {} buffers, {} calls",
             format_mib(self.peak_bytes()),
-            self.buffers()
-                .iter()
-                .filter(|buffer| buffer.is_in_arena())
-                .count(),
+            in_arena.count(),
             self.calls().len(),
         );
+        svg.text((LEFT, 18.0), 16, "start", &title);
         self.legend(&mut svg);
         self.phases(&mut svg);
         for buffer in self.buffers() {
             self.rectangle(&mut svg, buffer);
         }
-        for quarter in 0..=4 {
+        for quarter in 0..=4u32 {
             let y = TOP + HEIGHT * f64::from(quarter) / 4.0;
-            let bytes = self.peak_bytes() * u64::from(quarter as u32) / 4;
-            let (x, label) = (LEFT - 6.0, format_mib(bytes));
-            let _ = writeln!(
-                svg,
-                r#"<text x="{x}" y="{y:.1}" text-anchor="end">{label}</text>"#
-            );
+            let bytes = self.peak_bytes() * u64::from(quarter) / 4;
+            svg.text((LEFT - 6.0, y), FONT_SIZE, "end", &format_mib(bytes));
         }
-        let middle = TOP + HEIGHT / 2.0;
-        let _ = writeln!(
-            svg,
-            r#"<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">place in the arena</text>"#
-        );
-        svg.push_str("</svg>\n");
-        svg
+        svg.text_upwards((16.0, TOP + HEIGHT / 2.0), FONT_SIZE, "offset in the arena");
+        svg.finish(TOP + HEIGHT + BOTTOM)
     }
 
     /// Writes the picture to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
@@ -79,7 +56,7 @@ impl Plan {
         LEFT + WIDTH * call as f64 / self.calls().len().max(1) as f64
     }
 
-    fn rectangle(&self, svg: &mut String, buffer: &Buffer) {
+    fn rectangle(&self, svg: &mut Svg, buffer: &Buffer) {
         let Some(range) = buffer.arena_range() else {
             return;
         };
@@ -87,11 +64,8 @@ impl Plan {
         let (x, end) = (self.x(buffer.live.start), self.x(buffer.live.end));
         let y = TOP + range.start as f64 * per_byte;
         let (width, height) = (end - x, (range.end - range.start) as f64 * per_byte);
-        let _ = writeln!(
-            svg,
-            "<rect x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{}\" \
-             stroke=\"white\" stroke-width=\"0.3\"><title>{} {:?}, {}, {}: offset {}, calls {} to {}</title></rect>",
-            colour(buffer.category),
+        let tooltip = format!(
+            "{} {:?}, {}, {}: offset {}, calls {} to {}",
             buffer.name,
             buffer.shape,
             buffer.category.name(),
@@ -100,27 +74,26 @@ impl Plan {
             buffer.live.start,
             buffer.live.end - 1,
         );
+        svg.rectangle([x, y, width, height], colour(buffer.category), &tooltip, "");
     }
 
-    fn legend(&self, svg: &mut String) {
+    fn legend(&self, svg: &mut Svg) {
         let mut x = LEFT;
         let shown = Category::ALL.iter().filter(|category| {
             let mut buffers = self.buffers().iter();
             buffers.any(|buffer| buffer.is_in_arena() && buffer.category == **category)
         });
         for category in shown {
-            let (colour, name) = (colour(*category), category.name());
-            let _ = writeln!(
-                svg,
-                r##"<rect x="{x}" y="36" width="12" height="12" fill="{colour}"/><text x="{}" y="47">{name}</text>"##,
-                x + 17.0
-            );
+            let name = category.name();
+            let corners = [(x, 36.0), (x + 12.0, 36.0), (x + 12.0, 48.0), (x, 48.0)];
+            svg.area(&corners, colour(*category));
+            svg.text((x + 17.0, 42.0), FONT_SIZE, "start", name);
             x += 130.0;
         }
     }
 
-    fn phases(&self, svg: &mut String) {
-        let y = TOP + HEIGHT;
+    fn phases(&self, svg: &mut Svg) {
+        let bottom = TOP + HEIGHT;
         let mut before = None;
         let mut labelled = f64::NEG_INFINITY;
         for (index, call) in self.calls().iter().enumerate() {
@@ -128,31 +101,20 @@ impl Plan {
                 continue;
             }
             let x = self.x(index);
-            let _ = writeln!(
-                svg,
-                r##"<line x1="{x:.1}" y1="{TOP}" x2="{x:.1}" y2="{:.1}" stroke="#888" stroke-width="0.6"/>"##,
-                y + 8.0
-            );
+            svg.line(&[(x, TOP), (x, bottom + 8.0)], "#888888", 0.6, "");
             if x > labelled + 60.0 {
-                let _ = writeln!(
-                    svg,
-                    r#"<text x="{x:.1}" y="{:.1}">{}</text>"#,
-                    y + 22.0,
-                    call.phase
-                );
+                let name = call.phase.to_string();
+                svg.text((x, bottom + 18.0), FONT_SIZE, "start", &name);
                 labelled = x;
             }
         }
-        let _ = writeln!(
-            svg,
-            r#"<text x="{LEFT}" y="{:.1}">calls, in order of execution</text>"#,
-            y + 44.0
-        );
+        let below = (LEFT, bottom + 40.0);
+        svg.text(below, FONT_SIZE, "start", "calls, in order of execution");
     }
 }
 
-/// Okabe and Ito's colours, which people who confuse red and green can tell apart; for kinds of memory, those of its
-/// timelines.
+/// Returns the colour of a category, for kinds of memory that of the timelines. The colours are Okabe and Ito's, which can
+/// be told apart by people who confuse red and green.
 fn colour(category: Category) -> &'static str {
     match category {
         Category::Gradient => "#D55E00",

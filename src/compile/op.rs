@@ -189,9 +189,10 @@ impl Op {
 }
 
 /// The part of a step that a call belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
     /// From tokens to what the head reads; without a loss, to logits.
+    #[default]
     Forward,
     /// Head and loss.
     Loss,

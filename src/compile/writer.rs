@@ -9,6 +9,7 @@ use crate::probe::Path;
 use candle_core::DType;
 
 /// Calls and buffers so far.
+#[derive(Default)]
 pub(super) struct Writer {
     pub calls: Vec<Call>,
     pub buffers: Buffers,
@@ -24,21 +25,6 @@ pub(super) struct Writer {
     pub part: Option<usize>,
     /// So far.
     pub parts: Vec<PartCost>,
-}
-
-impl Default for Writer {
-    fn default() -> Self {
-        Self {
-            calls: Vec::new(),
-            buffers: Buffers::default(),
-            kept: Vec::new(),
-            phase: Phase::Forward,
-            path: String::new(),
-            module: Path::ROOT,
-            part: None,
-            parts: Vec::new(),
-        }
-    }
 }
 
 impl Writer {

@@ -5,7 +5,6 @@ use super::gpu_queue::GpuQueue;
 use super::host::{HostBuffer, validate};
 use super::host_queue::{Exchanged, HostQueue};
 use super::membership::{Membership, Watch};
-use super::pending::Pending;
 use super::{Collective, Reduce, Shard};
 use crate::hardware::device_name;
 use crate::{Error, Result};
@@ -113,14 +112,6 @@ impl Communicator {
         self.run(Collective::AllReduce(reduce), tensor)
     }
 
-    /// Begins to [reduce](Self::all_reduce) a tensor: its elements are defined after [`Pending::wait`].
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    pub fn start_all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<Pending> {
-        self.start(Collective::AllReduce(reduce), tensor)
-    }
-
     /// Reduces a contiguous tensor over all ranks, in place on `root`; what the others' holds is not defined then.
     ///
     /// # Errors
@@ -153,7 +144,8 @@ impl Communicator {
         *first *= self.world_size();
         let all = Tensor::zeros(dims, tensor.dtype(), tensor.device())?;
         all.slice_set(&tensor.contiguous()?, 0, self.rank() * rows)?;
-        self.start(Collective::AllGather, &all)?.wait()
+        self.run(Collective::AllGather, &all)?;
+        Ok(all)
     }
 
     /// This rank's part (d0, ...) of a tensor (world_size d0, ...) that is reduced over all ranks.
@@ -170,9 +162,7 @@ impl Communicator {
             ));
         }
         let all = tensor.force_contiguous()?;
-        let all = self
-            .start(Collective::ReduceScatter(reduce), &all)?
-            .wait()?;
+        self.run(Collective::ReduceScatter(reduce), &all)?;
         let rows = rows / world_size;
         Ok(all.narrow(0, self.rank() * rows, rows)?)
     }
@@ -254,25 +244,20 @@ impl Communicator {
         self.check()
     }
 
+    /// Runs a collective on a tensor. On a GPU its stream waits for the result, not the host.
     pub(super) fn run(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
-        self.start(collective, tensor)?.wait().map(drop)
-    }
-
-    pub(crate) fn start(&self, collective: Collective, tensor: &Tensor) -> Result<Pending> {
         self.check_tensor(collective, tensor)?;
         match &self.0.backend {
-            Backend::Alone => Ok(Pending::done(tensor)),
+            Backend::Alone => Ok(()),
             Backend::Host(queue) => {
                 let membership = Arc::clone(&self.0.membership);
                 let exchanged = Exchanged::Tensor(tensor.clone());
-                let done = queue.start(membership, collective, exchanged);
-                Ok(Pending::on_host(tensor, done))
+                HostQueue::wait(queue.start(membership, collective, exchanged))
             }
             #[cfg(feature = "cuda")]
             Backend::Gpu(queue) => {
                 let _watch = self.0.membership.enter(collective.name());
-                let done = queue.start_on(collective, tensor)?;
-                Ok(Pending::on_gpu(tensor, done))
+                queue.run_on(collective, tensor)
             }
         }
     }

@@ -26,12 +26,13 @@ impl GpuQueue {
         Ok(Self { nccl, stream })
     }
 
-    /// Has a collective come after what the tensor's stream has been given; the event comes when it is over.
-    pub(super) fn start_on(&self, collective: Collective, tensor: &Tensor) -> Result<CudaEvent> {
+    /// Runs a collective after the work in the tensor's stream, which waits for it.
+    pub(super) fn run_on(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
         let view = cuda::elements(tensor)?;
         let elements = (view.pointer, view.len, view.dtype);
-        let after = cuda::gpu(tensor)?.cuda_stream();
-        self.start_all(&[(collective, elements)], &after)
+        let stream = cuda::gpu(tensor)?.cuda_stream();
+        let done = self.start_all(&[(collective, elements)], &stream)?;
+        Ok(stream.wait(&done).w()?)
     }
 
     /// Has collectives on elements of a dtype come, as one, after what a stream has been given: ranks may send and

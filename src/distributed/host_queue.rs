@@ -1,4 +1,4 @@
-//! Collectives on host memory: a thread runs them in order, and whoever began one continues meanwhile.
+//! Collectives on host memory: a thread runs them in order.
 
 use super::host::{HostBackend, HostBuffer};
 use super::membership::Membership;

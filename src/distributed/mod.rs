@@ -88,7 +88,6 @@ mod mpi;
 #[cfg(any(feature = "cuda", test))] // its tests need no GPU
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod nccl;
-mod pending;
 mod ranks;
 mod replicated;
 mod shard;
@@ -103,7 +102,6 @@ pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
 pub use membership::Watch;
-pub use pending::Pending;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
 pub use shard::Shard;

@@ -59,25 +59,14 @@ impl SavedTensors {
         parameters.map(|tensor| tensor.bytes).sum()
     }
 
-    /// Number and size of the residuals of each part of the model ([`SavedTensor::block`]), in the order of forward.
+    /// Returns the number and size of the residuals of each part of the model ([`SavedTensor::block`]), in the order of
+    /// forward.
     pub fn by_block(&self) -> Vec<(String, usize, u64)> {
-        self.by(|tensor| tensor.block.clone())
-    }
-
-    /// Number and size of the residuals by op and what it keeps, the largest first.
-    pub fn by_op(&self) -> Vec<(String, usize, u64)> {
-        let mut sums = self.by(|tensor| format!("{}: {}", tensor.op, tensor.what));
-        sums.sort_by_key(|(_, _, bytes)| std::cmp::Reverse(*bytes)); // stable
-        sums
-    }
-
-    fn by(&self, name: impl Fn(&SavedTensor) -> String) -> Vec<(String, usize, u64)> {
         let mut sums: Vec<(String, usize, u64)> = Vec::new();
-        for tensor in self.residuals() {
-            let name = name(tensor);
-            match sums.iter_mut().find(|(known, ..)| *known == name) {
-                Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + tensor.bytes),
-                None => sums.push((name, 1, tensor.bytes)),
+        for SavedTensor { block, bytes, .. } in self.residuals() {
+            match sums.iter_mut().find(|(known, ..)| known == block) {
+                Some((_, count, sum)) => (*count, *sum) = (*count + 1, *sum + bytes),
+                None => sums.push((block.clone(), 1, *bytes)),
             }
         }
         sums

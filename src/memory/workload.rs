@@ -88,8 +88,8 @@ impl Workload {
     /// let workload = Workload { batch_size: 4, sequence_length: 256, ..Default::default() };
     /// let graph = workload.trace(&TransformerConfig::tiny())?;
     /// let saved = saved_tensors(&graph);
-    /// let (op, _, bytes) = &saved.by_op()[0]; // the most bytes
-    /// println!("{op}: {bytes} of {} bytes", saved.residual_bytes());
+    /// let (block, _, bytes) = &saved.by_block()[0];
+    /// println!("{block}: {bytes} of {} bytes", saved.residual_bytes());
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///

@@ -94,17 +94,3 @@ impl FromStr for Checkpointing {
         })
     }
 }
-
-impl TryFrom<String> for Checkpointing {
-    type Error = Error;
-
-    fn try_from(name: String) -> Result<Self> {
-        name.parse()
-    }
-}
-
-impl From<Checkpointing> for String {
-    fn from(strategy: Checkpointing) -> Self {
-        strategy.to_string()
-    }
-}

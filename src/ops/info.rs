@@ -1,13 +1,10 @@
-//! What is known of an op beside what computes it: what it costs, what autocast calls it, where it has kernels, how it
-//! is planned.
-//!
-//! What lives here: the form of an entry ([`OpInfo`]). Each op's own is in its own file; the list of all is in
-//! `op_table`.
+//! Descriptions of ops: costs, autocast classes, devices with kernels, lowering. Each op's file has its own; `op_table`
+//! lists all.
 
 use super::cost::{Formula, OpCost};
 use super::lowering::{Lowering, Signature, Workspace};
 
-/// What is known of an op.
+/// The description of an op.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpInfo {
     /// Its name, as ranges, errors and nodes have it.

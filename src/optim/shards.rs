@@ -3,7 +3,7 @@
 use super::AdamW;
 #[cfg(feature = "files")]
 use super::slot::Slot;
-use crate::distributed::{Collective, Communicator, Shard};
+use crate::distributed::{Communicator, Shard};
 use crate::gradients::described;
 use crate::{Error, Result};
 #[cfg(feature = "files")]
@@ -105,13 +105,8 @@ impl AdamW {
         let Some(shards) = &self.shards else {
             return Ok(());
         };
-        let started = self.parameters().zip(&shards.owners);
-        let started = started.map(|((_, var), owner)| {
-            let from_owner = Collective::Broadcast { root: *owner };
-            shards.communicator.start(from_owner, var)
-        });
-        for pending in started.collect::<Result<Vec<_>>>()? {
-            pending.wait()?;
+        for ((_, var), owner) in self.parameters().zip(&shards.owners) {
+            shards.communicator.broadcast(var, *owner)?;
         }
         crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
         Ok(())

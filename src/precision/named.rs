@@ -205,20 +205,6 @@ impl FromStr for Precision {
     }
 }
 
-impl TryFrom<String> for Precision {
-    type Error = Error;
-
-    fn try_from(name: String) -> Result<Self> {
-        name.parse()
-    }
-}
-
-impl From<Precision> for String {
-    fn from(precision: Precision) -> Self {
-        precision.name().into()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

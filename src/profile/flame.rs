@@ -4,15 +4,14 @@ use super::balance::{Balance, LineKind};
 use super::recording::Recording;
 use super::tree::Tree;
 use crate::Result;
-use crate::report::picture::{self, escaped};
-use std::fmt::Write;
+use crate::report::picture;
+use crate::report::svg::Svg;
 use std::path::Path;
 
 const WIDTH: f64 = 1400.0;
 const MARGIN: f64 = 10.0;
 const TITLE_HEIGHT: f64 = 34.0;
 const ROW_HEIGHT: f64 = 19.0;
-const FONT_SIZE: f64 = 12.0;
 /// What a character of the font takes, a little more rather than less.
 const CHARACTER_WIDTH: f64 = 7.0;
 /// What is narrower is left out: it could not be seen.
@@ -113,44 +112,25 @@ impl Drawing {
             Some(steps) => format!("mean of {steps} steps"),
             None => "the whole recording".to_string(),
         };
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
-             viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"{FONT_SIZE}\">\n\
-             <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
-             <text x=\"{MARGIN}\" y=\"22\" font-size=\"16\">Time by place, {title}: {:.2} ms</text>\n",
-            self.balance.ms_per_step(root.total_ns)
-        );
+        let mut svg = Svg::new(WIDTH);
+        let ms = self.balance.ms_per_step(root.total_ns);
+        let title = format!("Time by place, {title}: {ms:.2} ms");
+        svg.text((MARGIN, 17.0), 16, "start", &title);
         self.draw_node(&mut svg, root, 0, MARGIN, WIDTH - 2.0 * MARGIN);
-        svg.push_str("</svg>\n");
-        svg
+        svg.finish(height)
     }
 
-    fn draw_node(&self, svg: &mut String, node: &Node, level: usize, x: f64, width: f64) {
+    fn draw_node(&self, svg: &mut Svg, node: &Node, level: usize, x: f64, width: f64) {
         if width < LEAST_WIDTH {
             return;
         }
         let y = TITLE_HEIGHT + (self.depth - 1 - level) as f64 * ROW_HEIGHT;
         let share = 100.0 * node.total_ns as f64 / self.balance.wall_ns.max(1) as f64;
-        let name = escaped(&node.name);
-        let _ = write!(
-            svg,
-            "<g><title>{name}: {:.3} ms, {share:.2}%</title>\
-             <rect x=\"{x:.2}\" y=\"{y:.1}\" width=\"{width:.2}\" height=\"{:.1}\" fill=\"{}\" \
-             stroke=\"#ffffff\" stroke-width=\"0.5\"/>",
-            self.balance.ms_per_step(node.total_ns),
-            ROW_HEIGHT - 1.0,
-            colour(&node.name),
-        );
-        if let Some(text) = fitting(&node.name, width) {
-            let _ = write!(
-                svg,
-                "<text x=\"{:.2}\" y=\"{:.1}\">{}</text>",
-                x + 3.0,
-                y + ROW_HEIGHT - 6.0,
-                escaped(&text)
-            );
-        }
-        svg.push_str("</g>\n");
+        let (name, ms) = (&node.name, self.balance.ms_per_step(node.total_ns));
+        let label = fitting(&format!("{name} {share:.1}%"), width).unwrap_or_default();
+        let tooltip = format!("{name}: {ms:.3} ms, {share:.2}%");
+        let sides = [x, y, width, ROW_HEIGHT - 1.0];
+        svg.rectangle(sides, &colour(name), &tooltip, &label);
         let mut child_x = x;
         for child in &node.children {
             let child_width = width * child.total_ns as f64 / node.total_ns.max(1) as f64;
@@ -160,12 +140,12 @@ impl Drawing {
     }
 }
 
-/// As much of `name` as there is room for; `None` where that would say nothing.
-fn fitting(name: &str, width: f64) -> Option<String> {
+/// Returns `text` if it fits, else its beginning if at least four characters do.
+fn fitting(text: &str, width: f64) -> Option<String> {
     let room = ((width - 6.0) / CHARACTER_WIDTH).max(0.0) as usize;
-    match name.chars().count() {
-        count if count <= room => Some(name.to_string()),
-        _ if room >= 4 => Some(name.chars().take(room - 1).chain(['…']).collect()),
+    match text.chars().count() {
+        count if count <= room => Some(text.to_string()),
+        _ if room >= 4 => Some(text.chars().take(room - 1).chain(['…']).collect()),
         _ => None,
     }
 }

@@ -41,6 +41,7 @@ mod markup;
 pub(crate) mod picture;
 pub mod plot;
 mod statistics;
+pub(crate) mod svg;
 mod text;
 mod words;
 mod write;

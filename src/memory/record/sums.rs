@@ -137,9 +137,4 @@ impl MemoryRecording {
         blocks.truncate(count);
         blocks
     }
-
-    /// All that was alive when it began.
-    pub fn bytes_before(&self) -> u64 {
-        self.bytes_at(0)
-    }
 }

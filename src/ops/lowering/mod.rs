@@ -1,9 +1,5 @@
-//! How ops are planned: an op's forward and its backward as calls of kernels, as data.
-//!
-//! What lives here: what such a call is ([`Kernel`], [`Slices`]), and the calls that ops share (conversions, maps).
-//! Each op's own is in its own file, beside its eager form, and runs the same kernels; its
-//! [`OpInfo`](super::info::OpInfo) has it. What does not: buffers and their places, which are
-//! [`compile`](crate::compile)'s.
+//! The lowering of ops: forward and backward as calls of kernels ([`Kernel`], [`Slices`]), as data. An op's lowering is
+//! in its file and in its [`OpInfo`](super::info::OpInfo); [`compile`](crate::compile) allocates the buffers.
 
 mod accumulate;
 mod convert;

@@ -1,8 +1,9 @@
 //! Areas stacked on each other, over stretches with names.
 
 use super::axis::Axis;
-use super::draw::{COLOURS, FRAME, Frame, LEFT, Look, MARGIN_TOP, RIGHT, Svg, TEXT, TICK_SIZE};
+use super::draw::{COLOURS, FRAME, Frame, LEFT, Look, MARGIN_TOP, RIGHT, TICK_SIZE, WIDTH};
 use crate::report::picture;
+use crate::report::svg::{Svg, TEXT};
 use crate::report::words::{fixed, group};
 use crate::{Error, Result};
 use std::path::Path;
@@ -76,7 +77,7 @@ impl AreaChart {
     /// not finite.
     pub fn to_svg(&self) -> Result<String> {
         self.check()?;
-        let mut svg = Svg::default();
+        let mut svg = Svg::new(WIDTH);
         let end = self.draw(&mut svg);
         Ok(svg.finish(end))
     }
@@ -141,7 +142,7 @@ impl AreaChart {
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
         let edges = self.spans.iter().flat_map(|span| [span.from, span.to]);
         for edge in edges.filter(|edge| (first..=last).contains(edge)) {
-            svg.line(&plot.points([(edge, 0.0), (edge, most)]), TEXT, 1, "");
+            svg.line(&plot.points([(edge, 0.0), (edge, most)]), TEXT, 1.0, "");
         }
         let peak = tops
             .last()
@@ -162,7 +163,7 @@ impl AreaChart {
             svg.text((name.left, middle), TICK_SIZE, "start", name.name);
             if name.line > 0 {
                 let ends = [middle + SPAN_HEIGHT / 2 - 2, top_height + MARGIN_TOP];
-                svg.line(&ends.map(|y| (name.span_middle, y)), FRAME, 1, "");
+                svg.line(&ends.map(|y| (name.span_middle, y)), FRAME, 1.0, "");
             }
         }
         plot.end

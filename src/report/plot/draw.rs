@@ -1,8 +1,7 @@
 //! What all charts are drawn with, as SVG: title, legend, axes, and marks in the plot.
 
 use super::axis::Axis;
-use crate::report::picture::escaped;
-use std::fmt::Write;
+use crate::report::svg::{self, Svg};
 
 pub(super) const WIDTH: i32 = 860;
 const HEIGHT: i32 = 520;
@@ -24,69 +23,11 @@ pub(super) const COLOURS: [&str; 9] = [
     "#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#AA4499",
     "#F0E442",
 ];
-pub(super) const TEXT: &str = "#222222";
 pub(super) const FRAME: &str = "#666666";
 const GRID: &str = "#E2E2E2";
 
 /// A point in pixels, from the left and from the top.
-pub(super) type Point = (i32, i32);
-
-/// A picture as it is drawn, from the top down.
-#[derive(Default)]
-pub(super) struct Svg(String);
-
-impl Svg {
-    /// The document, of this height.
-    pub fn finish(self, height: i32) -> String {
-        format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
-             viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\">\n\
-             <rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>\n{}</svg>\n",
-            self.0
-        )
-    }
-
-    /// Text that begins (`start`), ends (`end`) or has its middle (`middle`) at a point, at half of its height.
-    pub fn text(&mut self, (x, y): Point, size: i32, anchor: &str, text: &str) {
-        self.turned_text((x, y + size * 35 / 100), size, anchor, "", text);
-    }
-
-    fn turned_text(&mut self, (x, y): Point, size: i32, anchor: &str, more: &str, text: &str) {
-        let text = escaped(text);
-        self.write(format_args!(
-            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\" fill=\"{TEXT}\"{more}>{text}</text>"
-        ));
-    }
-
-    pub fn line(&mut self, points: &[Point], colour: &str, width: u32, dash: &str) {
-        let points = listed(points);
-        self.write(format_args!(
-            "<polyline points=\"{points}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\"{dash}/>"
-        ));
-    }
-
-    pub fn area(&mut self, points: &[Point], colour: &str) {
-        let points = listed(points);
-        self.write(format_args!(
-            "<polygon points=\"{points}\" fill=\"{colour}\"/>"
-        ));
-    }
-
-    pub fn marker(&mut self, (x, y): Point, colour: &str) {
-        self.write(format_args!(
-            "<circle cx=\"{x}\" cy=\"{y}\" r=\"4\" fill=\"{colour}\"/>"
-        ));
-    }
-
-    fn write(&mut self, element: std::fmt::Arguments<'_>) {
-        let _ = writeln!(self.0, "{element}"); // writing to a String cannot fail
-    }
-}
-
-fn listed(points: &[Point]) -> String {
-    let points = points.iter().map(|(x, y)| format!("{x},{y}"));
-    points.collect::<Vec<_>>().join(" ")
-}
+pub(super) type Point = svg::Point<i32>;
 
 /// What a line or a layer is drawn with.
 #[derive(Clone, Copy)]
@@ -111,7 +52,7 @@ impl Look {
                     1 => " stroke-dasharray=\"8 4\"",
                     _ => " stroke-dasharray=\"3 4\"",
                 };
-                svg.line(points, colour, 2, dash);
+                svg.line(points, colour, 2.0, dash);
             }
         }
     }
@@ -224,24 +165,22 @@ impl Plot {
         let (top, bottom) = (self.top, self.bottom);
         for (value, name) in self.x.ticks() {
             let x = self.x.pixel(*value, LEFT, RIGHT);
-            svg.line(&[(x, top), (x, bottom)], GRID, 1, "");
+            svg.line(&[(x, top), (x, bottom)], GRID, 1.0, "");
             svg.text((x, bottom + 16), TICK_SIZE, "middle", name);
         }
         for (value, name) in self.y.ticks() {
             let y = self.y.pixel(*value, bottom, top);
-            svg.line(&[(LEFT, y), (RIGHT, y)], GRID, 1, "");
+            svg.line(&[(LEFT, y), (RIGHT, y)], GRID, 1.0, "");
             svg.text((LEFT - 8, y), TICK_SIZE, "end", name);
         }
         svg.line(
             &[(LEFT, top), (LEFT, bottom), (RIGHT, bottom)],
             FRAME,
-            1,
+            1.0,
             "",
         );
         let below = ((LEFT + RIGHT) / 2, bottom + 42);
         svg.text(below, LABEL_SIZE, "middle", x_label);
-        let at = (20, (top + bottom) / 2);
-        let turn = format!(" transform=\"rotate(-90 {} {})\"", at.0, at.1);
-        svg.turned_text(at, LABEL_SIZE, "middle", &turn, y_label);
+        svg.text_upwards((26, (top + bottom) / 2), LABEL_SIZE, y_label);
     }
 }

@@ -29,9 +29,10 @@ pub use areas::{AreaChart, AreaLayer, TimeSpan};
 use std::path::Path;
 
 use crate::report::picture;
+use crate::report::svg::Svg;
 use crate::{Error, Result};
 use axis::Axis;
-use draw::{COLOURS, Frame, Look, Svg};
+use draw::{COLOURS, Frame, Look, WIDTH};
 
 /// Longer lines have no markers.
 const MAX_MARKERS: usize = 40;
@@ -192,7 +193,7 @@ impl LineChart {
 
 /// The charts below each other.
 fn svg(charts: &[LineChart]) -> Result<String> {
-    let (mut svg, mut end) = (Svg::default(), 0);
+    let (mut svg, mut end) = (Svg::new(WIDTH), 0);
     for chart in charts {
         end = chart.draw(&mut svg, end)?;
     }

@@ -80,25 +80,6 @@ impl ToF32 for Vec<bf16> {
     }
 }
 
-/// Begun one after another, waited for in any order; or dropped, which waits too.
-#[test]
-fn begun_and_waited_for() {
-    on_ranks(2, |ranks| {
-        let all: Vec<Tensor> = (1..6)
-            .map(|elements| of_rank(ranks.rank(), elements, DType::F32))
-            .collect::<Result<_>>()?;
-        let pending = all.iter().map(|x| ranks.start_all_reduce(x, Reduce::Sum));
-        let mut pending = pending.collect::<Result<Vec<_>>>()?;
-        let last = pending.pop().unwrap().wait()?;
-        assert_eq!(last.to_vec1::<f32>()?, [3.0, 6.0, 9.0, 12.0, 15.0]);
-        drop(pending);
-        for x in &all {
-            assert_eq!(x.get(0)?.to_scalar::<f32>()?, 3.0);
-        }
-        Ok(())
-    });
-}
-
 #[test]
 fn what_is_refused() {
     let ranks = Communicator::alone(&CPU);

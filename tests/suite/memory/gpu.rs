@@ -68,7 +68,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
         seen,
         wanted.map(|(mib, holds, phase, path)| (mib, holds, phase, path.to_string()))
     );
-    assert_eq!(recording.bytes_before(), 3 * MIB);
+    assert_eq!(recording.bytes_at(0), 3 * MIB);
     assert_eq!(recording.peak_bytes(), 9 * MIB);
     let peaks = recording.phases().iter();
     let peaks: Vec<u64> = peaks.map(|phase| recording.peak_bytes_in(phase)).collect();

@@ -73,7 +73,7 @@ fn scripted_allocations_are_recorded_exactly() {
     assert!(blocks[4].given_back_at.is_none());
     assert!(blocks[5].given_back_at < blocks[6].taken_at);
 
-    assert_near(recording.bytes_before(), 3_000_000);
+    assert_near(recording.bytes_at(0), 3_000_000);
     let [forward, backward] = recording.phases() else {
         panic!("{:?}", recording.phases());
     };

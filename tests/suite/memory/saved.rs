@@ -43,8 +43,6 @@ fn a_models_graph_holds_what_the_account_says(
     let blocks = saved.by_block();
     let sum: u64 = blocks.iter().map(|(_, _, bytes)| bytes).sum();
     assert_eq!(sum, saved.residual_bytes());
-    let sum: u64 = saved.by_op().iter().map(|(_, _, bytes)| bytes).sum();
-    assert_eq!(sum, saved.residual_bytes());
     let of = |name: &str| blocks.iter().find(|block| block.0 == name).unwrap().2;
     // The tables of angles in half precision, rounded, are made once.
     let tables = match precision {

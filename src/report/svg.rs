@@ -1,0 +1,119 @@
+//! SVG documents.
+
+use super::picture::escaped;
+use std::fmt::{Arguments, Write};
+
+/// The colour of text.
+pub(crate) const TEXT: &str = "#222222";
+
+/// A point in pixels, from the left and from the top.
+pub(crate) type Point<N> = (N, N);
+
+/// An SVG document of a fixed width. Later elements cover earlier ones.
+pub(crate) struct Svg {
+    width: f64,
+    elements: String,
+}
+
+impl Svg {
+    pub fn new(width: impl Into<f64>) -> Self {
+        Self {
+            width: width.into(),
+            elements: String::new(),
+        }
+    }
+
+    /// Returns the document with this height.
+    pub fn finish(self, height: impl Into<f64>) -> String {
+        let (width, height) = (self.width, height.into());
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+             viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\">\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>\n{}</svg>\n",
+            self.elements
+        )
+    }
+
+    /// Draws text whose start, middle or end (`anchor`) is at a point, vertically centred.
+    pub fn text<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, anchor: &str, text: &str) {
+        let element = text_element([x.into(), y.into()], size, anchor, "", text);
+        self.write(format_args!("{element}"));
+    }
+
+    /// Draws text that is read upwards, centred at a point.
+    pub fn text_upwards<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, text: &str) {
+        let (x, y) = (x.into(), y.into());
+        let turn = format!(" transform=\"rotate(-90 {x} {y})\"");
+        let element = text_element([x - f64::from(size) * 0.35, y], size, "middle", &turn, text);
+        self.write(format_args!("{element}"));
+    }
+
+    /// Draws a line through points. `more` has further attributes.
+    pub fn line<N: Into<f64> + Copy>(
+        &mut self,
+        points: &[Point<N>],
+        colour: &str,
+        width: f64,
+        more: &str,
+    ) {
+        let points = listed(points);
+        self.write(format_args!(
+            "<polyline points=\"{points}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\"{more}/>"
+        ));
+    }
+
+    /// Fills the area inside of points.
+    pub fn area<N: Into<f64> + Copy>(&mut self, points: &[Point<N>], colour: &str) {
+        let points = listed(points);
+        self.write(format_args!(
+            "<polygon points=\"{points}\" fill=\"{colour}\"/>"
+        ));
+    }
+
+    /// Draws a dot.
+    pub fn marker(&mut self, (x, y): Point<i32>, colour: &str) {
+        self.write(format_args!(
+            "<circle cx=\"{x}\" cy=\"{y}\" r=\"4\" fill=\"{colour}\"/>"
+        ));
+    }
+
+    /// Draws a rectangle (left, top, width, height) with a tooltip, and a label inside unless that is empty.
+    pub fn rectangle(&mut self, sides: [f64; 4], colour: &str, tooltip: &str, label: &str) {
+        let [x, y, width, height] = sides.map(rounded);
+        let tooltip = escaped(tooltip);
+        let label = match label {
+            "" => String::new(),
+            label => text_element([x + 3.0, y + height / 2.0], 12, "start", "", label),
+        };
+        self.write(format_args!(
+            "<g><title>{tooltip}</title><rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" \
+             fill=\"{colour}\" stroke=\"#FFFFFF\" stroke-width=\"0.4\"/>{label}</g>"
+        ));
+    }
+
+    fn write(&mut self, element: Arguments<'_>) {
+        let _ = writeln!(self.elements, "{element}"); // writing to a String cannot fail
+    }
+}
+
+fn text_element([x, y]: [f64; 2], size: i32, anchor: &str, more: &str, text: &str) -> String {
+    let shift = if more.is_empty() { 0.35 } else { 0.0 }; // from the middle of the letters to their line
+    let (x, y) = (rounded(x), rounded(y + f64::from(size) * shift));
+    let text = escaped(text);
+    format!(
+        "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\" fill=\"{TEXT}\"{more}>{text}</text>"
+    )
+}
+
+/// Rounds to a hundredth of a pixel.
+fn rounded(x: f64) -> f64 {
+    (x * 100.0).round() / 100.0
+}
+
+fn listed<N: Into<f64> + Copy>(points: &[Point<N>]) -> String {
+    let points = points.iter().map(|(x, y)| {
+        let [x, y] = [*x, *y].map(|x| rounded(x.into()));
+        format!("{x},{y}")
+    });
+    points.collect::<Vec<_>>().join(" ")
+}
