@@ -36,7 +36,6 @@ mod flags;
 #[path = "train/signals.rs"]
 mod signals;
 
-use candle_core::DType;
 use clap::Parser;
 use common::ranks::{ExchangeFlags, RankFlags, Strategy};
 use common::{Common, Effects, stdout};
@@ -504,15 +503,8 @@ impl Flags {
         let available_bytes = common::memory::available_bytes(device, None, [&run])?;
         let step = StepConfig {
             accumulation: config.accumulation.div_ceil(communicator.world_size()),
-            precision: config.precision,
-            loss_scaling: config.precision.dtype() == DType::F16 && config.loss_scaling.enabled,
-            optimizer_in_backward: config.optimizer_in_backward,
-            // The trainer takes the norm of all gradients where it can.
-            clip_norm: config
-                .max_grad_norm
-                .or((!config.optimizer_in_backward).then_some(f64::INFINITY)),
             ranks: self.exchange.step_ranks(communicator.shard()),
-            ..Default::default()
+            ..config.step()
         };
         let least_bytes =
             Step::least_bytes(model, &step, [config.batch_size, config.sequence_length])?;

@@ -23,7 +23,7 @@ pub enum Error {
         expected: String,
         /// The shape that came.
         got: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -36,7 +36,7 @@ pub enum Error {
         expected: String,
         /// The dtype that came.
         got: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -49,7 +49,7 @@ pub enum Error {
         expected: String,
         /// The devices that came.
         got: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -64,7 +64,7 @@ pub enum Error {
         expected: String,
         /// The value that came.
         got: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -90,9 +90,9 @@ pub enum Error {
     Device {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -114,9 +114,9 @@ pub enum Error {
     Order {
         /// The operation.
         op: &'static str,
-        /// What was called before, or was not.
+        /// The call that came before, or is missing.
         problem: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -127,9 +127,9 @@ pub enum Error {
         rank: usize,
         /// The collective operation.
         during: String,
-        /// What happened to the rank.
+        /// The failure of the rank.
         problem: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -157,11 +157,11 @@ pub enum Error {
         path: Box<Path>, // boxed: the largest variant, and every Result carries its size
         /// The weight's name.
         name: String,
-        /// What the configuration expects.
+        /// The expectation of the configuration.
         expected: String,
-        /// What the file has.
+        /// The content of the file.
         got: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -170,9 +170,9 @@ pub enum Error {
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with offset and value if known.
+        /// The problem, with offset and value if known.
         problem: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -181,11 +181,11 @@ pub enum Error {
     Data {
         /// The data: the name of a file, or its purpose.
         what: String,
-        /// What was expected.
+        /// The expectation.
         expected: String,
-        /// What came.
+        /// The data that came.
         got: String,
-        /// What to do.
+        /// A way out.
         hint: String,
     },
 
@@ -212,7 +212,7 @@ pub enum Error {
         Visible(.what)
     )]
     OutOfMemory {
-        /// What needs the memory.
+        /// The operation or tensor that needs the memory.
         what: String,
         /// The bytes needed.
         wanted_bytes: u64,

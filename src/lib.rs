@@ -143,7 +143,8 @@ mod saved;
 pub mod train;
 
 pub use backward::{backward, backward_from};
-/// Serializes types with serde by their names: `Display` and `FromStr`, for `#[serde(try_from = "String", into = "String")]`.
+/// Serializes types with serde by their names: `Display` and `FromStr`, for
+/// `#[serde(try_from = "String", into = "String")]`.
 macro_rules! serde_by_name {
     ($($name:ty),*) => {$(
         impl TryFrom<String> for $name {

@@ -1,4 +1,4 @@
-//! What the figures say about the handout's questions on attention, in words. Each function takes plain figures.
+//! Answers to the handout's questions on attention, from the figures. Each function takes plain figures.
 
 use super::measured::{BOTH, Growth, Measured, NAIVE, baseline, by_name};
 use tallow::bench::Limit;
@@ -181,8 +181,8 @@ pub fn eliminated(all: &[Measured]) -> Option<String> {
 /// Two measurements of one size: before, after.
 type Pair<'m> = (&'m Measured, &'m Measured);
 
-/// An answer for each other implementation: its times and memory against naive's, over all sizes and at the shortest and
-/// the longest T; of several variants, the mean of each.
+/// An answer for each other implementation: its times and memory against naive's, over all sizes and at the shortest
+/// and the longest T; of several variants, the mean of each.
 pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
     let mut by_implementation: Vec<(&str, String)> = Vec::new();
     for (name, own) in by_name(all) {

@@ -194,7 +194,7 @@ impl Strategy {
     }
 }
 
-/// As [`Exchange`].
+/// The values of `--exchange`; see [`Exchange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum When {
     /// After backward, each parameter's by itself
@@ -219,7 +219,7 @@ impl ExchangeFlags {
         }
     }
 
-    /// Of ranks that have parts of all.
+    /// Returns the exchange of fully sharded ranks.
     pub fn parts(&self) -> FullyShardConfig {
         FullyShardConfig {
             dtype: self.dtype(),
@@ -227,7 +227,7 @@ impl ExchangeFlags {
         }
     }
 
-    /// What a planned step of the rank with this `shard` exchanges with others.
+    /// Returns how the planned step of this rank exchanges.
     pub fn step_ranks(&self, shard: Shard) -> StepRanks {
         match self.strategy {
             _ if shard.world_size == 1 => StepRanks::Alone,

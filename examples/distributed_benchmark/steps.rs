@@ -71,7 +71,7 @@ impl Way {
         }
     }
 
-    /// What a planned step exchanges as the rank with this `shard`.
+    /// Returns how the planned step of this rank exchanges.
     pub fn step_ranks(self, shard: Shard) -> StepRanks {
         match (self.strategy, self.parts()) {
             (_, Some(parts)) => StepRanks::FullySharded(parts, shard),

@@ -40,7 +40,8 @@ pub fn line(row: &Fields) -> Fields {
     line
 }
 
-/// Where a kind of memory is counted: at the peak of each phase, and at the highest peak, measured and predicted.
+/// The places at which a kind of memory is counted: at the peak of each phase, and at the highest peak, measured and
+/// predicted.
 const PLACES: [&str; 5] = [
     "forward_bytes",
     "backward_bytes",

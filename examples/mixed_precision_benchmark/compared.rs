@@ -157,7 +157,7 @@ pub fn precisions(all: &[Configuration]) -> Vec<String> {
     names
 }
 
-/// What the figures say about speed, its trend over sizes, memory, and what fits.
+/// Answers from the figures about speed, its trend over sizes, memory, and what fits.
 pub fn answers(all: &[Configuration]) -> Vec<Answer> {
     let mut answers = Vec::new();
     for name in precisions(all).iter().filter(|name| *name != "f32") {

@@ -74,7 +74,8 @@ pub struct AttentionRun<W = AttentionWorkload> {
     pub execution: Execution,
 }
 
-/// One measurement of a [`CausalSelfAttention`](crate::nn::CausalSelfAttention) with its four D x D projections, on random x (B, T, D).
+/// One measurement of a [`CausalSelfAttention`](crate::nn::CausalSelfAttention), with its four D x D projections, on
+/// random x (B, T, D).
 ///
 /// ```
 /// use tallow::bench::{Sampling, SelfAttentionRun};
@@ -384,7 +385,7 @@ pub struct Alive {
 }
 
 impl Alive {
-    /// What is needed of memory that is there all the time, as that of a plan.
+    /// Returns the memory that is used of a plan's, which is allocated all the time.
     fn of_planned(self, plan: &Plan) -> Self {
         let resident = self.resident.saturating_sub(plan.peak_bytes());
         Self {

@@ -54,7 +54,8 @@ pub struct EndToEnd {
     pub available_bytes: Option<u64>,
 }
 
-/// A training step of the default model on 4 sequences of 256 tokens, eager and in f32: 5 steps of warm-up, 10 measured.
+/// A training step of the default model on 4 sequences of 256 tokens, eager and in f32, with 5 warm-up and 10 measured
+/// steps.
 impl Default for EndToEnd {
     fn default() -> Self {
         Self {

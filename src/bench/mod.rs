@@ -1,8 +1,9 @@
 //! Running work repeatedly and measuring it.
 //!
-//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's,
-//! [`AttentionRun`] those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time
-//! and an out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. What the samples mean, and how they are printed, is in [`report`](crate::report).
+//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's, [`AttentionRun`]
+//! those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time and an
+//! out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. [`report`](crate::report) has their
+//! statistics and tables.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

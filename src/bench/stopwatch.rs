@@ -323,8 +323,8 @@ impl<'a> Lap<'a> {
     }
 }
 
-/// A meter for the next run: what earlier runs have dropped is freed, and threads have the scratch for packing that they
-/// keep as long as the process runs.
+/// Returns a meter for the next run: dropped memory of earlier runs is freed, and threads have the packing scratch that
+/// they keep as long as the process runs.
 pub(super) fn settled_meter(device: &Device, is_in_half: bool) -> Result<Meter> {
     ops::reserve_scratch(is_in_half)?;
     let meter = Meter::new(device);

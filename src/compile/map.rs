@@ -1,4 +1,5 @@
-//! A picture of a plan's memory: a rectangle for each buffer, from its first call to its last, at its offset in the arena.
+//! A picture of a plan's memory: a rectangle for each buffer, from its first call to its last, at its offset in the
+//! arena.
 
 use super::buffer::{Buffer, Category};
 use super::plan::Plan;
@@ -38,7 +39,7 @@ impl Plan {
             let bytes = self.peak_bytes() * u64::from(quarter) / 4;
             svg.text((LEFT - 6.0, y), FONT_SIZE, "end", &format_mib(bytes));
         }
-        svg.text_upwards((16.0, TOP + HEIGHT / 2.0), FONT_SIZE, "offset in the arena");
+        svg.text_upwards((12.0, TOP + HEIGHT / 2.0), FONT_SIZE, "offset in the arena");
         svg.finish(TOP + HEIGHT + BOTTOM)
     }
 
@@ -113,8 +114,8 @@ impl Plan {
     }
 }
 
-/// Returns the colour of a category, for kinds of memory that of the timelines. The colours are Okabe and Ito's, which can
-/// be told apart by people who confuse red and green.
+/// Returns the colour of a category, for kinds of memory that of the timelines. The colours are Okabe and Ito's, which
+/// can be told apart by people who confuse red and green.
 fn colour(category: Category) -> &'static str {
     match category {
         Category::Gradient => "#D55E00",

@@ -398,7 +398,7 @@ pub(crate) struct PlannedUpdate {
     /// exp_avg and exp_avg_sq; `None` if another rank updates the parameter.
     pub moments: Option<[Tensor; 2]>,
     pub update: Update,
-    /// What its group does if there is no gradient.
+    /// The treatment of a missing gradient, by its group.
     pub missing: MissingGradients,
 }
 

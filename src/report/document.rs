@@ -9,14 +9,14 @@ use crate::{Error, Result};
 
 /// One content, five formats.
 ///
-/// Columns show some of the fields of the rows. Markdown shows all columns; text and LaTeX leave out the minor ones that
-/// a [`Layout`](super::Layout) or [`LATEX_COLUMNS`](super::LATEX_COLUMNS) has no place for. CSV and JSON carry every
-/// field of every row, unrounded, those that no column shows (`samples_ms`, say) after those that one does.
+/// Columns show some of the fields of the rows. Markdown shows all columns; text and LaTeX leave out the minor ones
+/// that a [`Layout`](super::Layout) or [`LATEX_COLUMNS`](super::LATEX_COLUMNS) has no place for. CSV and JSON carry
+/// every field of every row, unrounded, those that no column shows (`samples_ms`, say) after those that one does.
 ///
 /// The JSON document is
 /// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`, and with detail
-/// tables `"details": [{"title": "..", "answers": [..], "notes": [..], "rows": [..]}, ..]` after the rows. All rows of a
-/// table have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
+/// tables `"details": [{"title": "..", "answers": [..], "notes": [..], "rows": [..]}, ..]` after the rows. All rows of
+/// a table have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
 ///
 /// ```
 /// use tallow::report::{Column, Fields, Format, Report};

@@ -18,13 +18,6 @@ pub(crate) fn save(svg: &str, path: &Path) -> Result<()> {
     }
 }
 
-/// Text as SVG has it; XML has no control characters.
-pub(crate) fn escaped(text: &str) -> String {
-    let text = text.replace(char::is_control, " ");
-    let text = text.replace('&', "&amp;").replace('<', "&lt;");
-    text.replace('>', "&gt;").replace('"', "&quot;")
-}
-
 /// The picture in two pixels for each of the document's, so that small text can be read on any screen. Text is set in
 /// DejaVu Sans Condensed, which the build carries: the same picture on every machine, whatever fonts it has.
 #[cfg(feature = "png")]

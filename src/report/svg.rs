@@ -1,6 +1,5 @@
 //! SVG documents.
 
-use super::picture::escaped;
 use std::fmt::{Arguments, Write};
 
 /// The colour of text.
@@ -44,7 +43,7 @@ impl Svg {
     pub fn text_upwards<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, text: &str) {
         let (x, y) = (x.into(), y.into());
         let turn = format!(" transform=\"rotate(-90 {x} {y})\"");
-        let element = text_element([x - f64::from(size) * 0.35, y], size, "middle", &turn, text);
+        let element = text_element([x, y], size, "middle", &turn, text);
         self.write(format_args!("{element}"));
     }
 
@@ -97,8 +96,8 @@ impl Svg {
 }
 
 fn text_element([x, y]: [f64; 2], size: i32, anchor: &str, more: &str, text: &str) -> String {
-    let shift = if more.is_empty() { 0.35 } else { 0.0 }; // from the middle of the letters to their line
-    let (x, y) = (rounded(x), rounded(y + f64::from(size) * shift));
+    // The line that letters stand on is below their middle.
+    let (x, y) = (rounded(x), rounded(y + f64::from(size) * 0.35));
     let text = escaped(text);
     format!(
         "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\" fill=\"{TEXT}\"{more}>{text}</text>"
@@ -116,4 +115,11 @@ fn listed<N: Into<f64> + Copy>(points: &[Point<N>]) -> String {
         format!("{x},{y}")
     });
     points.collect::<Vec<_>>().join(" ")
+}
+
+/// Escapes text for SVG, and replaces control characters, which XML does not have.
+fn escaped(text: &str) -> String {
+    let text = text.replace(char::is_control, " ");
+    let text = text.replace('&', "&amp;").replace('<', "&lt;");
+    text.replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -1,6 +1,6 @@
 //! What a run is told.
 
-use crate::compile::{check_clip_value, check_precision};
+use crate::compile::{StepConfig, check_clip_value, check_precision};
 use crate::optim::{AdamWConfig, GradScaler, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
@@ -234,7 +234,24 @@ impl TrainConfig {
         self.precision.dtype() == DType::F16 && self.loss_scaling.enabled
     }
 
-    /// The scaler of a run in f16; none where nothing is scaled.
+    /// The scaler of a run in f16; none where nothing is scaled. Returns the configuration of the run's planned step on
+    /// one rank, for estimates of its memory and time. The norm of all gradients is computed unless the optimizer runs
+    /// in backward: the history records it, and it guards the update.
+    pub fn step(&self) -> StepConfig {
+        let all_norms = (!self.optimizer_in_backward).then_some(f64::INFINITY);
+        StepConfig {
+            precision: self.precision,
+            loss_scaling: self.is_scaled(),
+            clip_norm: self.max_grad_norm.or(all_norms),
+            clip_value: self.max_grad_value,
+            accumulation: self.accumulation,
+            memory_budget_bytes: self.memory_budget_bytes,
+            optimizer_in_backward: self.optimizer_in_backward,
+            dropout_seed: Some(self.seed),
+            ..Default::default()
+        }
+    }
+
     pub(super) fn scaler(&self) -> Result<Option<GradScaler>> {
         let scaler = self.is_scaled().then(|| GradScaler::new(self.loss_scaling));
         scaler.transpose()

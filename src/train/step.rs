@@ -139,21 +139,11 @@ impl Trainer {
         Batch::masked(tokens, targets, separator, ignore_index)
     }
 
-    /// The run's step, as plans are told of it.
+    /// Returns the configuration of this rank's planned step.
     fn step_config(&self) -> StepConfig {
-        let config = &self.config;
-        // The history wants the norm, which guards the update too; it takes all gradients.
-        let all_norms = (!config.optimizer_in_backward).then_some(f64::INFINITY);
         StepConfig {
-            precision: config.precision,
-            loss_scaling: self.scaler.is_some(),
-            clip_norm: config.max_grad_norm.or(all_norms),
-            clip_value: config.max_grad_value,
             accumulation: self.batches().len(),
-            memory_budget_bytes: config.memory_budget_bytes,
-            optimizer_in_backward: config.optimizer_in_backward,
-            dropout_seed: Some(config.seed),
-            ..Default::default()
+            ..self.config.step()
         }
     }
 }

@@ -82,7 +82,7 @@ pub fn run(command: Command) -> Ended {
     Ended { out, ..ended }
 }
 
-/// What an example reports as JSON.
+/// Runs an example with `--format json` and returns its report.
 #[track_caller]
 pub fn report(line: &str) -> Value {
     let ended = run(example(&format!("{line} --format json")));

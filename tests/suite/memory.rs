@@ -24,7 +24,6 @@ use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
-use tallow::precision::Precision;
 
 const MODES: [Mode; 4] = [
     Mode::Forward,
@@ -51,16 +50,9 @@ fn run(config: &TransformerConfig, batch_size: usize, mode: Mode) -> EndToEnd {
         batch_size,
         sequence_length: config.context_length,
         mode,
-        precision: Precision::F32,
         warmup_steps: 1,
         steps: 2,
-        optimizer: Default::default(),
-        execution: Execution::Eager,
-        optimizer_in_backward: false,
-        memory_budget_bytes: None,
-        seed: 0,
-        peak_flops: None,
-        available_bytes: None,
+        ..Default::default()
     }
 }
 

@@ -1,4 +1,4 @@
-//! What attention benchmarks measure: attention alone, and its layer.
+//! The workloads of attention benchmarks: attention alone, and its layer.
 
 use super::{Alive, Pass};
 use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
@@ -26,16 +26,16 @@ pub trait Measurable: Copy {
     /// The benchmark's name in errors.
     const NAME: &'static str;
 
-    /// What computes attention.
+    /// Returns the algorithm of attention.
     fn algorithm(&self) -> Algorithm;
 
     /// Batch, heads, length and width, each with the name of its field.
     fn sizes(&self) -> [(&'static str, usize); 4];
 
-    /// The same with this T, or for a layer with heads of this width.
+    /// Returns the workload with this T, or for a layer with heads of this width.
     fn of_size(&self, size: usize) -> Self;
 
-    /// Refuses a configuration that cannot run.
+    /// Returns an error for a configuration that cannot run.
     fn check(&self, execution: Execution, device: &Device) -> Result<()>;
 
     /// The reason why such heads or dtypes are not supported, if they are not.

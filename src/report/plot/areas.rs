@@ -169,8 +169,8 @@ impl AreaChart {
         plot.end
     }
 
-    /// Where each span's name goes: on the first line where the span has room for it, else on one above, with a line
-    /// down to the span.
+    /// Places the name of each span: on the first line if the span has room for it, else on one above, with a line down
+    /// to the span.
     fn span_names(&self, x: &Axis) -> Vec<SpanName<'_>> {
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
         let mut taken: Vec<(i32, i32, i32)> = Vec::new(); // a line, from where to where

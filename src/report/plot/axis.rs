@@ -51,7 +51,7 @@ impl Axis {
         }
     }
 
-    /// Where a value is between the pixels of the axis's first and last position.
+    /// Returns the pixel of a value, from the pixels of the axis's first and last position.
     pub(super) fn pixel(&self, value: f64, first: i32, last: i32) -> i32 {
         let share = (position(value, self.log) - self.low) / (self.high - self.low);
         first + (share * f64::from(last - first)).round() as i32

@@ -1,4 +1,4 @@
-//! What all charts are drawn with, as SVG: title, legend, axes, and marks in the plot.
+//! The frame of charts: title, legend, axes, and the marks in the plot.
 
 use super::axis::Axis;
 use crate::report::svg::{self, Svg};
@@ -29,7 +29,7 @@ const GRID: &str = "#E2E2E2";
 /// A point in pixels, from the left and from the top.
 pub(super) type Point = svg::Point<i32>;
 
-/// What a line or a layer is drawn with.
+/// The style of a line or a layer.
 #[derive(Clone, Copy)]
 pub(super) enum Look {
     Line {
@@ -77,7 +77,7 @@ impl Look {
     }
 }
 
-/// What is around a plot.
+/// The frame around a plot.
 pub(super) struct Frame<'a> {
     pub title: &'a str,
     pub x_label: &'a str,
@@ -139,7 +139,7 @@ impl Frame<'_> {
     }
 }
 
-/// Where values are drawn.
+/// The area in which values are drawn.
 pub(super) struct Plot {
     top: i32,
     bottom: i32,
@@ -181,6 +181,6 @@ impl Plot {
         );
         let below = ((LEFT + RIGHT) / 2, bottom + 42);
         svg.text(below, LABEL_SIZE, "middle", x_label);
-        svg.text_upwards((26, (top + bottom) / 2), LABEL_SIZE, y_label);
+        svg.text_upwards((14, (top + bottom) / 2), LABEL_SIZE, y_label);
     }
 }

@@ -1,4 +1,4 @@
-//! On a GPU in TF32: judged by f64 and naive attention in TF32, to the bit the same again, and apart from exact f32.
+//! On a GPU in TF32: judged by f64 and naive attention in TF32, to the bit the same again, and apart from f32.
 
 use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};

@@ -453,7 +453,7 @@ fn flash_in_half_precision(
     }
 }
 
-/// Flash attention in exact f32, judged by its reference in f32, which writes scores and probabilities down.
+/// Flash attention in f32, judged by its reference in f32, which writes scores and probabilities down.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn flash_in_f32(
