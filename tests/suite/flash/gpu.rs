@@ -109,12 +109,12 @@ fn packed(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
     }
 }
 
-/// Scores of a hundred and more. (Three products of TF32 in place of one are off by more than f32's rounding, which
-/// shows where a score is a sum of few.)
+/// Scores of a hundred and more. A product as three of TF32 has 23 bits. Where scores and outputs are sums of few, f32
+/// itself hardly rounds: there the bound is the one of `judge`, twice naive's error.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn wide_scores() {
-    no_worse_than_naive(ON_CARD, 2.0);
+    no_worse_than_naive(ON_CARD, [1.6, 2.0]);
 }
 
 /// No keys, or none of something else: zeros, minus infinity, and as many zeros for gradients as there are elements.

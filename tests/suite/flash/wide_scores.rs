@@ -27,17 +27,17 @@ fn add(errors: &mut Errors, found: &Results, oracle: &Oracle) {
     }
 }
 
-/// At most so many times naive's error, by norm.
-pub fn no_worse_than_naive(attend: Attend, allowed: f64) {
+/// Asserts errors by norm of at most `allowed` times naive's: with 64 keys, and with at most 6 keys and heads of 8.
+pub fn no_worse_than_naive(attend: Attend, allowed: [f64; 2]) {
     let many = Sizes::new((1, 2, 2), (64, 64), 32);
     let few = Sizes::new((4, 1, 1), (3, 6), 8);
     // Where d_out is the same everywhere, what backward subtracts from is large, and differences are small.
     let cases = [
-        (many, 40.0, 16, false),
-        (few, 25.0, 64, false),
-        (few, 25.0, 64, true),
+        (many, 40.0, 16, false, allowed[0]),
+        (few, 25.0, 64, false, allowed[1]),
+        (few, 25.0, 64, true, allowed[1]),
     ];
-    for (sizes, spread, problems, ones) in cases {
+    for (sizes, spread, problems, ones, allowed) in cases {
         for mask in [Mask::Causal, Mask::Full] {
             let (mut of_attend, mut of_naive) = (Errors::default(), Errors::default());
             for seed in 0..problems {
@@ -68,7 +68,7 @@ pub fn no_worse_than_naive(attend: Attend, allowed: f64) {
 
 #[rstest]
 fn as_exact_as_naive(#[values(FLASH, REFERENCE)] attend: Attend) {
-    no_worse_than_naive(attend, 1.6);
+    no_worse_than_naive(attend, [1.6; 2]);
 }
 
 /// Where one key takes all of a query's probability, what backward subtracts from its dP is its dP to the bit: nothing
