@@ -1,9 +1,8 @@
 //! Several processes that train together: a process a rank, each with its GPU.
 //!
 //! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun
-//! ([`Ranks::from_env`] lists them), and gets a [`Communicator`]: the ranks, and what they do together, on NVIDIA GPUs
-//! by NCCL, on CPUs by MPI.
-//! What a rank does by itself is written as for one process.
+//! ([`Ranks::from_env`] lists them), and gets a [`Communicator`]: collectives by NCCL on NVIDIA GPUs, by MPI on CPUs.
+//! The rest of a rank's program is written as for one process.
 //!
 //! ```no_run
 //! use tallow::data::Tokens;

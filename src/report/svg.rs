@@ -35,16 +35,23 @@ impl Svg {
 
     /// Draws text whose start, middle or end (`anchor`) is at a point, vertically centred.
     pub fn text<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, anchor: &str, text: &str) {
-        let element = text_element([x.into(), y.into()], size, anchor, "", text);
-        self.write(format_args!("{element}"));
+        self.turned_text((x.into(), y.into()), size, anchor, "", text);
     }
 
     /// Draws text that is read upwards, centred at a point.
     pub fn text_upwards<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, text: &str) {
         let (x, y) = (x.into(), y.into());
         let turn = format!(" transform=\"rotate(-90 {x} {y})\"");
-        let element = text_element([x, y], size, "middle", &turn, text);
-        self.write(format_args!("{element}"));
+        self.turned_text((x, y), size, "middle", &turn, text);
+    }
+
+    fn turned_text(&mut self, (x, y): Point<f64>, size: i32, anchor: &str, turn: &str, text: &str) {
+        // The line that letters stand on is below their middle.
+        let (x, y) = (rounded(x), rounded(y + f64::from(size) * 0.35));
+        let text = escaped(text);
+        self.write(format_args!(
+            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\" fill=\"{TEXT}\"{turn}>{text}</text>"
+        ));
     }
 
     /// Draws a line through points. `more` has further attributes.
@@ -80,28 +87,18 @@ impl Svg {
     pub fn rectangle(&mut self, sides: [f64; 4], colour: &str, tooltip: &str, label: &str) {
         let [x, y, width, height] = sides.map(rounded);
         let tooltip = escaped(tooltip);
-        let label = match label {
-            "" => String::new(),
-            label => text_element([x + 3.0, y + height / 2.0], 12, "start", "", label),
-        };
         self.write(format_args!(
             "<g><title>{tooltip}</title><rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" \
-             fill=\"{colour}\" stroke=\"#FFFFFF\" stroke-width=\"0.4\"/>{label}</g>"
+             fill=\"{colour}\" stroke=\"#FFFFFF\" stroke-width=\"0.4\"/></g>"
         ));
+        if !label.is_empty() {
+            self.text((x + 3.0, y + height / 2.0), 12, "start", label);
+        }
     }
 
     fn write(&mut self, element: Arguments<'_>) {
         let _ = writeln!(self.elements, "{element}"); // writing to a String cannot fail
     }
-}
-
-fn text_element([x, y]: [f64; 2], size: i32, anchor: &str, more: &str, text: &str) -> String {
-    // The line that letters stand on is below their middle.
-    let (x, y) = (rounded(x), rounded(y + f64::from(size) * 0.35));
-    let text = escaped(text);
-    format!(
-        "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\" fill=\"{TEXT}\"{more}>{text}</text>"
-    )
 }
 
 /// Rounds to a hundredth of a pixel.

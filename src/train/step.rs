@@ -55,7 +55,11 @@ impl Trainer {
         let step = match self.planned.take() {
             Some(step) => step,
             None => {
-                let (model, optimizer, config) = (&self.model, &self.optimizer, self.step_config());
+                let (model, optimizer) = (&self.model, &self.optimizer);
+                let config = StepConfig {
+                    accumulation: self.batches().len(),
+                    ..self.config.step()
+                };
                 match &self.job {
                     None => Step::of(model, optimizer, &config)?,
                     Some(Job::Replicated(replicated)) => {
@@ -137,13 +141,5 @@ impl Trainer {
     pub(super) fn batch_of(&self, tokens: &Tensor, targets: &Tensor) -> Result<Batch> {
         let (separator, ignore_index) = (self.config.separator, self.config.ignore_index);
         Batch::masked(tokens, targets, separator, ignore_index)
-    }
-
-    /// Returns the configuration of this rank's planned step.
-    fn step_config(&self) -> StepConfig {
-        StepConfig {
-            accumulation: self.batches().len(),
-            ..self.config.step()
-        }
     }
 }

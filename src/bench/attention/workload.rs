@@ -102,13 +102,11 @@ impl Measurable for AttentionWorkload {
             ),
             _ => return Ok(()),
         };
-        Err(Error::Config {
-            config: "attention benchmark",
-            field: "execution",
-            expected: format!("eager, where {expected}"),
-            got: format!("planned, {got}"),
-            hint: "run it eagerly, or in f32, bf16 or f16 on the CPU or a CUDA GPU".into(),
-        })
+        let got = format!("planned, {got}");
+        Err(Error::config(Self::NAME, "execution", got).must_be(
+            format!("eager, where {expected}"),
+            "run it eagerly, or in f32, bf16 or f16 on the CPU or a CUDA GPU",
+        ))
     }
 
     fn unsupported(&self, execution: Execution, device: &Device) -> Option<String> {
