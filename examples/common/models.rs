@@ -90,11 +90,28 @@ impl ModelFlags {
         }
     }
 
+    /// Whether a flag names a preset or a folder.
+    pub fn names_a_preset(&self) -> bool {
+        self.handout.is_some() || !self.size.is_empty() || !self.family.is_empty()
+    }
+
     /// Whether a flag names a model or one of its sizes.
     pub fn names_a_model(&self) -> bool {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
         let is_sized = sizes.iter().any(Option::is_some);
-        is_sized || !self.size.is_empty() || !self.family.is_empty()
+        is_sized || self.names_a_preset()
+    }
+
+    /// A model with the sizes that are given in place of its own.
+    pub fn resized(&self, model: TransformerConfig) -> TransformerConfig {
+        TransformerConfig {
+            vocab_size: self.vocab_size.unwrap_or(model.vocab_size),
+            d_model: self.d_model.unwrap_or(model.d_model),
+            d_ff: self.d_ff.unwrap_or(model.d_ff),
+            num_layers: self.num_layers.unwrap_or(model.num_layers),
+            num_heads: self.num_heads.unwrap_or(model.num_heads),
+            ..model
+        }
     }
 
     /// The models to measure: presets, with whatever sizes are given in place of theirs, and room for `context_length`
@@ -119,15 +136,10 @@ impl ModelFlags {
         });
         let models = presets.chain(families).map(|given| {
             let (name, preset) = given?;
-            let config = TransformerConfig {
-                vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
+            let config = self.resized(TransformerConfig {
                 context_length,
-                d_model: self.d_model.unwrap_or(preset.d_model),
-                d_ff: self.d_ff.unwrap_or(preset.d_ff),
-                num_layers: self.num_layers.unwrap_or(preset.num_layers),
-                num_heads: self.num_heads.unwrap_or(preset.num_heads),
                 ..preset
-            };
+            });
             for &attention in attention {
                 with_attention(&config, attention).validate()?;
             }

@@ -20,6 +20,19 @@ const MODELS: &[&str] = &[
 /// Without half precision among the precisions they are refused when the run begins.
 const PRECISION: &[&str] = &["precision", "autocast", "full-half", "drop-casts"];
 
+/// Those of the end-to-end benchmarks.
+const END_TO_END: &[&str] = &[
+    "attention",
+    "checkpoint",
+    "config",
+    "mode",
+    "rounds",
+    "warmup-steps",
+    "steps",
+    "view",
+    "memory-limit-gib",
+];
+
 /// An example, its flags that always have an effect, and for each other flag command lines where it has none.
 struct Case {
     name: &'static str,
@@ -71,29 +84,26 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "compiled_benchmark",
-        always: &[
-            OUTPUT,
-            COMMON,
-            &[
-                "config",
-                "size",
-                "vocab-size",
-                "d-ff",
-                "attention",
-                "precision",
-                "steps",
-                "warmup-steps",
-                "rounds",
-                "memory-limit-gib",
-            ],
-        ],
+        always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
         refused: &[
             ("columns", &["--format json --columns all"]),
+            ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
             (
-                "batch-size",
-                &["--batch-size 2", "--config 1-8-16-1-2 --batch-size 2"],
+                "context-length",
+                &["--config 1-8-16-1-2 --context-length 8"],
             ),
-            ("context-length", &["--context-length 8"]),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+            ("compile", &["--precision bf16-full --compile"]),
+            (
+                "memory-budget-gib",
+                &["--mode forward --memory-budget-gib 1"],
+            ),
+            (
+                "optimizer-in-backward",
+                &["--mode forward --optimizer-in-backward"],
+            ),
+            ("per-step", &["--isolate --per-step"]),
+            ("isolate", &["--per-step --isolate"]),
         ],
     },
     Case {
@@ -193,25 +203,14 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "e2e_benchmark",
-        always: &[
-            OUTPUT,
-            COMMON,
-            MODELS,
-            PRECISION,
-            &[
-                "batch-size",
-                "context-length",
-                "attention",
-                "checkpoint",
-                "mode",
-                "warmup-steps",
-                "steps",
-                "view",
-                "memory-limit-gib",
-            ],
-        ],
+        always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
         refused: &[
             ("columns", &["--format csv --columns all"]),
+            ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
+            (
+                "context-length",
+                &["--config 1-8-16-1-2 --context-length 8"],
+            ),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
             ("memory-budget-gib", &["--memory-budget-gib 1"]),
@@ -284,24 +283,21 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "mixed_precision_benchmark",
-        always: &[
-            OUTPUT,
-            COMMON,
-            MODELS,
-            PRECISION,
-            &[
-                "batch-size",
+        always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
+        refused: &[
+            ("columns", &["--format csv --columns all"]),
+            ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
+            (
                 "context-length",
-                "attention",
-                "checkpoint",
-                "mode",
-                "rounds",
-                "warmup-steps",
-                "steps",
-                "memory-limit-gib",
-            ],
+                &["--config 1-8-16-1-2 --context-length 8"],
+            ),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+            ("compile", &["--precision bf16-full --compile"]),
+            ("memory-budget-gib", &["--memory-budget-gib 1"]),
+            ("optimizer-in-backward", &["--optimizer-in-backward"]),
+            ("per-step", &["--isolate --per-step"]),
+            ("isolate", &["--per-step --isolate"]),
         ],
-        refused: &[("columns", &["--format csv --columns all"])],
     },
     Case {
         name: "precision_curves",

@@ -274,7 +274,10 @@ fn planned_steps_have_phases() {
     let line =
         "compiled_benchmark --config 1-8-16-1-2 --steps 3 --rounds 2 --vocab-size 100 --d-ff 24";
     let report = report(line);
-    assert_eq!(report["configuration"]["vocabulary"], "100");
+    let model = report["configuration"]["model 1-8-16-1-2"]
+        .as_str()
+        .unwrap();
+    assert!(model.contains("vocabulary 100"), "{model}");
     let rows = report["rows"].as_array().unwrap();
     for execution in ["eager", "planned"] {
         let mean = |phase: &str, key: &str| {
@@ -299,13 +302,15 @@ fn planned_steps_have_phases() {
     text.env("COLUMNS", "100");
     let text = run(text).out;
     for part in [
-        "forward alone",
+        "forward",
+        "F+B: forward",
+        "F+B: backward",
         "forward+backward",
-        "full step",
-        "step's forward",
-        "step's backward",
-        "step's optimizer",
-        "step's backward+optimizer",
+        "step: forward",
+        "step: backward",
+        "step: optimizer",
+        "step: backward+optimizer",
+        "train step",
     ] {
         let line = text
             .lines()

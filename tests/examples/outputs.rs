@@ -155,7 +155,7 @@ fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
         ),
         (
             "compiled_benchmark --config 1-8-16-1-2 --steps 200 --rounds 1 --format json --output",
-            "operand_bytes",
+            "peak_bytes",
         ),
     ];
     for (line, words) in works {

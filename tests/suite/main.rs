@@ -12,6 +12,7 @@ mod cs336;
 mod custom_model;
 mod data;
 mod distributed;
+mod end_to_end;
 mod families;
 mod flash;
 mod fused;

@@ -20,7 +20,7 @@ use crate::child;
 use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution};
+use tallow::bench::{EndToEnd, Execution, Status};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
@@ -179,8 +179,9 @@ fn measure_peaks(attention: Algorithm) {
             let rows = run(config, *batch_size, mode)
                 .run(&candle_core::Device::Cpu, |_, _| ())
                 .unwrap();
-            let bytes = |key: &str| rows[0].get(key).and_then(|v| v.as_u64()).unwrap() as f64;
-            let (peak, predicted) = (bytes("peak_bytes"), bytes("estimate_bytes"));
+            let memory = rows[0].memory.as_ref().unwrap();
+            let peak = memory.peak_bytes.unwrap() as f64;
+            let predicted = rows[0].estimate_bytes as f64;
             println!("{mode:?} {peak} {predicted} {:.4}", predicted / peak);
             // The products' packing buffers (up to 5 MiB here) are left out of the breakdown.
             let slack = 0.01 * peak + 5.0 * 1048576.0;
@@ -188,7 +189,7 @@ fn measure_peaks(attention: Algorithm) {
                 (predicted - peak).abs() < slack,
                 "{mode:?}, {config:?}, batch {batch_size}: predicted {predicted}, measured {peak}"
             );
-            assert!(bytes("resident_peak_bytes") > 0.9 * peak);
+            assert!(memory.resident_peak_bytes.unwrap() as f64 > 0.9 * peak);
         }
     }
 }
@@ -265,9 +266,9 @@ fn what_ulimit_leaves_is_what_there_is() {
     let small = TransformerConfig::small();
     for execution in [Execution::Eager, Execution::Planned] {
         for (config, mode, expected) in [
-            (&config(64, 100, 2, 500), Mode::Forward, "ok"),
-            (&small, Mode::ForwardBackward, "OOM"),
-            (&small, Mode::TrainStep, "OOM"),
+            (&config(64, 100, 2, 500), Mode::Forward, Status::Ok),
+            (&small, Mode::ForwardBackward, Status::OutOfMemory),
+            (&small, Mode::TrainStep, Status::OutOfMemory),
         ] {
             let run = EndToEnd {
                 execution,
@@ -275,8 +276,7 @@ fn what_ulimit_leaves_is_what_there_is() {
                 ..run(config, 4, mode)
             };
             let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-            let status = rows[0].get("status").unwrap();
-            assert_eq!(status, expected, "{mode:?} {execution:?}");
+            assert_eq!(rows[0].status, expected, "{mode:?} {execution:?}");
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Planned runs in the benchmark harness.
 
-use super::{number, run, text};
+use super::{number, rows, run, text};
 use candle_core::Device;
-use tallow::bench::{EndToEnd, Execution};
+use tallow::bench::{EndToEnd, Execution, UPDATE};
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
@@ -20,12 +20,12 @@ fn planned_runs_have_rows_too() {
         (
             Mode::TrainStep,
             false,
-            &["forward", "backward", "optimizer", "train step"],
+            &["forward", "backward", "optimizer", UPDATE, "train step"],
         ),
         (
             Mode::TrainStep,
             true, // in backward
-            &["forward", "backward", "optimizer", "train step"],
+            &["forward", "backward", "optimizer", UPDATE, "train step"],
         ),
     ];
     for (mode, optimizer_in_backward, phases) in expected {
@@ -34,14 +34,14 @@ fn planned_runs_have_rows_too() {
             optimizer_in_backward,
             ..run(mode)
         };
-        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        let rows = rows(&run);
         let found: Vec<String> = rows.iter().map(|row| text(row, "phase")).collect();
         assert_eq!(found, phases);
         for row in &rows {
             assert_eq!(text(row, "execution"), "planned");
             assert_eq!(row.get("n"), Some(&4.into()));
             assert!(number(row, "min_ms") > 0.0);
-            let is_optimizer = text(row, "phase") == "optimizer";
+            let is_optimizer = ["optimizer", UPDATE].contains(&text(row, "phase").as_str());
             assert_eq!(
                 row.get("flops_per_s").is_none_or(|r| r.is_null()),
                 is_optimizer
@@ -58,7 +58,8 @@ fn planned_runs_have_rows_too() {
         };
         let (whole, parts) = rows.split_last().unwrap();
         for (step, whole) in samples(whole).into_iter().enumerate() {
-            let parts: f64 = parts.iter().map(|row| samples(row)[step]).sum();
+            let single = parts.iter().filter(|row| text(row, "phase") != UPDATE);
+            let parts: f64 = single.map(|row| samples(row)[step]).sum();
             assert!(parts <= whole, "{parts} of {whole} ms");
         }
     }
@@ -69,7 +70,7 @@ fn planned_runs_have_rows_too() {
             precision,
             ..run(Mode::TrainStep)
         };
-        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        let rows = rows(&run);
         assert_eq!(text(&rows[0], "execution"), "planned");
         assert_eq!(rows[0].get("loss_scale").is_some(), scales);
     }
@@ -80,7 +81,7 @@ fn planned_runs_have_rows_too() {
             optimizer_in_backward,
             ..run(Mode::TrainStep)
         };
-        let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+        let rows = rows(&run);
         assert_eq!(
             rows[0].get("optimizer_in_backward"),
             Some(&optimizer_in_backward.into())

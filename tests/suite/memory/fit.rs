@@ -6,7 +6,7 @@ use crate::child;
 use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution};
+use tallow::bench::{EndToEnd, Execution, Status};
 use tallow::memory::{
     Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond, tracker,
 };
@@ -149,7 +149,7 @@ fn predictions_allocate_nothing_for_the_sizes() {
                 };
                 within(&format!("{run:?}"), || {
                     if let Ok(rows) = run.run(&Device::Cpu, |_, _| panic!("nothing may run")) {
-                        assert_eq!(rows[0].get("status"), Some(&"OOM".into()), "{run:?}");
+                        assert_eq!(rows[0].status, Status::OutOfMemory, "{run:?}");
                     }
                 });
             }
