@@ -1,7 +1,8 @@
-//! AdamW and what comes before it, on many parameters in one launch; see `update.cu` and `gradients.cu`.
+//! AdamW and the passes before it, over many parameters in one launch; see `update.cu` and `gradients.cu`.
 //!
-//! [`Tables`] say to the kernels where parameters, gradients and state lie, and are made once for as long as these do
-//! not move. What changes from step to step (rates, the loss scale, the largest norm) is read from the GPU.
+//! [`Tables`] hold the addresses of parameters, gradients and state for the kernels. They are built once and are valid
+//! until a buffer moves. Values that change from step to step (rates, the loss scale, the largest norm) are read from
+//! device memory.
 
 mod gradients;
 mod tables;
