@@ -61,7 +61,7 @@ fn suffix(dtype: DType) -> &'static str {
     }
 }
 
-/// Checks that there are kernels for the dtype of `x`.
+/// Checks that the kernels support the dtype of `x`.
 ///
 /// # Errors
 /// Another dtype; the error names `op`.

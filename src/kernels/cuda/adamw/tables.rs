@@ -16,7 +16,7 @@ pub(crate) struct Entry<'a> {
     pub gradient: View<'a>,
     /// f32 or bf16.
     pub exp_avg: View<'a>,
-    /// The same dtype as exp_avg.
+    /// f32 or bf16, like exp_avg.
     pub exp_avg_sq: View<'a>,
     /// The value rounded to f16 or bf16, if there is a copy in half precision.
     pub copy: Option<View<'a>>,
