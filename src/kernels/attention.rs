@@ -29,8 +29,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Returns the key ranges of sequence `batch`. `first_keys` has the shape (B, Tq); it is empty if there are none in
-    /// addition to the mask.
+    /// Returns the key ranges of sequence `batch`. `first_keys` is (B, Tq), or empty if the mask alone decides.
     pub fn seen<'a>(&self, first_keys: &'a [u32], batch: usize) -> Seen<'a> {
         let first = batch * self.queries;
         Seen {
@@ -59,8 +58,7 @@ impl Sizes {
     }
 }
 
-/// The range of keys that each query of one sequence attends to. Neither end of the range decreases from a query to the
-/// next.
+/// The range of keys of each query of one sequence. Neither end decreases from a query to the next.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen<'a> {
     mask: Mask,

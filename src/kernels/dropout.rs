@@ -40,8 +40,7 @@ impl Dropout {
     }
 }
 
-/// The mask of a tensor in rows. Each element uses one half word of the random stream, and each row begins at a new
-/// counter.
+/// The mask of rows. Each element uses one half word of the random stream; each row begins at a new counter.
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutMask {
     stream: Stream,

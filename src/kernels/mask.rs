@@ -13,8 +13,7 @@ pub enum Mask {
     /// Every query attends to every key.
     #[default]
     Full,
-    /// Query `i` attends to the keys `j <= i`, aligned at the first key. For `Tq = Tk` this is the causal mask of
-    /// training.
+    /// Query `i` attends to the keys `j <= i`, aligned at the first key: the causal mask of training, where `Tq = Tk`.
     Causal,
     /// Query `i` attends to the keys `j <= i + Tk - Tq`, aligned at the last key. This is the mask of decoding, where
     /// the queries are the newest tokens and the keys are the whole cache.

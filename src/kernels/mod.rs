@@ -1,9 +1,7 @@
-//! Kernels: computation on buffers, with inputs, preallocated outputs and sizes as arguments, without tensors or
-//! graphs.
+//! Kernels: computation on buffers, with preallocated outputs and sizes as arguments, without tensors or graphs.
 //!
-//! Types shared by all devices ([`Mask`], [`attention::Sizes`], [`Activation`], [`Gate`], [`Update`]) are in this
-//! module; [`cpu`] and `cuda` hold the kernels of a device. [`crate::ops`] wraps them for candle tensors and adds
-//! gradients.
+//! [`Mask`], [`attention::Sizes`], [`Activation`], [`Gate`] and [`Update`] are shared by all devices; [`cpu`] and
+//! `cuda` hold the kernels of one. [`crate::ops`] wraps them for candle tensors and adds gradients.
 
 mod activation;
 pub mod attention;

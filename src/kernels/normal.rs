@@ -9,9 +9,8 @@ pub(crate) const CUT: f64 = 3.0;
 /// erf(3 / sqrt(2)): the probability that a normal number is within 3 standard deviations.
 const INSIDE: f64 = 0.997_300_203_936_739_8;
 
-// The quantile of x in (-INSIDE, INSIDE) is x P(t) / Q(t) with t = 1 - x^2. The relative error is at most 2.4e-8. P / Q
-// is a minimax rational approximation of sqrt(2) erfinv(x) / x; coefficients begin with the lowest power. All are
-// positive, so no term cancels.
+// The quantile of x in (-INSIDE, INSIDE) is x P(t) / Q(t) with t = 1 - x^2, a minimax rational approximation with a
+// relative error of 2.4e-8. Coefficients begin with the lowest power; all are positive, so nothing cancels.
 const P: [f64; 8] = [
     4.916153204249713e-8,
     4.671128001711748e-5,
@@ -33,9 +32,8 @@ const Q: [f64; 8] = [
     1.0,
 ];
 
-/// Returns a standard normal number, truncated at 3 standard deviations: `F^-1((word + 1/2) / 2^32)`, where F is the
-/// truncated distribution function. Every operation is rounded as in IEEE 754, so the bits are the same on every
-/// device.
+/// Returns a standard normal number, truncated at 3 standard deviations: `F^-1((word + 1/2) / 2^32)`, F being its
+/// distribution function. Operations are rounded as in IEEE 754, so the bits are the same on every device.
 #[inline(always)]
 pub(crate) fn quantile(word: u32) -> f64 {
     const UNIT: f64 = 1.0 / (1u64 << 31) as f64;

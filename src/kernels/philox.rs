@@ -26,8 +26,7 @@ pub(crate) const BLOCK_HALVES: usize = 2 * BLOCK;
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     key: [u32; 2],
-    /// The upper three words of the counter. The lowest is the block number, whose bits above 2^32 go to the first of
-    /// these.
+    /// The upper three words of the counter. Bits of the block number above 2^32 go to the first of them.
     counter: [u32; 3],
 }
 
@@ -84,8 +83,7 @@ impl Stream {
         words
     }
 
-    /// Returns the half words from index `first` on, a multiple of 8. The lower half of a word comes before its upper
-    /// half.
+    /// Returns the half words from index `first` on, a multiple of 8: of each word the lower, then the upper half.
     #[inline(always)]
     pub fn halves(&self, first: usize) -> [u16; HALVES] {
         let words = self.words(first / 2);

@@ -1,9 +1,7 @@
-//! Stochastic rounding to bf16. It is unbiased, so updates smaller than the spacing of bf16 numbers are not lost on
-//! average.
+//! Stochastic rounding to bf16: on average, updates smaller than the spacing of bf16 numbers are not lost.
 //!
-//! The random bits are a function of a key and the index of an element: they are the same on every device and for any
-//! number of threads. The hash has two rounds of shift, exclusive or and multiplication, with the constants of
-//! `lowbias32`.
+//! The random bits are a function of a key and an element's index: the same on every device, for any number of threads.
+//! The hash has two rounds of shift, exclusive or and multiplication, with the constants of `lowbias32`.
 
 /// Returns the key of a parameter in a step.
 pub(crate) fn key(seed: u64, step: usize, parameter: usize) -> u32 {

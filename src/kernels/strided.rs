@@ -1,5 +1,4 @@
-//! Dimensions and strides of strided copies and sums, as the CUDA kernels expect them: few dimensions, the innermost
-//! last.
+//! Dimensions of strided copies and sums, as the CUDA kernels expect them: few, with the innermost last.
 
 /// The most dimensions that the kernels accept, after [`joined`].
 pub(crate) const RANK: usize = 6;

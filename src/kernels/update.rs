@@ -5,7 +5,7 @@
 pub struct Update {
     /// The key of the stochastic rounding of bf16 moments, which depends on the parameter and the step.
     pub rounding: u32, // first: with bf16 moments all updates differ in it, so `==` stops here
-    /// The bound of gradients: each element is clamped to [-clip_value, clip_value]. Infinity does not clip.
+    /// The bound of gradients: each element is clamped to `[-clip_value, clip_value]`. Infinity does not clip.
     pub clip_value: f64,
     /// The factor of a parameter by weight decay: `1 - lr * weight_decay`.
     pub decay: f64,

@@ -95,8 +95,7 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
     })
 }
 
-/// The bound of naive attention's scores in f32, in bytes: one head of T 16,384, or several heads that together keep a
-/// GPU as busy.
+/// The bound of naive attention's scores in f32, in bytes: one head of T 16,384, or more heads that fill a GPU as well.
 const SCORES_BYTES: usize = 1 << 30;
 
 /// The bound of the f32 scores in half precision, in bytes. They are read once and then saved in half precision, so a
@@ -124,8 +123,8 @@ pub(crate) fn chunks(elements: usize) -> usize {
 /// The size of the AdamW kernel's entry for a parameter, in words of 8 bytes.
 pub(crate) const UPDATE_WORDS: usize = 7;
 
-/// Returns the size, in bytes, of the tables with which one launch updates parameters of these element counts: an entry
-/// for each parameter and a word for each chunk.
+/// Returns the size, in bytes, of the tables of one update: an entry per parameter and a word per chunk. `parameters`
+/// are element counts.
 pub(crate) fn update_tables_bytes(parameters: impl Iterator<Item = usize>) -> usize {
     let words = parameters.map(|elements| UPDATE_WORDS + chunks(elements));
     words.sum::<usize>() * size_of::<u64>()

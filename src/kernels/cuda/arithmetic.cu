@@ -3,8 +3,7 @@
 // a, b and y have one type; or a and b have two, one of which is f32, and y is f32. Any n and period. y may be the
 // buffer of an operand of its type and length, since each thread reads only the elements that it writes.
 //
-// Grid ceil(n / 4096), block 256. Alignment, and a period that is a multiple of 4, only for speed. Bytes: a and b in, y
-// out.
+// Grid ceil(n / 4096), block 256. Alignment, and a period of a multiple of 4, only for speed. Bytes: a, b in, y out.
 
 const int N = 4, PACKS = 4, BLOCK = 256 * N * PACKS; // a thread has four packs, loaded before the first is written
 

@@ -65,8 +65,7 @@ pub(crate) fn rows(
     Ok(())
 }
 
-/// Computes y (1) f32, which is x (1), f32 or f64, divided by the number of targets that count. It is NaN or infinite
-/// if none does.
+/// Computes y (1) f32: x (1), f32 or f64, divided by the number of targets that count; NaN or infinite if none does.
 pub(crate) fn share(gpu: &CudaDevice, targets: Targets, x: View, y: View) -> Result<()> {
     let types = if x.dtype == DType::F64 { "f64" } else { "f32" };
     let kernel = SOURCE.kernel(gpu, "cross_entropy_share", types)?;

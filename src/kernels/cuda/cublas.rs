@@ -12,9 +12,8 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result, bail};
 use std::ffi::{c_int, c_void};
 
-/// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices. a and b have one dtype: f32, f16 or bf16. Sums
-/// are f32; c has the dtype of a and b or f32. f32 is multiplied exactly or in TF32, by candle's setting at the time of
-/// the call.
+/// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices. a and b are both f32, f16 or bf16; sums are f32;
+/// c is f32 or like a. f32 is multiplied exactly or in TF32, by candle's setting at the time of the call.
 ///
 /// To cuBLAS, which is column-major, a row-major matrix is its transpose. The call is therefore `c^T = b^T a^T`.
 ///

@@ -12,8 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, PHILOX, DROPOUT, include_str!("dropout.cu")],
 };
 
-/// Computes `y = x / (1 - p)` for kept elements, else 0. x and y (n) in rows of `width`, key (4) u32. y may be the
-/// buffer of x.
+/// Computes `y = x / (1 - p)` for kept elements, else 0; x, y (n) in rows of `width`, key (4) u32. y may be x's buffer.
 pub(crate) fn dropout(
     gpu: &CudaDevice,
     x: View,

@@ -16,8 +16,8 @@
 //
 // Bytes: forward count rows in and out; backward dy in once, the rows that occur out once (and in, if accumulated).
 
-// Grid ceil(count / blockDim.y), block (32 ceil(min(packs, 256) / 32), max(1, 256 / blockDim.x)), where packs is
-// ceil(width / N).
+// Grid ceil(count / blockDim.y), block (32 ceil(min(packs, 256) / 32), max(1, 256 / blockDim.x)), packs ceil(width /
+// N).
 template <class T, class Y>
 __device__ __forceinline__ void forward(const T* table, const unsigned* ids, Y* y, long long count, int width) {
     const int N = InVector<Y>::COUNT;

@@ -72,8 +72,7 @@ pub(crate) fn backward(
     let padding_id = padding_id.unwrap_or(u32::MAX); // no id is that large: vocabularies have under 2^32 rows
     let types = suffixes(dy.dtype, dtable.dtype);
 
-    // SAFETY, of all four launches: the arguments are those of the kernels, and the buffers have the sizes that they
-    // say.
+    // SAFETY, of all four: the arguments are those of the kernels, and the buffers have the sizes that they say.
     let kernel = SOURCE.kernel(gpu, "embedding_buckets", "")?;
     let mut launch = kernel.builder();
     launch.arg(&ids.pointer).arg(&positions);

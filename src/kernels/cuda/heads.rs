@@ -11,8 +11,7 @@ const SOURCE: Source = Source {
     parts: &[include_str!("heads.cu")],
 };
 
-/// Writes x (B, M, N, width) to y (B, N, M, width). `sizes` is B, M, N and width. Any dtype of 2 or 4 bytes, the same
-/// for both.
+/// Writes x (B, M, N, width), of any dtype of 2 or 4 bytes, to y (B, N, M, width). `sizes` are those of x.
 pub(crate) fn swap(gpu: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Result<()> {
     let [batch, m, n, width] = sizes;
     let rows = batch * m * n;

@@ -92,8 +92,7 @@ impl Source {
         types: &'static str,
     ) -> Result<Kernel> {
         // Keyed by the GPU's ordinal: all handles of a GPU share its primary context, into which kernels are loaded.
-        // Every launch runs this lookup. A source has few kernels, so a linear search is fast, and it does not
-        // allocate.
+        // Every launch comes here. The linear search over a source's few kernels does not allocate.
         type Found = HashMap<(usize, &'static str), Vec<(Name, Arc<Loaded>)>>;
         static FOUND: OnceLock<Mutex<Found>> = OnceLock::new();
 

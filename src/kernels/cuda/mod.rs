@@ -108,8 +108,7 @@ fn in_vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// Returns the number of 16-byte packs that a row of `width` elements of x touches: one more if not all rows begin at a
-/// multiple of 16 bytes.
+/// Returns the number of 16-byte packs that a row of x touches: one more if not all rows begin at 16 bytes.
 fn packs(width: usize, x: View) -> usize {
     let n = in_vector(x.dtype);
     let all_begin_well = width.is_multiple_of(n) && x.pointer.is_multiple_of(16);

@@ -49,8 +49,7 @@ pub(crate) struct HeadGroups<'a> {
     pub keys: usize,
     pub mask: Mask,
     pub scale: f64,
-    /// (B, Tq) u32: the first key of each query of a sequence, the same for all heads. Earlier keys are computed anyway
-    /// and have probability 0.
+    /// (B, Tq) u32: the first key of each query of a sequence, for all heads. Earlier keys are computed, with p = 0.
     pub first_keys: Option<View<'a>>,
     /// The number of heads of q in a sequence.
     pub heads: usize,
@@ -107,8 +106,7 @@ impl<'a> HeadGroups<'a> {
         Matrix::several(view, self.rows(), self.keys)
     }
 
-    /// Returns whether blocks skip masked elements. This needs one head of q per head of k and v, so that blocks of
-    /// rows are blocks of queries.
+    /// Returns whether blocks skip masked elements. Rows are queries only with one head of q per head of k and v.
     fn is_cut(&self) -> bool {
         self.mask != Mask::Full && self.group == 1
     }
@@ -126,8 +124,7 @@ impl<'a> HeadGroups<'a> {
         starts.map(move |start| start..length.min(start + rows))
     }
 
-    /// Returns the keys that any of these rows attends to. If there are none it is the first key, so that a matmul
-    /// writes zeros.
+    /// Returns the keys that any of these rows attends to; if none, the first key, so that a matmul writes zeros.
     fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
         match self.is_cut() {
             false => 0..self.keys,

@@ -1,6 +1,6 @@
-// Normal numbers truncated at 3 standard deviations: y = mean + std z, where z are quantiles of random words. Included
-// after philox.cuh. kernels/normal.rs has the formula and the coefficients. Operations and their order are the CPU's,
-// and so are the bits.
+// Normal numbers truncated at 3 standard deviations: y = mean + std z, z the quantiles of random words. Included after
+// philox.cuh. kernels/normal.rs has the formula and coefficients. The order of operations is the CPU's, and so are the
+// bits.
 //
 // words: the key and the upper three words of the counter (philox.rs). y (n), any n. Grid ceil(n / N / 256), block 256,
 // with N = 16 / size of T. Bytes: n elements. About 20 multiply-adds in f64 per element.

@@ -11,8 +11,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("repeat.cu")],
 };
 
-/// Writes each row of x (rows, width) `times` consecutive times to y (rows * times, width). Any dtype of 2 or 4 bytes,
-/// the same for both.
+/// Writes each row of x (rows, width) `times` times to y (rows * times, width), both of any one dtype of 2 or 4 bytes.
 pub(crate) fn repeat(gpu: &CudaDevice, x: View, width: usize, times: usize, y: View) -> Result<()> {
     let size = x.dtype.size_in_bytes();
     let in_vectors =
@@ -54,8 +53,7 @@ fn launch(
     let mut launch = kernel.builder();
     launch.arg(&from.pointer).arg(&to.pointer);
     launch.arg(&n).arg(&width).arg(&times);
-    // SAFETY: the arguments are those of the kernel: n is the words of the larger buffer or the elements of the
-    // smaller.
+    // SAFETY: the arguments are those of the kernel: n words of the larger buffer, or n elements of the smaller.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }

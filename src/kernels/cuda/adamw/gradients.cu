@@ -1,5 +1,5 @@
-// Passes over all gradients before AdamW: unscaling, finiteness checks, norms and clipping. Included after tables.cuh.
-// Sums are f64, in a fixed order.
+// Passes over all gradients before AdamW: unscaling, finiteness, norms, clipping. Included after tables.cuh. Sums are
+// f64, in a fixed order.
 
 // gradient (f32) *= inverse (1, f64, rounded to f32), rounded once. flags (tensors) u32 must be 0 at first; a tensor's
 // flag becomes 1 if a result is not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
@@ -90,8 +90,8 @@ __device__ __forceinline__ double sum_of_block(double value) {
     return values[threadIdx.x];
 }
 
-// squares (tensors) f64: the sum over a tensor's chunks. `tensors` and `sums` begin with the same tensor. Grid: these
-// tensors; block 256.
+// squares (tensors) f64: the sum over a tensor's chunks. `tensors` and `sums` begin at one tensor. Grid: tensors; block
+// 256.
 extern "C" __global__ void __launch_bounds__(256)
     tensor_squares(const Tensor* tensors, const double* sums, double* squares) {
     const Tensor& tensor = tensors[blockIdx.x];

@@ -1,8 +1,7 @@
 //! AdamW and the passes before it, over many parameters in one launch; see `update.cu` and `gradients.cu`.
 //!
-//! [`Tables`] hold the addresses of parameters, gradients and state for the kernels. They are built once and are valid
-//! until a buffer moves. Values that change from step to step (rates, the loss scale, the largest norm) are read from
-//! device memory.
+//! [`Tables`] hold the addresses of parameters, gradients and state. They are valid until one of these buffers moves.
+//! Values that change with each step (rates, the loss scale, the largest norm) are read from device memory.
 
 mod gradients;
 mod tables;

@@ -1,6 +1,5 @@
 // Many tensors in one launch, by tables that the host writes to the device once: a Tensor for each parameter and, in
-// the same order, a Chunk for every CHUNK elements. A launch over some of the parameters begins at the first chunk of
-// the first one.
+// the same order, a Chunk for every CHUNK elements. Launches over some parameters begin at the first one's chunk.
 //
 // Values that change from step to step (Update, Clip, scales) are also read from device memory. A captured graph can
 // thus be replayed, and nothing waits for the host.

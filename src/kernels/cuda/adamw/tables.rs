@@ -26,8 +26,7 @@ pub(crate) struct Entry<'a> {
 
 /// The tables of entries, as the kernels read them. Every buffer of an entry must exist as long as the tables are used.
 pub(crate) struct Tables {
-    /// The memory of the tables, which the pointers refer to: Tensor, of [`UPDATE_WORDS`](workspace::UPDATE_WORDS)
-    /// words, and Chunk, of one.
+    /// The tables' memory: Tensor, in [`UPDATE_WORDS`](workspace::UPDATE_WORDS) each, and Chunk, in one word.
     _held: [CudaSlice<u64>; 2],
     /// The addresses of the two tables.
     pointers: [u64; 2],
@@ -42,9 +41,6 @@ pub(crate) struct Tables {
 impl Tables {
     /// Builds the tables of entries in f32. Gradients are f32, or bf16 if there are copies in bf16; all copies have one
     /// dtype. Kernels for moments in bf16 have the suffix `_moments`.
-    ///
-    /// # Errors
-    /// Another combination of dtypes; driver errors.
     pub(crate) fn new(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
@@ -65,9 +61,6 @@ impl Tables {
 
     /// Builds the tables of parameters in half precision: `copy` is the parameter, which others read and may set, and
     /// `value` its master weight in f32. Gradients are f32 or in the parameters' dtype.
-    ///
-    /// # Errors
-    /// An entry without `copy`; another combination of dtypes; driver errors.
     pub(crate) fn of_halves(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         if entries.iter().any(|entry| entry.copy.is_none()) {
             bail!("AdamW's tables: an exact value without its parameter in half precision");
@@ -91,8 +84,7 @@ impl Tables {
         Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
     }
 
-    /// Builds tables of gradients only, in f32, bf16 or f16. They are for [norms](Self::sums_of_squares), not for
-    /// updates.
+    /// Builds tables of gradients only, f32, bf16 or f16, for [norms](Self::sums_of_squares) but not for updates.
     pub(crate) fn of_gradients(gpu: &CudaDevice, gradients: &[View]) -> Result<Self> {
         let entries = gradients.iter().map(|gradient| Entry {
             value: *gradient,
@@ -199,10 +191,7 @@ fn runs_of_one(
     })
 }
 
-/// Returns the dtype of the copies, if there are any.
-///
-/// # Errors
-/// Copies of more than one dtype.
+/// Returns the dtype of the copies, if there are any. They must have one dtype.
 fn dtype_of_copies(entries: &[Entry]) -> Result<Option<DType>> {
     let mut dtypes = entries
         .iter()

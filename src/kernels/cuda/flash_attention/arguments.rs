@@ -8,8 +8,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 
-/// A strided tensor of heads (B, H, T, Dh). Dh is contiguous; the address and the other strides are multiples of 16
-/// bytes.
+/// A strided tensor of heads (B, H, T, Dh): Dh contiguous, address and other strides multiples of 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads<'a> {
     pub view: View<'a>,
@@ -206,8 +205,8 @@ impl Map {
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         };
-        // SAFETY: the arrays have the four elements (three for strides) of a tensor of rank 4; the map has its 128
-        // bytes at a multiple of 64.
+        // SAFETY: the arrays have the four elements (strides: three) of rank 4; the map has 128 bytes at a multiple of
+        // 64.
         unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),

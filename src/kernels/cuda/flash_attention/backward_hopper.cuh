@@ -88,8 +88,7 @@ struct Shared {
     }
 };
 
-// Run by one thread: takes works by ticket until there are none, and copies their inputs: keys one work ahead, queries
-// one step ahead.
+// Run by one thread: takes works by ticket, and copies their inputs: keys one work ahead, queries one step ahead.
 __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments,
                                            int query_tiles, int key_tiles) {
     const Sizes& sizes = arguments.sizes;

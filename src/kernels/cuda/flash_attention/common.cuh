@@ -189,8 +189,7 @@ template <int LEFT> __device__ __forceinline__ void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// LANES threads copy a row, GROUPS chunks each. LANES is a power of two, so the permutation keeps their chunks
-// together.
+// LANES threads copy a row, GROUPS chunks each: a power of two, so that the permutation keeps their chunks together.
 constexpr int LANES = CHUNKS & -CHUNKS;
 constexpr int GROUPS = CHUNKS / LANES;
 
@@ -239,8 +238,7 @@ struct Sizes {
     int batch, heads, kv_heads; // B, H, Hkv; Hkv divides H
     int queries, keys;          // Tq, Tk
     int head_dim;               // Dh, a multiple of CHUNK, at most HEAD_DIM
-    // Query i attends to the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full
-    // attention.
+    // Query i attends to the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full.
     int offset;
     // The heads of concurrent blocks: as many as fit in the level-2 cache with their keys and values.
     int heads_at_once;
@@ -257,8 +255,7 @@ __device__ __forceinline__ float exponent_of_score(const Sizes& sizes) {
     return (SOFT_CAP ? sizes.cap : sizes.scale) * LOG2_E;
 }
 
-// tanh(x). In half precision it is 1 - 2 / (e^2x + 1), which cancels for small x. Those use the series, with a relative
-// error of 1e-7.
+// tanh(x). In half precision 1 - 2 / (e^2x + 1), but for small x, where that cancels, its series, to 1e-7 of it.
 __device__ __forceinline__ float cap_tanh(float x) {
     if (sizeof(E) != 2) return tanhf(x);
     const float square = x * x;

@@ -1,5 +1,5 @@
-// Flash attention, forward, with Hopper's instructions (sm_90a). Included after common.cuh and hopper.cuh. HEAD_DIM 64,
-// 128 or 256.
+// Flash attention, forward, with Hopper's instructions (sm_90a), for HEAD_DIM 64, 128 or 256. Included after common.cuh
+// and hopper.cuh.
 //
 // Computes the same as forward.cu. Inputs are maps of q (boxes of ROWS rows), k and v (boxes of COLUMNS rows).
 //

@@ -11,8 +11,7 @@
 struct Described {
     u32 low;
     __device__ __forceinline__ Described(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
-    // The same descriptor, but unknown to the compiler, which would otherwise keep everything derived from it in
-    // registers.
+    // The same descriptor, opaque to the compiler, which would otherwise keep everything derived from it in registers.
     __device__ __forceinline__ Described anew() const {
         Described same = *this;
         asm volatile("" : "+r"(same.low));
@@ -43,8 +42,7 @@ struct Described {
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                 \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d (64, 64) = a b, or d + a b, both in shared memory: a (64, 16) as (m, k) or transposed, b (16, 64) as (n, k) or
-// transposed.
+// d (64, 64) = a b, or d + a b, both in shared memory: a (64, 16) or its transpose, b (16, 64) as (n, k) or transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[32], u64 a, u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {" LIST_32
@@ -61,7 +59,7 @@ __device__ __forceinline__ void multiply_registers(float (&d)[32], const u32 (&a
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(B_TRANSPOSED));
 }
 
-// d (64, 128) = a b, or d + a b, both in shared memory: a (64, 16) as (m, k) or transposed, b (16, 128) as (n, k) or
+// d (64, 128) = a b, or d + a b, both in shared memory: a (64, 16) or its transpose, b (16, 128) as (n, k) or
 // transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[64], u64 a, u64 b, bool add) {

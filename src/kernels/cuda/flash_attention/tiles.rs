@@ -162,9 +162,8 @@ impl BackwardHopper {
         })
     }
 
-    /// Returns the number of heads that concurrent blocks belong to. With more blocks per head, more of its queries and
-    /// dQ are in the level-2 cache, but blocks wait longer for each other to add to dQ. (H200, T 512 to 16k, Dh 64 and
-    /// 128.)
+    /// Returns the number of heads of concurrent blocks. With more blocks per head, more of its queries and dQ are in
+    /// the level-2 cache, but blocks wait longer to add to dQ. (H200, T 512 to 16k, Dh 64 and 128.)
     pub(super) fn heads_at_once(&self, sizes: &Sizes) -> usize {
         let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
         match sizes.mask {

@@ -1,4 +1,4 @@
-//! Tests of the CUDA kernels that only planned steps launch, against f64.
+//! Tests of the CUDA kernels as planned steps launch them, against f64.
 
 mod arithmetic;
 mod elementwise;

@@ -8,8 +8,7 @@ use crate::kernels::workspace::norm_partials;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// Rows of one warp and of many; one row and several per block, and several per thread; threads beyond the last row;
-/// the widest row.
+/// Rows of one warp and of many; one and several rows per block, also in turns; idle threads; the widest rows.
 const SIZES: [(usize, usize); 14] = [
     (1, 1),
     (2000, 1),
@@ -81,8 +80,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
         Self {
             gpu,
             width,
-            // In rows of two elements dx is eps / (var + eps) of its terms. With a small eps it would only be their
-            // rounding error.
+            // In rows of two elements dx is eps / (var + eps) of its terms: with a small eps, only their rounding.
             eps: if width <= 2 { 2.0 } else { 1e-5 },
             offsets,
             x: off_centre(n, 1),

@@ -12,7 +12,7 @@ use half::{bf16, f16};
 #[ignore = "needs a CUDA device"]
 fn norms_of_a_wider_stream() {
     let gpu = gpu();
-    // Rows of one warp and of many; one row and several per block, and several per thread; threads beyond the last row.
+    // Rows of one warp and of many; one and several rows per block, also in turns; idle threads.
     for (rows, width) in [
         (1, 1),
         (7, 65),

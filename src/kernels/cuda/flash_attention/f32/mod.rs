@@ -1,6 +1,4 @@
-//! Flash attention of heads in f32 on tensor cores. A matmul is one in TF32, or three of them with about the accuracy
-//! of f32.
-//!
+//! Flash attention of heads in f32 on tensor cores. A matmul is one in TF32, or three with about the accuracy of f32.
 //! Launches are those of the kernels for every GPU.
 
 mod tiles;

@@ -42,7 +42,7 @@ __device__ __forceinline__ float to_tf32(float x) {
 // The operand that replaces a result x.
 __device__ __forceinline__ float rounded(float x) { return PRODUCTS == 1 ? to_tf32(x) : x; }
 
-// Rounds the elements that this thread copied by copy_tile<LENGTH, THREADS, Padded>: after wait_groups, before the
+// Rounds the elements that this thread copied by copy_tile<LENGTH, THREADS, Padded>, between wait_groups and the
 // barrier.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(float* tile) {
     if (PRODUCTS == 3) return;
