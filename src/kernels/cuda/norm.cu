@@ -16,9 +16,9 @@
 // other (55% of the copy rate).
 //
 // Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx in if added to, + copy out, + y
-// out, + branch in), and the partial sums, 4 grid SUMS width, written once and read once by `sum_partials`. Fraction of
-// the copy rate (RMSNorm, H200, widths 512 to 8192, at least half a gigabyte): forward 93 to 100%; backward 81 to 97%,
-// at width 8192 76%.
+// out, + branch in), and the partial sums, 4 grid SUMS width bytes, written once and read once by `sum_partials`.
+// Fraction of the copy rate (RMSNorm, H200, widths 512 to 8192, at least half a gigabyte): forward 93 to 100%; backward
+// 81 to 97%, at width 8192 76%.
 
 const int STATISTICS = CENTERED ? 2 : 1; // per row
 const int SUMS = CENTERED ? 2 : 1;       // per column: dw, db
@@ -137,7 +137,7 @@ FORWARD(f32_bf16, f32, bf16)
 
 // ---- Backward
 
-// add_dx: dx (rows, width) already holds a gradient, to which this one is added. copy (rows, width) or null: dx in Y. y
+// add_dx: dx (rows, width) already holds a gradient, to which this one is added. copy (rows, width) or null: dx as Y. y
 // (rows, width) or null: the output of forward, recomputed so that it need not be saved. ADD: the input of the norm is
 // x + branch (rows, width), summed again: a branch in half precision needs less memory than a sum in f32. partials
 // (gridDim.x, SUMS, width): the sums of dw and db.

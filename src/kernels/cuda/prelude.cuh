@@ -161,7 +161,7 @@ __device__ __forceinline__ Pack<T, N> load(const T* row, int first, int width, f
     return result;
 }
 
-// `load`, then widening to f32.
+// `load`, widened to f32.
 template <bool WHOLE = false, class T, int N>
 __device__ __forceinline__ void load_wide(const T* row, int first, int width, float outside, float (&values)[N]) {
     unpack(load<T, N, WHOLE>(row, first, width, outside), values);

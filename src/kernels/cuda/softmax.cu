@@ -4,7 +4,7 @@
 // 0, keys): shift is 0 for Causal, keys - queries for CausalEnd, keys for Full. Masked elements and rows without keys
 // become 0. Masked inputs have no effect.
 //
-// With FIRST_KEYS=1, query q also attends to no key before the q-th first key of its sequence, if `of_sequences`
+// With FIRST_KEYS=1, query q attends to no key before the q-th first key of its sequence either, if `of_sequences`
 // (sequences, queries) u32 is not null. `heads` consecutive matrices belong to one sequence; the matrix of row 0 is the
 // `first_head`-th, counted from the first sequence. If `window` is not 0, a query attends to at most `window` keys up
 // to its own. Packs before the first key are neither read nor computed.
@@ -21,7 +21,7 @@
 // N), one more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32
 // forward and 16 backward. Grid ceil(rows / blockDim.y). Forward from half precision has no more blocks than run
 // concurrently; each loads its next row before it computes the current one. (In f32 there are too few registers for
-// that, and enough bytes to wait for.) Any number of keys: what does not fit into the registers of a row's threads is
+// that, and enough bytes in flight.) Any number of keys: what does not fit into the registers of a row's threads is
 // read twice, the second time from the level-2 cache if it holds the current rows. x and p (dp and dx) have the same
 // address modulo 16. Bytes: forward visible x in, p out; backward visible dp and p (or x) in, dx out.
 

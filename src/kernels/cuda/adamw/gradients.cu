@@ -90,8 +90,8 @@ __device__ __forceinline__ double sum_of_block(double value) {
     return values[threadIdx.x];
 }
 
-// squares (tensors) f64: the sum over a tensor's chunks. `tensors` and `sums` begin at one tensor. Grid: tensors; block
-// 256.
+// squares (tensors) f64: the sum over each tensor's chunks. `tensors` and `sums` begin with the same tensor. Grid:
+// these tensors; block 256.
 extern "C" __global__ void __launch_bounds__(256)
     tensor_squares(const Tensor* tensors, const double* sums, double* squares) {
     const Tensor& tensor = tensors[blockIdx.x];

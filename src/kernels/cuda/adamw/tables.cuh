@@ -35,7 +35,7 @@ struct Clip {
     int non_finite; // the first tensor with an infinite or NaN gradient, or -1
 };
 
-// The first element of a chunk in its tensor, and the number of its elements.
+// Returns the first element of a chunk in its tensor; `count` receives the number of its elements.
 __device__ __forceinline__ long long begin_of(const Chunk& chunk, const Tensor& tensor, int* count) {
     long long start = (long long)chunk.index * CHUNK, left = tensor.n - start;
     *count = left < CHUNK ? (int)left : CHUNK;

@@ -16,7 +16,7 @@
 //
 // Three kernels run in this order:
 //   flash_backward_prepare  statistics, turns      grid  max(ceil(rows / PREPARE_ROWS), ceil(turns / 256))
-//                                                  block 256; rows of statistics
+//                                                  block 256, rows B * H * ceil(Tq / QUERIES) * QUERIES
 //   flash_backward          dk, dv, dq_sums        grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
 //                           dynamic shared memory  BACKWARD_SHARED bytes
 //   flash_backward_finish   dq                     grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         next.advance(first_tile, end_tile);
         wait_groups<0>();
         if (threadIdx.x == 0) await_turn(step);
-        __syncthreads(); // Q, dO of this step have arrived, dS of the one before is written, dQ two before is added
+        __syncthreads(); // Q, dO of this step arrived; dS of the last is written, dQ of the one before is added
         if (threadIdx.x == 0) pass_turn(step);
         if (step + 1 < steps) copy_queries(stage ^ 1);
         if (step > 0) multiply_dq(sums_1, (stage ^ 1) * DS_TILE_BYTES);

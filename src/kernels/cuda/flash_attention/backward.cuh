@@ -34,10 +34,10 @@ struct BackwardArguments {
 
 // ---- which tiles of keys and queries meet
 
-// Tile c of keys meets a range of tiles of queries. It begins at the first tile where the mask shows it to a query, and
-// ends at the last tile whose first query has its first key in c or before; it has at least one tile. (A tile of keys
-// without queries, because of first keys, visits that one in vain.) Seen from a tile of queries, this is a range of
-// tiles of keys without gaps: each adds to dQ after its predecessor.
+// Tile c of keys meets a range of tiles of queries. It begins at the first tile with a query to which the mask shows c,
+// and ends with the last tile whose first query has its first key in c or before; it has at least one tile. (A tile of
+// keys without queries, because of first keys, visits that one in vain.) Seen from a tile of queries, this is a range
+// of tiles of keys without gaps: each adds to dQ after its predecessor.
 
 // The end of the range of tiles of queries, at most `tiles`, that tile `key_tile` of keys meets from tile `first` on.
 __device__ __forceinline__ int end_of_queries(const FirstKeys& first_keys, int key_tile, int first, int tiles) {

@@ -9,10 +9,11 @@
 //                           dynamic shared memory (3 KEYS + 6 QUERIES) * HEAD_DIM * 2 + KEYS * QUERIES * 4 +
 //                                                 QUERIES * 16 + 1024 + 256 bytes
 //
-// A work is a tile of keys, with a step for each tile of queries that attends to it, the last queries first. Later
+// A work item is a tile of keys, with a step for each tile of queries that attends to it, the last queries first. Later
 // keys, to which fewer queries attend, therefore reach a tile no earlier than the keys that add to its dQ before them.
-// (With first keys they reach it no later either, by the steps that they begin before them.) Blocks are persistent and
-// take works by ticket; the steps of the next work follow without a break. The last keys of a tile write its dq.
+// (With first keys, their range also ends at later queries, so they need at least as many steps to reach it.) Blocks
+// are persistent and take work items by ticket; the steps of the next item follow without a break. The last keys that
+// meet a tile of queries write its dq.
 //
 // Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so P^T and dS^T are left operands in
 // the registers where they were computed. dS is written to shared memory for dQ, of which a group computes one half:
@@ -206,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     products_wait<0>();
     if (work.steps == 1) free(at.v_empty);
 
-    int step = 0; // over all works
+    int step = 0; // over all work items
     int due = -1; // the tile of the step before whose dq is to be finished, or -1
     bool due_alone = false;
     bool more = true;

@@ -1,5 +1,5 @@
-// Parts of backward_hopper.cu without matmuls: works, the shared memory of a block, the warp that copies tiles in, and
-// the warps that add dQ to dq_sums. Included between backward.cuh and backward_hopper.cu.
+// Parts of backward_hopper.cu without matmuls: work items, the shared memory of a block, the warp that copies tiles in,
+// and the warps that add dQ to dq_sums. Included between backward.cuh and backward_hopper.cu.
 
 constexpr int HALVES = QUERIES / 64; // of a tile of queries: P and dS are computed for one half at a time
 constexpr int K_STEPS = HEAD_DIM / 16;
@@ -19,7 +19,7 @@ enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
 // heads first_head .. first_head + group.
 struct Work {
     int key_tile, first_tile, first_head, steps;
-    int own_tiles; // the first of these tiles, which have no later keys: this work finishes their dq
+    int own_tiles; // the first of these tiles, which have no later keys: this item finishes their dq
     __device__ __forceinline__ Work(const Sizes& sizes, int number, int tiles, int key_tiles) {
         // The first keys come first: with a causal mask most queries attend to them.
         int kv_head;
@@ -32,8 +32,8 @@ struct Work {
         own_tiles =
             key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
     }
-    // Sets the end from end_of_queries, which is always the last tile without first keys. (KEYS >= QUERIES, so a
-    // shortened work still finishes the dq of its remaining own tiles.)
+    // Sets the end of the tiles of queries, from end_of_queries. Without first keys it is fixed. (KEYS >= QUERIES, so a
+    // shortened item still finishes the dq of its remaining own tiles.)
 #if FIRST_KEYS
     int end_tile;
     __device__ __forceinline__ void end_at(int tile, int group) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void await_turn(const int* turn, int mine) {
 struct Shared {
     u32 k_tiles, v_tile, q_tiles, d_out_tiles, ds_tiles, dq_tile, statistics_tiles;
     u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
-    int* numbers; // of the works whose keys have arrived
+    int* numbers; // of the work items whose keys have arrived
     int* ends;    // the ends of their tiles of queries
     __device__ __forceinline__ Shared(unsigned char* shared) {
         const u32 start = (u32)__cvta_generic_to_shared(shared);
@@ -88,7 +88,7 @@ struct Shared {
     }
 };
 
-// Run by one thread: takes works by ticket, and copies their inputs: keys one work ahead, queries one step ahead.
+// Run by one thread: takes work items by ticket and copies their inputs: keys one item ahead, queries one step ahead.
 __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments,
                                            int query_tiles, int key_tiles) {
     const Sizes& sizes = arguments.sizes;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
     }
 }
 
-// Run by one warp per group: adds the group's half of dQ, step by step, to dq_sums when it is this work's turn. For the
+// Run by one warp per group: adds the group's half of dQ, step by step, to dq_sums when it is this item's turn. For the
 // last keys of a tile it lets the group add instead.
 __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArguments& arguments, int half, int lane,
                                             int query_tiles, int key_tiles) {

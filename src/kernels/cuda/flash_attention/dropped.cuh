@@ -10,8 +10,8 @@ struct Dropped {
         : queries(sizes.queries), row_blocks(CEIL_DIV(sizes.keys, 8)) {
         if (DROPOUT) key = DropoutKey(arguments.key, arguments.site, arguments.threshold);
     }
-    // The mask of eight keys from `first_key` on, a multiple of 8, for a query of matrix `head` of B H: bit i is that
-    // of key i.
+    // The mask of eight keys from `first_key` on, a multiple of 8, for a query of matrix `head` of B H: bit i is 1 if
+    // key i is kept.
     __device__ __forceinline__ u32 eight_keys(int head, int query, int first_key) const {
         return key.stay((head * queries + query) * row_blocks + first_key / 8);
     }

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     const u32 k_tiles = q_tiles + Q_STAGES * Q_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
     const u32 q_full = v_tiles + 2 * TILE_BYTES, q_empty = q_full + 16; // two of each
     const u32 k_full = q_empty + 16, k_empty = k_full + 16, v_full = k_empty + 16, v_empty = v_full + 16;
-    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start)); // of the works whose Q is in a stage
+    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start)); // of the items whose Q is in a stage
     int* const first_tiles = numbers + 2;                                         // their first tiles
     const int works = CEIL_DIV(sizes.queries, ROWS) * sizes.batch * sizes.heads;
 
@@ -144,13 +144,13 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     auto free = [&](u32 barrier) {
         if (lane == 0) barrier_arrive(barrier);
     };
-    int used = 0; // tiles that are finished, except the last of a pending work
+    int used = 0; // tiles that are finished, except the last of a pending work item
     bool pending = false;
     Work work = {};
     float o[SPANS][SPAN / 2], s[COLUMNS / 2];
     u32 p[COLUMNS / 16][4];
     float largest[2], sum[2];
-    int row = 0; // this thread's row of the pending work; its other is row + 8
+    int row = 0; // this thread's row of the pending work item; its other is row + 8
     for (int turn = 0;; turn++) {
         auto issue_scores = [&](int stage) {
             const Described a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 for (int i = 0; i < 4; i++) p[step][i] = E::pack(s[step * 8 + i * 2], s[step * 8 + i * 2 + 1]);
         };
 
-        // The first S of the next work, and the last O += P V of the one before.
+        // The first S of the next work item, and the last O += P V of the one before.
         barrier_wait(q_full + turn % Q_STAGES * 8, turn / Q_STAGES);
         const int number = __shfl_sync(~0u, reinterpret_cast<volatile int*>(numbers)[turn % Q_STAGES], 0);
         Work next(sizes, min(number, works - 1));

@@ -15,7 +15,7 @@
 //
 // Three kernels run in this order:
 //   flash_backward_prepare  statistics, turns      grid  max(ceil(rows / PREPARE_ROWS), ceil(turns / 256))
-//                                                  block 256; rows of statistics
+//                                                  block 256, rows B * H * ceil(Tq / QUERIES) * QUERIES
 //   flash_backward          dk, dv, dq_sums        grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
 //                           dynamic shared memory  BACKWARD_SHARED bytes
 //   flash_backward_finish   dq                     grid  ceil(Tq / QUERIES) * B * H   block 256

@@ -68,7 +68,7 @@ template <int N> struct Factor {
         if (PRODUCTS == 3) {
             constexpr u32 KEPT = 0xffffe000u;
             high[i] = (bits + 0x1000) & KEPT; // the nearest, as to_tf32, but in fewer cycles
-            // The last of 12 bits is truncated. The difference is NaN for a NaN or an infinity.
+            // low has 12 bits, of which the last is truncated. It is NaN if x is NaN or infinite.
             low[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high[i])) & KEPT;
         }
     }
