@@ -156,7 +156,7 @@ impl Products {
         self.tf32
     }
 
-    /// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices.
+    /// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices. c is not written if the depth is 0.
     ///
     /// # Errors
     /// Errors of cuBLASLt.
