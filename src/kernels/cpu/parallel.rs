@@ -37,7 +37,6 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
-    /// Returns the address of the first element.
     pub fn as_mut_ptr(&self) -> *mut T {
         self.start
     }

@@ -9,11 +9,8 @@ use crate::kernels::cpu::parallel::{self, Shared};
 /// One factor of a batched matmul: (batch, rows, cols), as stored or transposed.
 #[derive(Clone, Copy)]
 pub struct Batched<'a, T> {
-    /// The elements, (batch, rows, cols).
     pub data: &'a [T],
-    /// The rows of a matrix as stored.
     pub rows: usize,
-    /// The columns of a matrix as stored.
     pub cols: usize,
     /// Whether each matrix is used transposed.
     pub transposed: bool,

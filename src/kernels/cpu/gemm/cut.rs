@@ -31,9 +31,7 @@ const MAX_TASKS: usize = 8;
 pub(super) struct Cut {
     rows: usize,
     cols: usize,
-    /// The number of rows of a block.
     row_step: usize,
-    /// The number of columns of a block.
     column_step: usize,
 }
 
@@ -96,7 +94,6 @@ impl Cut {
         best.1
     }
 
-    /// Returns the number of blocks.
     pub(super) fn tasks(&self) -> usize {
         self.rows.div_ceil(self.row_step) * self.cols.div_ceil(self.column_step)
     }

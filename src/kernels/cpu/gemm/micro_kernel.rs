@@ -27,7 +27,6 @@ pub(super) const PANEL: usize = 8;
 /// of [`PANEL`] rows, b (depth, columns) in units of [`COLUMNS`] columns.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<T> {
-    /// a.
     pub a: *const T,
     /// The stride from one row of a to the next in a panel.
     pub a_row: usize,
@@ -41,15 +40,11 @@ pub(super) struct Tiles<T> {
     pub b_row: usize,
     /// The stride from [`COLUMNS`] columns of b to the next.
     pub b_unit: usize,
-    /// c.
     pub c: *mut T,
     /// The stride from one row of c to the next.
     pub c_row: usize,
-    /// Rows of a and c.
     pub rows: usize,
-    /// Columns of b and c.
     pub columns: usize,
-    /// Columns of a, rows of b.
     pub depth: usize,
     /// How the result is combined with c.
     pub sums: Sums,

@@ -185,7 +185,6 @@ fn transpose<W: Real>(lines: [&[W]; LINES], to: &mut [W], ahead: usize) {
     }
 }
 
-/// Transposes a block of 4 x 4.
 #[inline(always)]
 fn transpose_block<W: Real>(lines: [[W; LINES]; LINES]) -> [[W; LINES]; LINES] {
     #[cfg(target_arch = "x86_64")]

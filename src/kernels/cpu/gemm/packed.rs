@@ -98,7 +98,6 @@ fn store_row<C: Stored>(sums: &mut [C::Wide], accumulate: bool, c: &mut [C]) {
     }
 }
 
-/// One task: a block of c.
 struct Block<'a, T> {
     a: MatRef<'a, T>,
     b: MatRef<'a, T>,

@@ -68,7 +68,6 @@ fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: MatMut<'_, T>, accumul
 /// The division of a matmul into panels.
 pub(super) struct PanelCut {
     pub by_rows: bool,
-    /// The number of rows or columns of a panel.
     pub step: usize,
     pub count: usize,
 }

@@ -9,7 +9,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::TryReserveError;
 use std::sync::{Mutex, PoisonError};
 
-/// A cache line.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);

@@ -16,27 +16,21 @@ use crate::probe::parts::{Part, timed};
 /// depth. Every element of c is one chain of multiply-adds in the order of the depth. If a bf16 unit multiplies
 /// instead, rows or columns of a must be contiguous.
 pub(crate) struct Product<'a, T> {
-    /// a.
     pub a: &'a [T],
     /// The stride from one row of a to the next.
     pub a_row: usize,
     /// The stride from one column of a to the next.
     pub a_col: usize,
-    /// b.
     pub b: &'a [T],
     /// The stride from one row of b to the next.
     pub b_row: usize,
     /// The stride from [`COLUMNS`] columns of b to the next: [`COLUMNS`] if b is row-major.
     pub b_unit: usize,
-    /// c.
     pub c: &'a mut [T],
     /// The stride from one row of c to the next.
     pub c_row: usize,
-    /// Rows of a and c.
     pub rows: usize,
-    /// Columns of b and c.
     pub columns: usize,
-    /// Columns of a, rows of b.
     pub depth: usize,
     /// Whether to add to c.
     pub accumulate: bool,
@@ -75,7 +69,6 @@ impl<T: Lanes> Product<'_, T> {
         });
     }
 
-    /// Computes the matmul on `unit`.
     fn run_on(self, unit: Unit) {
         let [a, b] = [self.a, self.b].map(|x| same_type::<T, f32>(x).expect("tiles of f32"));
         let a = Lines {

@@ -64,7 +64,6 @@ struct Forward<'a, T: Stored> {
     rows: Rows<'a, T::Wide>,
     x: &'a [T],
     p: &'a mut [T],
-    /// Scratch for a row, padded.
     e: &'a mut [T::Wide],
 }
 
@@ -107,9 +106,7 @@ struct Backward<'a, T: Stored> {
     dp: &'a [T],
     x: &'a [T],
     dx: &'a mut [T],
-    /// Scratch for a row, padded.
     e: &'a mut [T::Wide],
-    /// Scratch for a row, padded.
     gradient: &'a mut [T::Wide],
 }
 

@@ -20,7 +20,6 @@ impl<T: Real> Buffer<T> {
 }
 
 impl<T: Stored, const N: usize, const M: usize> Blocks<T, N, M> {
-    /// Returns zeroed buffers.
     #[inline(always)]
     pub fn new() -> Self {
         Self {

@@ -37,13 +37,10 @@ pub trait Lanes: Real {
         unsafe { to.cast::<Self::Register<S>>().write_unaligned(register) }
     }
 
-    /// Returns `value` in every lane.
     fn vsplat<S: Simd>(simd: S, value: Self) -> Self::Register<S>;
 
-    /// Returns `a + b`.
     fn vadd<S: Simd>(simd: S, a: Self::Register<S>, b: Self::Register<S>) -> Self::Register<S>;
 
-    /// Returns `a - b`.
     fn vsub<S: Simd>(simd: S, a: Self::Register<S>, b: Self::Register<S>) -> Self::Register<S>;
 
     /// Returns `a b`, elementwise.
@@ -223,7 +220,6 @@ mod tests {
     use super::*;
     use pulp::WithSimd;
 
-    /// Replaces every element by its exponential.
     struct Exponentials<'a, T>(&'a mut [T]);
 
     impl<T: Lanes> WithSimd for Exponentials<'_, T> {

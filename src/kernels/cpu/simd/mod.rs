@@ -17,9 +17,9 @@ pub(crate) use stored::{same_type, same_type_mut};
 
 /// Runs `f`, compiled for the widest vectors of this CPU (AVX-512, AVX2, NEON, or the target's baseline).
 ///
-/// `f` and everything it calls must be `#[inline(always)]` (a closure takes the attribute too: `vectorized(
-/// #[inline(always)] || ..)`). A function that is called instead of inlined is compiled for the target's baseline, and is
-/// several times slower.
+/// `f` and everything it calls must be `#[inline(always)]` (a closure takes the attribute too:
+/// `vectorized(#[inline(always)] || ..)`). A function that is called instead of inlined is compiled for the target's
+/// baseline, and is several times slower.
 #[inline(always)]
 pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(f)
@@ -56,7 +56,6 @@ pub fn sum_over<T: Real, const N: usize>(slices: [&[T]; N], f: impl Fn([T; N]) -
     lanes[0]
 }
 
-/// Returns the sum of a slice.
 #[inline(always)]
 pub fn sum<T: Real>(x: &[T]) -> T {
     sum_over([x], |[x]| x)
@@ -127,7 +126,6 @@ pub fn multiply_adds() -> u64 {
     struct MultiplyAdds;
 
     impl pulp::WithSimd for MultiplyAdds {
-        /// The number of FLOPs.
         type Output = u64;
 
         #[inline(always)]

@@ -6,17 +6,12 @@ use std::ops::Neg;
 
 /// A floating-point type that the CPU kernels compute in.
 pub trait Real: WithDType + Neg<Output = Self> {
-    /// 0.
     const ZERO: Self;
-    /// 1.
     const ONE: Self;
-    /// Minus infinity.
     const NEG_INFINITY: Self;
 
-    /// Rounds `value` to this type.
     fn real(value: f64) -> Self;
 
-    /// Returns the square root.
     fn square_root(self) -> Self;
 
     /// Returns e to the power of `self`.
@@ -24,7 +19,6 @@ pub trait Real: WithDType + Neg<Output = Self> {
     /// The `f32` version is branch-free and vectorises: within 2 ulp, 0 below -87, infinite above 88.7.
     fn exponential(self) -> Self;
 
-    /// Returns the natural logarithm.
     fn logarithm(self) -> Self;
 
     /// Returns `self` to the power `exponent`.

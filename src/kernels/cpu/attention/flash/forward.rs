@@ -130,7 +130,6 @@ pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
 
 /// The buffers of one task.
 struct Scratch<T> {
-    /// The number of keys in a tile.
     k_tile: usize,
     panels: Vec<Panel<T>>,
     /// Scores, then probabilities: (k_tile, PANEL).

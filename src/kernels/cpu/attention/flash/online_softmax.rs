@@ -32,7 +32,6 @@ pub(super) struct OnlineSoftmax<'a, T> {
     pub end: &'a [T],
     /// The keys that all queries see.
     pub by_all: Range<usize>,
-    /// The state, updated by the step.
     pub state: State<'a, T>,
 }
 

@@ -49,7 +49,6 @@ impl<T: Lanes> SeenByPanel<T> {
 }
 
 impl<T: Lanes> Panel<T> {
-    /// Returns a panel without queries.
     pub fn new(head_dim: usize, unit: Option<Unit>) -> Self {
         Self {
             queries: 0..0,

@@ -22,7 +22,6 @@ pub(super) struct Query<T> {
 /// Replaces scores by `p = exp(scores - lse - lse_rest)` and dp by `ds = p (dp - delta)`; both are 0 for hidden keys
 /// (algorithm 2, lines 11 and 14). With a soft cap, `ds = p (dp - delta) (1 - (score / cap)^2)`.
 pub(super) struct ScoreGradient<'a, T> {
-    /// The queries of the rows.
     pub queries: &'a [Query<T>],
     /// Scores, then p: (queries, row).
     pub scores: &'a mut [T],
@@ -32,7 +31,6 @@ pub(super) struct ScoreGradient<'a, T> {
     pub row: usize,
     /// The keys of the tile, rounded up to a multiple of [`COLUMNS`].
     pub keys: usize,
-    /// The soft cap of the scores.
     pub soft_cap: Option<T>,
 }
 

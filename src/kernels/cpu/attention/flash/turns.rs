@@ -14,7 +14,6 @@ pub(super) struct AllTurns {
     q_tiles: usize,
 }
 
-/// The turns of some heads of q.
 #[derive(Clone, Copy)]
 pub(super) struct Turns<'a> {
     next: &'a [AtomicUsize],

@@ -126,7 +126,6 @@ pub(in super::super) unsafe fn product_of_tiles<X: Element>(
     }
 }
 
-/// One task: a block of c.
 struct Block<'a, X> {
     unit: Unit,
     factors: [Lines<'a, X>; 2],

@@ -8,7 +8,6 @@ use half::bf16;
 /// and the rounded remainder, which is at most 2^-8 |x|. The remainder is 0 for infinities, NaNs and numbers that round
 /// to infinity.
 pub(in super::super) trait Element: Copy + Sync + Load {
-    /// The number of terms.
     const TERMS: usize;
 
     /// Returns the terms; the second is 0 if there is only one.

@@ -17,14 +17,11 @@ pub(super) const TILE: usize = SIDE * DEPTH;
 /// The number of rows and columns of the largest block that a unit computes.
 pub(super) const BLOCK: usize = 2 * SIDE;
 
-/// The packed factors of a block.
 #[derive(Clone, Copy)]
 pub(super) struct Factors {
-    /// Panels of a.
     pub a: *const bf16,
     /// The stride from one panel of a to the next.
     pub a_panel: usize,
-    /// Panels of b.
     pub b: *const bf16,
     /// The stride from one panel of b to the next.
     pub b_panel: usize,

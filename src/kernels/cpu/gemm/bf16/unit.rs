@@ -21,13 +21,11 @@ pub(crate) enum Unit {
     /// AMX-BF16, with the system's permission.
     #[cfg(target_arch = "x86_64")]
     Amx,
-    /// AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// AArch64's bf16 instructions.
     #[cfg(target_arch = "aarch64")]
     Neon,
-    /// Emulation in plain code.
     #[cfg(test)]
     Emulated(Emulated),
 }
@@ -165,7 +163,6 @@ impl Unit {
     }
 }
 
-/// A unit that is ready to multiply on this thread.
 pub(super) struct Session {
     unit: Unit,
     #[cfg(target_arch = "x86_64")]
