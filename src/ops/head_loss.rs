@@ -14,7 +14,7 @@ use std::ops::Range;
 /// gradient more often; larger ones would not fit the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
-/// The same on a GPU, where larger matmuls are not faster.
+/// The number of logits in a chunk on a GPU, where larger matmuls are not faster.
 const GPU_CHUNK_ELEMENTS: usize = 4096 * 10_240;
 
 /// The minimum number of rows in a chunk.
