@@ -34,9 +34,9 @@ use candle_core::{DType, Shape, Tensor};
 /// Computes `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
 /// The result is that of [`swiglu()`](super::swiglu()) of two [`linear()`]s. As one op, the gradients of gate and up
-/// are scratch, and dx is summed inside the second matmul: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T
-/// x`. Saved for backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies, as
-/// [`linear()`] is; silu and the product follow.
+/// are scratch, and dx is summed inside the second matmul: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`,
+/// `dW3 = dup^T x`. Saved for backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies,
+/// as [`linear()`] is; silu and the product follow.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without the output matmul.
 ///

@@ -47,8 +47,9 @@ impl Gelu {
 
 /// Computes `y = x Phi(x)`, elementwise, exactly or by tanh ([`Gelu`]).
 ///
-/// Backward: `dx = dy (Phi(x) + x phi(x))` with phi the normal density; by tanh, with s = sigmoid(2 u), `dx = dy (s + 2
-/// x s (1 - s) du/dx)`. Saved for backward: x, from which the exponentials are recomputed. Autocast: follows x.
+/// Backward: `dx = dy (Phi(x) + x phi(x))` with phi the normal density; by tanh, with s = sigmoid(2 u),
+/// `dx = dy (s + 2 x s (1 - s) du/dx)`. Saved for backward: x, from which the exponentials are recomputed. Autocast:
+/// follows x.
 ///
 /// Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 ///

@@ -29,9 +29,9 @@ use candle_core::{D, Tensor};
 /// variance is the biased one.
 ///
 /// Half precision is computed in f32, f64 in f64; y is rounded once to x's dtype. If x is in half precision, w and b
-/// may be in f32; gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is `dx = rstd
-/// (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Saved for backward: x, w, b, and (mean, rstd) of each
-/// row.
+/// may be in f32; gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is
+/// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Saved for backward: x, w, b, and (mean,
+/// rstd) of each row.
 ///
 /// In a row of two elements h is near -1 and 1, and the terms of dx cancel to `eps / (var + eps)` of their size. What
 /// remains is mostly rounding error, as in PyTorch.

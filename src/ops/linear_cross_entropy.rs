@@ -32,11 +32,11 @@ use candle_core::{DType, Shape, Tensor};
 /// Computes the cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64. The loss is a scalar.
 ///
 /// The result is that of [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for logits that nothing
-/// else reads. As one op, the logits' gradient is scratch instead of a node of the graph. Backward: `dlogits =
-/// (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Saved for backward: x, W, the logits (N, V),
-/// and two numbers per row, as in [`cross_entropy`](super::cross_entropy()). On a GPU the gradient overwrites the
-/// logits, and a second backward recomputes them. Autocast: the matmul is lower under both policies, as [`linear()`]
-/// is; the loss is computed from its logits in f32, and returned in f32.
+/// else reads. As one op, the logits' gradient is scratch instead of a node of the graph. Backward:
+/// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Saved for backward: x, W, the
+/// logits (N, V), and two numbers per row, as in [`cross_entropy`](super::cross_entropy()). On a GPU the gradient
+/// overwrites the logits, and a second backward recomputes them. Autocast: the matmul is lower under both policies, as
+/// [`linear()`] is; the loss is computed from its logits in f32, and returned in f32.
 ///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).

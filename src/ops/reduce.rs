@@ -31,7 +31,7 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Computes the mean of all elements, a scalar. It is summed in at least f32 and returned in x's dtype under both of
-/// PyTorch's policies. Saved for backward: nothing.
+/// PyTorch's policies. Backward: dx is dy / n everywhere, with n elements. Saved for backward: nothing.
 ///
 /// # Errors
 /// A dtype that is not a float; an empty tensor.

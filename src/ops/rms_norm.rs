@@ -27,9 +27,9 @@ use candle_core::{D, Tensor};
 /// Computes `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
 /// Half precision is computed in f32, f64 in f64; y is rounded once to x's dtype. If x is in half precision, the weight
-/// may be in f32; gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is `dx = rstd (g - h
-/// mean(g h))`, `dw = sum over rows of dy h`. Saved for backward: x, w and rstd (one value per row). y instead of x
-/// would not suffice, because w may be 0.
+/// may be in f32; gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is
+/// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Saved for backward: x, w and rstd (one value per row).
+/// y instead of x would not suffice, because w may be 0.
 ///
 /// Autocast: y has x's dtype under both policies, whatever w's; a half-precision x with an f32 w is computed in f32 and
 /// rounded once. PyTorch 2.15 lists rms_norm with the f32 ops of CUDA's policy, which makes y f32; for that, use

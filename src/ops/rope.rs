@@ -58,8 +58,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rope_with(x, cos, sin, RotaryPairs::Adjacent)
 }
 
-/// Rotates these pairs, otherwise like [`rope()`]. By halves: `y[i] = x[i] cos - x[i + Dh/2] sin`, `y[i + Dh/2] = x[i]
-/// sin + x[i + Dh/2] cos`.
+/// Rotates these pairs, otherwise like [`rope()`]. By halves: `y[i] = x[i] cos - x[i + Dh/2] sin`,
+/// `y[i + Dh/2] = x[i] sin + x[i + Dh/2] cos`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

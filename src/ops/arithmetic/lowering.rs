@@ -86,7 +86,7 @@ pub(super) const DIV: Lowering = Lowering {
     },
 };
 
-/// Copies or adds x to y. Reads x; writes y.
+/// Reads x; copies it to y, or adds it.
 pub(crate) fn accumulated(accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("accumulate", |T, k, s| {
         let x = s.x::<T>("x")?;

@@ -33,10 +33,10 @@ use lowering::CheckedIds;
 /// Computes the mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64. The
 /// loss is a scalar.
 ///
-/// The loss is f32 for logits in f32 or half precision, and f64 for f64. Backward: `dlogits = (softmax(logits) -
-/// onehot) / n`. Saved for backward: the logits, and two numbers per row, the largest logit (top) and the sum of
-/// `exp(logit - top)`; no probabilities. Autocast: f32 under both policies; half-precision logits are widened inside
-/// the kernel, not copied.
+/// The loss is f32 for logits in f32 or half precision, and f64 for f64. Backward:
+/// `dlogits = (softmax(logits) - onehot) / n`. Saved for backward: the logits, and two numbers per row, the largest
+/// logit (top) and the sum of `exp(logit - top)`; no probabilities. Autocast: f32 under both policies; half-precision
+/// logits are widened inside the kernel, not copied.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -209,7 +209,8 @@ impl Calls {
         });
     }
 
-    /// Declares that the output's gradient is the gradient of input `input`.
+    /// Declares that input `input` is passed on unchanged: in forward the output is the input, in backward its gradient
+    /// is the output's.
     pub fn same(mut self, input: usize) -> Self {
         self.same.push((input, Slot::OutputGradient));
         self

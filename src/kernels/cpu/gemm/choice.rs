@@ -20,9 +20,9 @@ pub struct ProductSizes {
     pub element_bytes: usize,
 }
 
-/// Returns whether the crate's own kernel is faster than the `gemm` crate. With AVX-512 it is where packing pays off;
-/// packing is most expensive for a transposed b, in the `gemm` crate most of all. Without, it is faster if the `gemm`
-/// crate would pack a from lines that are whole pages apart and so compete for a few cache sets.
+/// Returns whether the crate's own kernel is faster than the `gemm` crate. With AVX-512 it is faster wherever packing
+/// pays off; packing is most expensive for a transposed b, in the `gemm` crate most of all. Without AVX-512 it is
+/// faster if the `gemm` crate would pack a from lines that are whole pages apart and so compete for a few cache sets.
 pub(super) fn prefers_own_gemm<T>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> bool {
     let a_transposed = a.row_stride == 1 && a.col_stride > 1;
     let line_bytes = a.col_stride * size_of::<T>();

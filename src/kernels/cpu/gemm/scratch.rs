@@ -27,7 +27,7 @@ thread_local! {
     static RESERVED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Calls `f` with `count` elements of the thread's scratch, uninitialised by intent and aligned to cache lines.
+/// Calls `f` with `count` elements of the thread's scratch, with arbitrary contents, aligned to cache lines.
 ///
 /// Scratch has one of two sizes, so that the memory of a process does not depend on which thread ran which matmul.
 pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {

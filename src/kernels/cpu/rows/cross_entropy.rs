@@ -1,8 +1,8 @@
 //! Cross-entropy of logits: the mean over the targets that count of `ln(sum(exp(row))) - row[target]`.
 //!
-//! With top the largest logit of a row and total the sum of `exp(x - top)` over it, the loss of a row is `(top -
-//! row[target]) + ln(total)` and its softmax is `exp(x - top) / total`. The sum `top + ln(total)` is never formed: for
-//! large logits, rounding it to one number would lose the digits of ln(total).
+//! With top the largest logit of a row and total the sum of `exp(x - top)` over it, the loss of a row is
+//! `(top - row[target]) + ln(total)` and its softmax is `exp(x - top) / total`. The sum `top + ln(total)` is never
+//! formed: for large logits, rounding it to one number would lose the digits of ln(total).
 
 use crate::kernels::cpu::{Blocks, Real, Stored, parallel, simd, simd::BLOCK};
 use rayon::prelude::*;

@@ -24,9 +24,9 @@ pub struct Gradients<'a, T> {
 
 /// Computes `dq`, `dk` and `dv`. Probabilities are recomputed tile by tile from the scores and `lse`.
 ///
-/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK
-/// = scale dS^T Q`. An error in lse affects a whole row of P: at scores of 100, f32 leaves lse six digits. If forward
-/// saved the rounding error of lse, it is subtracted too.
+/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
+/// `dK = scale dS^T Q`. An error in lse affects a whole row of P: at scores of 100, f32 leaves lse six digits. If
+/// forward saved the rounding error of lse, it is subtracted too.
 ///
 /// A task handles one tile of keys. It keeps dk and dv of the tile in cache while it loops over the queries, and adds
 /// to dq. Tasks of one head write the same dq: they take turns at each tile of queries, in the order of the keys, so

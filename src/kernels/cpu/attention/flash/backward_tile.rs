@@ -198,8 +198,8 @@ impl<T: Lanes> Scratch<T> {
                     self.queries(sizes, first..first + step, dropout.clone());
                 }
                 let q_tile = start / self.q_tile;
-                // The tiles of keys that see a tile of queries are contiguous: every task from the first one on takes
-                // its turn.
+                // The tiles of keys that a tile of queries sees are contiguous, so every task from the first one on
+                // takes its turn.
                 task.turns.wait(member, q_tile, task.tile);
                 let at = task.dq_start + (member * sizes.queries + start) * self.width;
                 // SAFETY: no other task has these rows until `pass_on`.

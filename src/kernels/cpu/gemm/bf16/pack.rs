@@ -124,7 +124,7 @@ mod x86 {
         for line in lines.clone().step_by(SIDE) {
             for k in depth.clone().step_by(DEPTH) {
                 let sizes = [lines.end - line, depth.end - k];
-                // SAFETY: a tile of the block, of which at most `sizes` is read; `to` has room for a tile of each term.
+                // SAFETY: a tile of the block, of which at most `sizes` is read; `to` holds a tile of each term.
                 unsafe {
                     let from = x.data.as_ptr().add(x.at(line) + k * x.depth);
                     seen = _mm512_or_si512(seen, tile(x, from, sizes, to, len));

@@ -33,9 +33,10 @@ pub(crate) enum Unit {
 /// Returns the unit that bf16 matmuls run on, detected once; `None` if they are widened to f32.
 ///
 /// AMX-BF16 is used wherever it is permitted. AVX512-BF16 is used on AMD processors, where it has twice the rate of
-/// f32, but not on Intel's, where it has not. The choice goes by vendor and is not measured, because it decides about
-/// bits, and every run on a machine must have the same. AArch64's instructions are used only on request: their speed
-/// has not been measured. [`bf16_products`](crate::hardware::bf16_products) describes how to choose another.
+/// f32, but not on Intel's, where it does not reach that rate. The choice goes by vendor and is not measured, because
+/// it decides about bits, and every run on a machine must have the same. AArch64's instructions are used only on
+/// request: their speed has not been measured. [`bf16_products`](crate::hardware::bf16_products) describes how to
+/// choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
     *UNIT.get_or_init(|| wanted_or(Unit::is_faster))
