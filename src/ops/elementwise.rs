@@ -16,9 +16,9 @@ use candle_core::{DType, Shape, Tensor};
 
 /// Computes `y = exp(x)`, elementwise.
 ///
-/// The following also holds for [`log`], [`pow`] and [`rsqrt`]. Half precision is computed in f32 and rounded once,
-/// forward and backward, unless an autocast policy demands an f32 output, as CUDA's does. Saved for backward: y for
-/// `exp`, x for the others.
+/// The following also holds for [`log()`], [`pow()`] and [`rsqrt()`]. Half precision is computed in f32 and rounded
+/// once, forward and backward, unless an autocast policy demands an f32 output, as CUDA's does. Saved for backward: y
+/// for `exp`, x for the others.
 ///
 /// # Errors
 /// A dtype that is not a float.
