@@ -92,7 +92,7 @@ impl<S: Spec> Lowered<S> {
         let (shape, dtype) = self.spec.output(inputs);
         let kept = self.spec.kept(inputs, target);
         let reads = moved(reads, device)?;
-        self.spec.forwarded(); // now `reads` alone owns them: each is freed after its last read
+        self.spec.forwarded(); // drops the spec's references, so that `run` can free what it read last
         let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
         let shapes: Vec<(Shape, DType)> = shapes.collect();
         let attributes = self.spec.attributes();
