@@ -17,7 +17,7 @@ impl Lower<'_> {
         let program = self.program.clone();
         let node = &program.nodes[i];
         let signature = program.signature(node, NONE);
-        // A sum computed in the segment before this one is there already when this segment is recomputed.
+        // A sum that was computed in the segment before this one already exists when this segment is recomputed.
         let is_made = |second: ValueId| self.places[second.0].is_some();
         let calls = match (&node.kind, node.second) {
             (Kind::Norm(norm), Some(second)) if is_made(second) => {

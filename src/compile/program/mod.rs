@@ -1,6 +1,6 @@
-//! A traced graph as it is planned: nodes over values, which rewrites make fewer of.
+//! A traced graph prepared for planning: nodes over values. Rewrites fuse nodes.
 //!
-//! A [`Program`] starts as the nodes of the graph, without those that only pass a value on. [`Program::new`] then
+//! A [`Program`] starts as the nodes of the graph, without those that return an input unchanged. [`Program::new`] then
 //! applies these rewrites in order, one file each. A rewrite replaces nodes by a fused node that computes the same:
 //!
 //! 1. [`head`]: head and loss of a step, some rows at a time;
@@ -123,7 +123,7 @@ impl Program {
                         }
                     }
                 }
-                TraceEvent::AutocastEnd | TraceEvent::Drop(_) => {} // memory alone
+                TraceEvent::AutocastEnd | TraceEvent::Drop(_) => {} // they concern memory alone
             }
         }
         let outputs = graph.outputs.iter().map(|x| flow::named(x, &names));
