@@ -19,7 +19,7 @@ pub(super) struct Weights {
     pub gradients: Vec<Option<BufferRange>>,
     /// The number of gradients still to be added, by parameter.
     to_come: Vec<usize>,
-    /// Whether only inputs that need a gradient read the parameter, by parameter. Nothing reads it after its gradient
+    /// Whether every read of a parameter computes a gradient for it, by parameter. Nothing reads it after its gradient
     /// is complete then.
     is_free_early: Vec<bool>,
     /// The copies of weights, in the dtype that matmuls read.

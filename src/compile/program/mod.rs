@@ -4,11 +4,11 @@
 //! applies these rewrites in order, one file each. A rewrite replaces nodes by a fused node that computes the same:
 //!
 //! 1. [`head`]: head and loss of a step, some rows at a time;
-//! 2. [`copies`]: casts of weights, which are no calls of every micro-batch;
-//! 3. [`attention`]: on a GPU, heads in the projections' layout, rotated in place; and q, k and v as one product;
-//! 4. [`gated`]: on a GPU, the two maps of SwiGLU as one product;
-//! 5. [`siblings`]: linear maps of one input, side by side;
-//! 6. [`norm`]: RMSNorm with the addition before it, and rounded.
+//! 2. [`copies`]: casts of weights, which are removed from the micro-batches;
+//! 3. [`attention`]: on a GPU, heads in the projections' layout, rotated in place; and q, k and v as one matmul;
+//! 4. [`gated`]: on a GPU, the two linear layers of SwiGLU or GeGLU as one matmul;
+//! 5. [`siblings`]: linear layers of one input, next to each other;
+//! 6. [`norm`]: RMSNorm and LayerNorm with the addition before and the cast after them.
 //!
 //! A rewrite never removes a value that another node reads. The passes that follow treat all nodes alike
 //! ([`lower`](super::lower)): forward, backward with recomputation and in-place writes, update, liveness, placement.
