@@ -39,7 +39,6 @@ enum Argument {
         /// is read in place.
         copy: Option<Tensor>,
     },
-    /// A constant, or a frozen weight.
     Held(Held),
 }
 

@@ -6,10 +6,8 @@ use crate::ops::DropoutKey;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// The name of the input with dropout keys.
 pub(super) const DROPOUT: &str = "dropout";
 
-/// The name of the input with the output's gradient.
 pub(super) const D_OUTPUT: &str = "d_output";
 
 /// The inputs of a run of a [`Step`](super::Step): named tensors, with micro-batches stacked in their first dimension.
@@ -44,8 +42,8 @@ impl Batch {
     }
 
     /// Creates a language model's batch of tokens and targets, (accumulation * B, T) in u32 or i64, in which some
-    /// targets do not count. These are targets equal to `ignore_index` (-100 in PyTorch), and targets of the token
-    /// `separator`, which ends each document of a packed sequence. With a separator, attention does not cross
+    /// targets do not count. These are targets equal to `ignore_index` (-100 in PyTorch), and targets that follow the
+    /// token `separator`, which ends each document of a packed sequence. With a separator, attention does not cross
     /// documents, as in [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
     ///
     /// ```

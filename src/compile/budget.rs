@@ -134,7 +134,7 @@ pub(super) fn arena_of_step(
 /// Lower bounds: the number of parameter elements, and bytes of the rest.
 struct Least {
     parameters: f64,
-    /// Gradients, or activations of the blocks that are not recomputed.
+    /// The larger of gradients and of activations of the blocks that are not recomputed.
     of_step: f64,
     /// The residual stream and logits.
     of_forward: f64,
@@ -158,8 +158,8 @@ fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> 
     let rows = b * t;
     let width = config.precision.dtype().size_in_bytes() as f64;
     let ids_and_tables = 4.0 * (rows + model.angle_elements(tokens[1]) as f64);
-    // A block saves q, k, v and the output projection's input. It also saves gate and up, unless a budget has them
-    // recomputed, or GELU's input and output.
+    // A block saves q, k, v and the output projection's input. It also saves gate and up, or GELU's input and output,
+    // unless a budget has them recomputed.
     let gate_up = match config.memory_budget_bytes {
         None => 2.0 * f,
         Some(_) => 0.0,

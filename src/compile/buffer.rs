@@ -136,7 +136,6 @@ impl Buffer {
     }
 }
 
-/// The buffers of a plan that is being made.
 #[derive(Default)]
 pub(super) struct Buffers(Vec<Buffer>);
 
@@ -161,7 +160,6 @@ impl Buffers {
         BufferId(self.0.len() - 1)
     }
 
-    /// Adds a buffer in the arena.
     pub(super) fn arena(
         &mut self,
         name: &str,
@@ -182,7 +180,6 @@ impl Buffers {
         numbered.map(|(i, buffer)| (BufferId(i), buffer))
     }
 
-    /// Returns all buffers, in the order of their ids.
     pub(super) fn into_vec(self) -> Vec<Buffer> {
         self.0
     }

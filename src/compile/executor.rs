@@ -165,7 +165,6 @@ pub(super) struct Tensors<'a> {
     pub parameters: &'a [(String, Var)],
     /// The update of each parameter, by index; empty in a run without an update.
     pub updates: &'a [PlannedUpdate],
-    /// The output tensor of a forward pass.
     pub output: Option<&'a Tensor>,
     /// The arguments, by index: contiguous, inputs with all of their micro-batches. Arguments that the run's calls do
     /// not read may be missing.

@@ -20,7 +20,6 @@ pub struct PhaseTimes {
     pub optimizer_ms: f64,
 }
 
-/// The timed phase of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Forward,

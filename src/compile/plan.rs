@@ -145,7 +145,6 @@ impl Plan {
         self.buffers.get(id.0)
     }
 
-    /// Returns the buffer of an operand of one of this plan's calls.
     pub(super) fn buffer_of(&self, operand: &BufferRange) -> &Buffer {
         &self.buffers[operand.buffer.0]
     }

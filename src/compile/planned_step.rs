@@ -28,7 +28,6 @@ impl ScaledStep {
     }
 }
 
-/// A plan of a step on its device.
 #[derive(Debug)]
 pub(super) struct PlannedStep {
     op: &'static str,

@@ -176,7 +176,6 @@ impl Plan {
         })
     }
 
-    /// Returns the time of a call's kernel alone, in seconds.
     fn seconds_of(&self, call: &Call, rates: &Rates) -> f64 {
         let cost = self.cost_of(call);
         let seconds =
@@ -189,7 +188,6 @@ impl Plan {
     }
 }
 
-/// The state of a simulation.
 struct Run<'a> {
     plan: &'a Plan,
     world_size: usize,

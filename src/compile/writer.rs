@@ -8,7 +8,6 @@ use crate::ops::lowering::Named;
 use crate::probe::Path;
 use candle_core::DType;
 
-/// The calls and buffers so far.
 #[derive(Default)]
 pub(super) struct Writer {
     pub calls: Vec<Call>,
@@ -23,7 +22,6 @@ pub(super) struct Writer {
     pub module: Path,
     /// The index in `parts` of the calls to be added.
     pub part: Option<usize>,
-    /// The costs so far.
     pub parts: Vec<PartCost>,
 }
 
@@ -43,12 +41,10 @@ impl Writer {
         self.buffers.arena(&name, shape, dtype, category)
     }
 
-    /// Returns the range of all elements of a buffer.
     pub fn whole(&self, id: BufferId) -> BufferRange {
         BufferRange::whole(&self.buffers, id)
     }
 
-    /// Adds a call.
     pub fn call(
         &mut self,
         op: impl Into<Op>,

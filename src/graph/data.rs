@@ -22,7 +22,7 @@ pub struct ValueId(pub usize);
 /// The data of a tensor. All views of one base tensor are one value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Value {
-    /// The shape of the base tensor. For a constant, the shape of the view that was read first.
+    /// The shape as created; for a real tensor, the shape of the view that was read first.
     pub shape: Vec<usize>,
     /// The dtype of the elements.
     pub dtype: DType,
@@ -371,7 +371,6 @@ impl Target {
     }
 }
 
-/// Same as [`Target::of`].
 impl From<&Device> for Target {
     fn from(device: &Device) -> Self {
         Self::of(device)

@@ -181,7 +181,7 @@ pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
 
     let hollow_out = HollowOut(role);
     match x.elem_count() {
-        // An empty tensor has strides of 0, which candle's in-place ops refuse as overlapping elements.
+        // An empty tensor can have strides of 0, which look like overlapping elements to candle's in-place ops.
         0 => x.detach().flatten_all()?.inplace_op1(&hollow_out),
         _ => x.inplace_op1(&hollow_out),
     }

@@ -39,17 +39,14 @@ impl<'a> Launcher<'a> {
             .view(self.plan, operand, self.micro_batch)
     }
 
-    /// Returns all operands that a call reads, and all that it writes.
     pub(super) fn operands(&self, call: &Call) -> [Named<View<'a>>; 2] {
         [&call.reads, &call.writes].map(|operands| operands.map(|operand| self.view(operand)))
     }
 
-    /// Returns the operands with these names that a call reads.
     pub(super) fn reads<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(call.reads.operand(name)))
     }
 
-    /// Returns the operands with these names that a call writes.
     pub(super) fn writes<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(call.writes.operand(name)))
     }

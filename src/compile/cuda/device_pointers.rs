@@ -21,7 +21,6 @@ pub(super) struct DevicePointers {
     pub arguments: Vec<u64>,
 }
 
-/// Returns the address of a slice.
 pub(super) fn start_of<T>(slice: &CudaSlice<T>) -> u64 {
     slice.device_ptr(slice.stream()).0
 }
@@ -53,7 +52,6 @@ impl DevicePointers {
         }
     }
 
-    /// Returns the operand as a kernel argument.
     pub(super) fn view(&self, plan: &Plan, operand: &BufferRange, micro_batch: usize) -> View<'_> {
         let buffer = plan.buffer_of(operand);
         let first = operand.elements.start * buffer.dtype.size_in_bytes();

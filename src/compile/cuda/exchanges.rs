@@ -24,12 +24,10 @@ pub(super) struct Exchange<'a> {
 }
 
 impl Exchanges {
-    /// Sets the communicator for later runs.
     pub(super) fn join_job(&mut self, communicator: Option<&Communicator>) {
         self.communicator = communicator.cloned();
     }
 
-    /// Returns the number of ranks.
     pub(super) fn world_size(&self) -> usize {
         self.communicator
             .as_ref()
@@ -66,7 +64,6 @@ impl Exchanges {
         }
     }
 
-    /// Makes the plan's stream wait for all exchanges.
     pub(super) fn wait_for_all(&mut self, gpu: &CudaDevice) -> Result<()> {
         match self.open.len().checked_sub(1) {
             Some(last) => self.wait_until(gpu, last),

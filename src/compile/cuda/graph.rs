@@ -10,7 +10,6 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::ptr::null_mut;
 
-/// The recording state of a run.
 #[derive(Default)]
 pub(super) enum Recorded {
     /// Never run: kernels are not loaded yet.

@@ -272,13 +272,11 @@ impl Executor {
         Ok(())
     }
 
-    /// Enables or disables the timing of phases in later runs.
     pub fn time_phases(&mut self, plan: &Plan, on: bool) {
         self.recorded = Default::default(); // it may have the wrong segments
         self.clock = on.then(|| PhaseClock::new(plan));
     }
 
-    /// Returns the phase times of the last run, if they are measured.
     pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
         let event = |number: &usize| &self.events[*number];
         let ms = |from: &usize, to: &usize| Ok(f64::from(event(from).elapsed_ms(event(to)).w()?));
@@ -310,7 +308,6 @@ impl Executor {
         }
     }
 
-    /// Makes the next run renew the copies of weights.
     pub fn refresh(&mut self) {
         self.copies_are_current = false;
     }
@@ -347,7 +344,6 @@ impl Executor {
         Ok(ops::tensor(room, shape))
     }
 
-    /// Returns the address of an operand in the arena.
     fn address_of(&self, plan: &Plan, operand: &BufferRange) -> u64 {
         let buffer = plan.buffer_of(operand);
         let Some(range) = buffer.arena_range() else {
@@ -379,7 +375,6 @@ impl fmt::Debug for Executor {
 pub(in crate::compile) struct Undisturbed(ManuallyDrop<Executor>);
 
 impl Undisturbed {
-    /// Same as [`Executor::new`].
     pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         Ok(Self(ManuallyDrop::new(Executor::new(plan, gpu)?)))
     }

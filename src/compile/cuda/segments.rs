@@ -63,7 +63,6 @@ impl Executor {
         Ok(())
     }
 
-    /// Launches the calls of a run one by one.
     pub(super) fn launch_all(
         &mut self,
         plan: &Plan,

@@ -86,7 +86,6 @@ impl Updates {
         })
     }
 
-    /// Returns the table entry of the AdamW call with this index.
     pub(super) fn entry(&self, index: usize) -> usize {
         self.entries[&index]
     }

@@ -1,8 +1,8 @@
 //! Averaging of gradients over the ranks of a job: which gradients share a bucket, and when each bucket is exchanged.
 //!
-//! This is a pass over finished calls. It finds the last call of a micro-batch that accesses each gradient, places
-//! consecutive complete gradients in one buffer, and adds the exchange of that buffer. The mean loss is averaged
-//! separately, so that every rank reports the same loss.
+//! This is a pass over finished calls. It finds the last call of a micro-batch that accesses each gradient, moves
+//! gradients that are completed one after another to one buffer, and adds the exchange of that buffer. The mean loss is
+//! averaged separately, so that every rank reports the same loss.
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{BufferId, Buffers, Category};
@@ -25,7 +25,6 @@ pub(super) struct Averaged<'a> {
     /// The rank that needs each parameter's gradient; `None` if all ranks need all.
     pub owners: Option<&'a [usize]>,
     pub kept: &'a mut Vec<BufferId>,
-    /// The mean loss, if there is one.
     pub loss: Option<BufferId>,
 }
 

@@ -12,7 +12,6 @@ use crate::ops::lowering::{Calls, Slot, converted};
 const NONE: [bool; 2] = [false; 2];
 
 impl Lower<'_> {
-    /// Writes the calls of a node's forward.
     pub(super) fn forward_of(&mut self, i: usize) -> Result<()> {
         let program = self.program.clone();
         let node = &program.nodes[i];
@@ -150,7 +149,6 @@ impl Lower<'_> {
     }
 }
 
-/// Returns the name of a value's buffer.
 fn name_of(node: &Node, value: ValueId) -> &'static str {
     let kept = node.kept.iter().find(|kept| kept.value == value);
     match kept {

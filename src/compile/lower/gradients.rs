@@ -19,7 +19,6 @@ pub(super) struct Gradients {
     waiting: Vec<Deferred>,
 }
 
-/// Writes deferred calls.
 type Write = dyn FnOnce(&mut Lower<'_>) -> Result<()>;
 
 /// Calls that are deferred until a value they read is recomputed.
@@ -30,27 +29,22 @@ pub(super) struct Deferred {
     pub buffers: Vec<BufferId>,
     /// The index of the part that they belong to.
     pub part: Option<usize>,
-    /// Writes the calls.
     pub write: Box<Write>,
 }
 
 impl Gradients {
-    /// Returns whether a value has a gradient.
     pub fn has(&self, value: ValueId) -> bool {
         self.values.contains_key(&value)
     }
 
-    /// Returns the gradient of a value.
     pub fn get(&self, value: ValueId) -> Option<BufferRange> {
         self.values.get(&value).cloned()
     }
 
-    /// Removes and returns the gradient of a value.
     pub fn take(&mut self, value: ValueId) -> Option<BufferRange> {
         self.values.remove(&value)
     }
 
-    /// Sets the gradient of a value.
     pub fn set(&mut self, value: ValueId, gradient: BufferRange) {
         self.values.insert(value, gradient);
     }

@@ -80,8 +80,8 @@ impl Lower<'_> {
         out
     }
 
-    /// Returns the mean of all micro-batches' losses, (1) in f64. If backward has not been started yet, adds the
-    /// gradient of this micro-batch's loss.
+    /// Returns the mean of all micro-batches' losses, (1) in f64. If it is not written yet, writes it and the gradient
+    /// of this micro-batch's loss.
     pub(super) fn mean_loss(&mut self) -> Result<BufferRange> {
         if let Some(mean) = &self.mean_loss {
             return Ok(mean.clone());

@@ -42,7 +42,6 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use weights::Weights;
 
-/// A request to plan a function.
 #[derive(Clone, Copy)]
 pub(super) struct Job<'a> {
     /// Its first output is the loss, or the output of a [`PlanKind::Forward`]. For a [`PlanKind::Gradients`] the second
@@ -111,7 +110,6 @@ pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
 /// A constant that is a table of the plan, and the dtype that it is rounded to.
 pub(super) type TableOf = (graph::ValueRef, DType);
 
-/// The state of lowering.
 struct Lower<'a> {
     job: &'a Job<'a>,
     program: Rc<Program>,
@@ -165,7 +163,6 @@ impl<'a> Lower<'a> {
         self.job.function.target == Target::Cuda
     }
 
-    /// Writes the forward of all nodes.
     fn forward(&mut self) -> Result<()> {
         (0..self.program.nodes.len()).try_for_each(|i| self.run_forward(i))
     }
@@ -250,7 +247,6 @@ fn no_planned_form(op: &'static str, name: &str, path: &str, what: &str) -> Erro
     }
 }
 
-/// Returns a subrange of an operand.
 fn part(operand: &BufferRange, first: usize, count: usize) -> BufferRange {
     let start = operand.elements.start + first;
     BufferRange {

@@ -11,7 +11,6 @@ use crate::ops::strided;
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// Allocates a temporary buffer in the arena.
     pub(super) fn temporary(&mut self, name: &str, shape: &[usize], dtype: DType) -> BufferRange {
         let category = Category::Temporary;
         let id = self.plan.arena(name, shape, dtype, category);
@@ -123,7 +122,6 @@ impl Lower<'_> {
         operand
     }
 
-    /// Returns the number of elements of a value.
     pub(super) fn elements_of(&mut self, id: ValueId) -> usize {
         match self.job.function.numbers.get(&id) {
             Some(number) => self.job.function.parameters[*number].elements,

@@ -15,7 +15,6 @@ use std::collections::HashMap;
 
 /// The state of weights during lowering.
 pub(super) struct Weights {
-    /// The gradient of each parameter.
     pub gradients: Vec<Option<BufferRange>>,
     /// The number of gradients still to be added, by parameter.
     to_come: Vec<usize>,
@@ -24,7 +23,6 @@ pub(super) struct Weights {
     is_free_early: Vec<bool>,
     /// The copies of weights, in the dtype that matmuls read.
     copies: HashMap<ValueId, BufferRange>,
-    /// The state of sharded weights.
     pub sharded: Sharded,
     /// Parameters whose gradients are complete, to be updated after the module's backward.
     waiting: Vec<usize>,
@@ -224,7 +222,6 @@ impl Lower<'_> {
         self.update_in_backward(&matrices);
     }
 
-    /// Updates all parameters that are still waiting.
     pub(super) fn update_waiting(&mut self) {
         let waiting = std::mem::take(&mut self.weights.waiting);
         let late = std::mem::take(&mut self.weights.late);
@@ -301,7 +298,6 @@ impl Lower<'_> {
         places.collect()
     }
 
-    /// Returns the name and shape of a weight.
     fn described(&mut self, weight: ValueId) -> (String, Vec<usize>) {
         if self.part_of(weight).is_none() {
             let operand = self.value(weight);

@@ -42,7 +42,6 @@ use std::collections::HashMap;
 pub(super) struct Program {
     pub target: Target,
     pub kind: PlanKind,
-    /// Micro-batches of a step.
     pub micro_batches: usize,
     /// The values of the graph, then those that rewrites added.
     pub values: Vec<Value>,
@@ -217,7 +216,6 @@ impl Program {
         &self.values[id.0]
     }
 
-    /// Returns the shape of an operand.
     pub fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
         operand.shape_in(&self.values)
     }

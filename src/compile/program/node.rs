@@ -17,7 +17,6 @@ pub(in crate::compile) struct Node {
     pub path: String,
     /// The outermost module of the path.
     pub module: Path,
-    /// The op's name.
     pub op: &'static str,
     /// Whether it is composed of candle's own ops.
     pub composed: bool,

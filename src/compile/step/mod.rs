@@ -81,7 +81,6 @@ pub struct Step<'l> {
     communicator: Option<Communicator>,
     times_phases: bool,
     runs: usize,
-    /// The number of plans evicted so far.
     evicted: usize,
     /// The plans, least recently used first.
     plans: Vec<Prepared>,

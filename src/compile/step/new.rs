@@ -152,7 +152,7 @@ impl<'l> Step<'l> {
     ///
     /// With a [sharded](AdamW::shard) optimizer, each gradient is averaged on the rank that updates the parameter. A
     /// run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
-    /// concurrently with the first layers. So a rank's values of other ranks' parameters are one run old until
+    /// concurrently with the first layers. So a rank's values of other ranks' parameters are one update old until
     /// [`AdamW::gather_weights`].
     ///
     /// # Errors
