@@ -55,7 +55,7 @@
 //!
 //! # What a step refuses
 //!
-//! Each of these is an error that names the op or the field, its place in the model and what to do. An eager loop
+//! Each of these is an error that names the op or the field, its path in the model and what to do. An eager loop
 //! supports them all: `loss`, [`backward`](crate::backward()), [`AdamW::step`](crate::optim::AdamW::step).
 //!
 //! | what | where |

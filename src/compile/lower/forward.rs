@@ -112,7 +112,7 @@ impl Lower<'_> {
         writer.find(self, Slot::Output)
     }
 
-    /// Whether the tensors that a node saves for backward have to be recomputed first.
+    /// Returns whether the tensors that a node saves for backward have to be recomputed first.
     pub(super) fn lacks_saved(&self, i: usize) -> bool {
         let node = &self.program.nodes[i];
         let mut kept = node.kept.iter();

@@ -99,7 +99,7 @@ impl Lower<'_> {
         Ok(())
     }
 
-    /// Whether backward recomputes a value in the buffer of its gradient.
+    /// Returns whether backward recomputes a value in the buffer of its gradient.
     pub(super) fn is_recomputed(&self, value: ValueId) -> bool {
         let is_recomputed =
             |i: usize| self.program.nodes[i].output == value && self.recomputes_output[i];

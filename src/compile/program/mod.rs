@@ -220,7 +220,7 @@ impl Program {
         operand.shape_in(&self.values)
     }
 
-    /// Returns the signature of a node for its lowering. `has_grad` says which outputs have gradients in backward.
+    /// Returns the signature of a node for its lowering. `has_grad`: which outputs have gradients in backward.
     pub fn signature<'a>(&'a self, node: &'a Node, has_grad: [bool; 2]) -> Signature<'a> {
         let operands = NodeOperands {
             attributes: &node.attributes,
@@ -254,29 +254,29 @@ impl Program {
         }
     }
 
-    /// Whether the function returns the value.
+    /// Returns whether the function returns the value.
     fn is_output(&self, value: ValueId) -> bool {
         self.outputs.iter().any(|output| output.value == value)
     }
 
-    /// Whether a node is this op.
+    /// Returns whether a node is this op.
     fn is(&self, node: usize, op: &OpInfo) -> bool {
         let node = &self.nodes[node];
         node.op == op.op && matches!(node.kind, Kind::Op(_))
     }
 
-    /// Whether a node is this op and has a kernel.
+    /// Returns whether a node is this op and has a kernel.
     fn is_kernel(&self, node: usize, op: &OpInfo) -> bool {
         self.is(node, op) && !self.nodes[node].composed
     }
 
-    /// Whether the node is SwiGLU's or GeGLU's linear maps and gate, computed by kernels.
+    /// Returns whether the node is SwiGLU's or GeGLU's linear layers and gate, computed by kernels.
     fn is_gated_linear(&self, node: usize) -> bool {
         let mut ops = gated_linear::INFOS.iter();
         ops.any(|op| self.is_kernel(node, op))
     }
 
-    /// Whether two nodes are in the same checkpointed segment, or in none.
+    /// Returns whether two nodes are in the same checkpointed segment, or in none.
     fn are_in_one_segment(&self, a: usize, b: usize) -> bool {
         self.nodes[a].segments == self.nodes[b].segments
     }
@@ -286,12 +286,12 @@ impl Program {
         &self.segments[value.0]
     }
 
-    /// Whether a value needs a gradient.
+    /// Returns whether a value needs a gradient.
     pub fn needs_grad(&self, value: ValueId) -> bool {
         self.wanted[value.0]
     }
 
-    /// Whether an operand is a weight, an input or a constant that is never read as a view.
+    /// Returns whether an operand is a weight, an input or a constant that is never read as a view.
     pub fn is_leaf(&self, operand: &ValueRef) -> bool {
         self.is_whole[operand.value.0] && self.value(operand.value).source != Source::Node
     }
@@ -301,7 +301,7 @@ impl Program {
         self.stacks.get(&value).cloned().unwrap_or(vec![value])
     }
 
-    /// Whether a weight is read as part of a stack.
+    /// Returns whether a weight is read as part of a stack.
     pub fn is_stacked(&self, weight: ValueId) -> bool {
         self.stacks.values().any(|stack| stack.contains(&weight))
     }
