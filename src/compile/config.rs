@@ -135,9 +135,9 @@ pub struct StepConfig {
     /// The seed of dropout ([`Inputs::dropout`](super::Inputs::dropout)). A step's [key](crate::ops::DropoutKey) is
     /// derived from this seed and the number of optimizer steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
-    /// Trace the function again in every n-th run and compare. The run is an error if a number, a branch or a captured
-    /// tensor differs from the plan. A trace takes about as long as planning, so this is for tests and debugging.
-    /// `None` never retraces.
+    /// With `n`, every n-th run traces the function again and compares. The run is an error if a number, a branch or a
+    /// captured tensor differs from the plan. A trace takes about as long as planning, so this is for tests and
+    /// debugging. `None` never retraces.
     pub retrace_every: Option<NonZeroUsize>,
     /// The ranks that run the step together. Several ranks are not supported with an optimizer in backward.
     /// [`Step::replicated`](super::Step::replicated) and [`fully_sharded`](super::Step::fully_sharded) set this field.
