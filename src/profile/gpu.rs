@@ -19,7 +19,7 @@ pub(super) struct Watch {
     context: Arc<CudaContext>,
     collecting: Collecting,
     profiler: u64,
-    /// The same point in time on both clocks, the host's and CUPTI's.
+    /// One point in time on both clocks: the host's and CUPTI's.
     now: (Instant, u64),
 }
 
