@@ -34,7 +34,6 @@ pub(crate) struct PartFile {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
     /// The id of the save, as in [`Manifest::save`].
-    /// The id of the save, as in [`Manifest::save`].
     pub save: String,
     pub rank: usize,
     pub world_size: usize,

@@ -17,7 +17,7 @@ const SUCCESS: u32 = 0;
 struct Use {
     /// The function that was called.
     op: &'static str,
-    /// What CUPTI reports for it.
+    /// The events that CUPTI reports for it.
     told: &'static str,
     /// The alternative without CUPTI.
     without: &'static str,

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Theirs {
     pub name: String,
-    /// Which third of the outputs, if the tensor has those of q, k and v one after another.
+    /// Index of its third of the outputs, if the tensor has those of q, k and v one after another.
     pub third: Option<usize>,
     /// Whether it is stored (in, out), while this crate has (out, in).
     pub transposed: bool,
@@ -83,7 +83,7 @@ type Row = (&'static str, &'static str, Kind);
 /// The layout of a layer's weights in the files.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
-    /// The same as in this crate.
+    /// Stored as in this crate.
     Same,
     /// Transposed: (in, out).
     Turned,
