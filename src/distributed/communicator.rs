@@ -48,7 +48,6 @@ struct Shared {
     membership: Arc<Membership>,
 }
 
-/// The implementation that runs collectives.
 pub(super) enum Backend {
     /// A job of one rank: collectives do nothing.
     Alone,

@@ -58,7 +58,6 @@ pub struct FullyShard {
     weights: Arc<Mutex<Vec<Weight>>>,
 }
 
-/// A weight, and this rank's part of it.
 #[derive(Clone, Debug)]
 struct Weight {
     name: String,

@@ -77,7 +77,6 @@ impl HostQueue {
         answer
     }
 
-    /// Waits for a collective.
     pub(super) fn wait(done: Receiver<Result<()>>) -> Result<()> {
         done.recv().unwrap_or_else(|_| Err(ended()))
     }

@@ -194,7 +194,7 @@ const MAX_TOKEN_BYTES: usize = 256;
 const START: &str = "start the ranks with torchrun, srun, mpirun, or with tallow's own launch";
 
 /// Returns the variables of launchers around this process, which do not apply to the ranks that it starts.
-#[cfg_attr(not(unix), allow(dead_code))] // of `launch`
+#[cfg_attr(not(unix), allow(dead_code))] // used by `launch`
 pub(super) fn outer_variables() -> impl Iterator<Item = &'static str> {
     let launchers = [TORCHRUN, OPEN_MPI, PMI, SLURM, SLURM_STEP].into_iter();
     let variables = launchers.flat_map(|launcher| {
@@ -390,7 +390,6 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
     }
 }
 
-/// Begins the error for a variable's value.
 fn environment(name: &'static str, got: impl std::fmt::Display) -> crate::error::Got {
     Error::config("environment", name, got)
 }

@@ -38,12 +38,10 @@ pub(crate) struct ThreadBackend {
 
 #[derive(Debug)]
 struct Shared {
-    /// One slot for each rank.
     slots: Mutex<Vec<Slot>>,
     changed: Condvar,
 }
 
-/// The state of a rank.
 #[derive(Clone, Debug)]
 enum Slot {
     Idle,

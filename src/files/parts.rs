@@ -206,7 +206,7 @@ fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<Tens
     Ok(part)
 }
 
-#[cfg(all(test, feature = "train"))] // which writes parts
+#[cfg(all(test, feature = "train"))] // only this feature writes parts
 mod tests {
     use super::*;
     use crate::files::{Entry, save_part, save_tensors};

@@ -9,7 +9,6 @@ use crate::nn::{Architecture, DropoutRates};
 use crate::ops::Gelu;
 use serde_json::{Value, json};
 
-/// Parses the settings.
 pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     let n_positions = s.needed("n_positions", s.size("n_positions"))?;
     let n_embd = s.needed("n_embd", s.size("n_embd"))?;
@@ -43,7 +42,6 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     Ok(config)
 }
 
-/// Returns the settings of a configuration.
 pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
     json!({
         "model_type": "gpt2",

@@ -92,7 +92,6 @@ enum Kind {
 }
 use Kind::{Same, Third, Turned};
 
-/// The names of an architecture's weights.
 pub(super) struct Names {
     /// The prefix of all names but the head's; files of a base model omit it.
     prefix: &'static str,

@@ -29,7 +29,7 @@ const LARGEST: usize = usize::MAX / 4 + 1;
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn largest_batch_size(
     config: &TransformerConfig,
     workload: &Workload,
@@ -62,7 +62,7 @@ pub fn largest_batch_size(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn smallest_sequence_beyond(
     config: &TransformerConfig,
     workload: &Workload,
@@ -159,7 +159,7 @@ fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Result<f64> {
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn recommend(
     config: &TransformerConfig,
     workload: &Workload,
@@ -204,7 +204,7 @@ pub fn recommend(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn most_frugal(
     config: &TransformerConfig,
     workload: &Workload,

@@ -209,7 +209,6 @@ fn kind_of(category: Category) -> MemoryKind {
     }
 }
 
-/// Refuses a tensor larger than the address space.
 fn check_addressable(largest_bytes: f64, device: &Device) -> Result<()> {
     if largest_bytes < isize::MAX as f64 {
         return Ok(());

@@ -271,7 +271,7 @@ pub(super) fn letters(config: &TransformerConfig, workload: &Workload, graph: &G
     };
     let other = TransformerConfig {
         vocab_size: c.vocab_size * of_v,
-        context_length: c.context_length.saturating_mul(of_context), // which has no letter
+        context_length: c.context_length.saturating_mul(of_context), // has no letter
         d_ff: c.d_ff * of_f,
         d_model,
         num_heads,

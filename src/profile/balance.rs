@@ -84,7 +84,7 @@ impl Balance {
         };
         let spans = &recording.spans;
         let on_gpu = !recording.kernels.is_empty();
-        let mut within_roots_ns = 0; // of a recording without steps
+        let mut within_roots_ns = 0; // used without steps
         for (i, span) in spans.iter().enumerate() {
             if !tree.counts(i) || !tree.is_owner(i) {
                 continue;

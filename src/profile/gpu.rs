@@ -46,13 +46,11 @@ impl Watch {
         let _ = self.context.synchronize(); // errors are reported by the next op
     }
 
-    /// Enters a range on the calling thread.
     pub fn enter(&self, number: usize) {
         self.collecting
             .enter(self.profiler << NUMBER_BITS | number as u64);
     }
 
-    /// Leaves the calling thread's innermost range.
     pub fn leave(&self) {
         self.collecting.leave();
     }

@@ -81,7 +81,7 @@ impl Profiler {
     /// work. On the CPU it is the same as [`start`](Self::start).
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// Those of [`start`](Self::start).
     pub fn start_waiting_for(device: &Device) -> Result<Self> {
         let awaited = Some(device.clone()).filter(|device| !device.is_cpu());
         Ok(Self::started(Alone::new()?, None, awaited, None))
@@ -90,7 +90,7 @@ impl Profiler {
     /// Starts to record the calling thread only.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// Those of [`start`](Self::start).
     pub fn start_on_this_thread() -> Result<Self> {
         let only = Some(thread::current().id());
         Ok(Self::started(Alone::new()?, only, None, None))

@@ -9,7 +9,6 @@ use crate::probe::{Kind, Parts};
 /// The nesting of a recording's spans.
 pub(super) struct Tree<'a> {
     recording: &'a Recording,
-    /// One node for each span.
     pub nodes: Vec<Node>,
     /// The outermost steps.
     pub steps: Vec<usize>,
@@ -33,7 +32,6 @@ pub(super) struct Node {
     pub whole_ns: u64,
     /// For a phase or outermost step: the time without a kernel of it, without the phases that it owns. 0 on the CPU.
     pub idle_ns: u64,
-    /// Whether it owns an op.
     pub holds_ops: bool,
 }
 

@@ -95,7 +95,7 @@ impl Checkpoint {
                 Some(history) => Some(serde_json::from_value(history.take())),
                 None => Some(Err(serde::de::Error::missing_field("history"))),
             },
-            Some(2) => None, // in tensors
+            Some(2) => None, // stored as tensors
             _ => {
                 return Err(refuse(
                     format!("a run in format {}", json["format"]),

@@ -183,7 +183,6 @@ impl Shared {
         self.wait(2 * LAST_WORDS, |_| false);
     }
 
-    /// Runs the heartbeat until this rank leaves.
     pub(super) fn beat(&self, connection: Connection) {
         let mut hub = Some(connection);
         let mut rank_0_left = None;

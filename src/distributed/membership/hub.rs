@@ -49,8 +49,8 @@ impl Hub {
     /// Serves until it is dropped. Once all ranks have joined, each receives `welcome`.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) if the system gives no address, [`Error::Order`](crate::Error::Order) if it
-    /// gives no thread.
+    /// [`Error::Io`](crate::Error::Io) if the socket cannot be set up; [`Error::Order`](crate::Error::Order) if no
+    /// thread can be started.
     pub(super) fn start(
         listener: TcpListener,
         token: &str,

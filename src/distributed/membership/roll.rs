@@ -181,7 +181,6 @@ impl Roll {
             .for_each(|failure| self.declare(failure));
     }
 
-    /// Records a goodbye.
     pub(super) fn leave(&mut self, rank: usize, doing: Doing) {
         if let Some(member) = self.members.get_mut(&rank) {
             member.doing = doing;

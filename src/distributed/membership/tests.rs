@@ -57,7 +57,7 @@ fn serve(world_size: usize, pace: Pace) -> Hub {
     Hub::start(listener, TOKEN, world_size, pace, "to all".into()).unwrap()
 }
 
-/// The first `count` of `world_size` ranks join; `beside` acts as the others.
+/// Joins the first `count` of `world_size` ranks; the closure acts as the others.
 fn join(
     count: usize,
     world_size: usize,
@@ -269,7 +269,7 @@ fn a_rank_that_was_stopped_hears_which_one_died() {
     ));
 }
 
-/// The same for a real rank, whose connection has been closed.
+/// Like the previous test, with a real rank whose connection has been closed.
 #[test]
 fn what_rank_0_said_before_it_ended_is_read() {
     // Everything here happens between two of its heartbeats.
