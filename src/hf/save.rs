@@ -30,8 +30,8 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveOptions {
     /// A folder from which the tokenizer's files, chat templates and licences are copied. Its `config.json` and
-    /// `generation_config.json` replace those that the model was loaded with, which a training run does not keep.
-    /// `None` copies nothing.
+    /// `generation_config.json` replace those that the model was loaded with. A model from a training run's checkpoint
+    /// has neither, so pass the folder that the run began with. `None` copies nothing.
     pub from: Option<PathBuf>,
     /// Unknown keys to allow in the `config.json` of [`from`](Self::from), as in
     /// [`LoadOptions::ignore_keys`](crate::model::LoadOptions::ignore_keys). They are written unchanged.

@@ -150,7 +150,7 @@ fn fitting(text: &str, width: f64) -> Option<String> {
     }
 }
 
-/// Returns a light, warm colour for black text, the same for the same name; grey for time outside of ops.
+/// Returns a light, warm colour for black text, the same for the same name; grey for candle's own and unexplained time.
 fn colour(name: &str) -> String {
     let others = [
         LineKind::GraphSort,

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// An id passed to CUPTI has the range's number in its lower bits and the profiler's in the others, so that a range
-/// left open by an earlier profiler is not mistaken for one of this profiler.
+/// An id passed to CUPTI has the range's number in its lower bits and the profiler's in the others. A range left open
+/// by an earlier profiler is thus not mistaken for one of this profiler.
 const NUMBER_BITS: u32 = 40;
 
 /// The GPU side of a running profiler.

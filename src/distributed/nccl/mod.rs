@@ -244,7 +244,7 @@ impl NcclBackend {
         // SAFETY: as NCCL declares it. A group belongs to its thread.
         self.answered(DURING, unsafe { (self.nccl.group_start)() })?;
         let result = collectives();
-        // SAFETY: as NCCL declares it; a group that was started is ended, even after an error.
+        // SAFETY: as NCCL declares it; called after an error of `collectives` too.
         let ended = self.call(DURING, |nccl, _| unsafe { (nccl.group_end)() });
         result.and(ended)
     }

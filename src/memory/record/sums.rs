@@ -56,8 +56,8 @@ impl MemoryRecording {
         self.worst(0, self.curve.len())
     }
 
-    /// Returns the peak over all events, small blocks included, as the allocator counted. Blocks below the threshold
-    /// can exceed it between two events.
+    /// Returns the largest number of bytes alive after any event, small blocks included, as the allocator counted.
+    /// Allocations below the threshold can raise memory above it between two events.
     pub fn peak_bytes(&self) -> u64 {
         self.bytes_at(self.peak_at())
     }
