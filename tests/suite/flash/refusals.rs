@@ -1,4 +1,4 @@
-//! Bad input: each error names the op, what it wanted and what came, under every policy.
+//! Invalid input: each error names the op, what it expected and what it got, under every policy.
 
 use super::problem::{Attend, FLASH, REFERENCE, tensor};
 use candle_core::{DType, Tensor};
@@ -17,7 +17,7 @@ fn x(dims: &[usize], dtype: DType) -> Tensor {
     tensor(&vec![1.0; dims.iter().product()], dims, dtype)
 }
 
-/// The error is `kind`, and its text has every one of `parts`.
+/// Checks that the error is of this kind and contains all `parts`.
 fn refused(kind: fn(&Error) -> bool, parts: &[&str], [q, k, v]: [&Tensor; 3]) {
     for policy in POLICIES {
         for attend in [FLASH, REFERENCE] {
@@ -135,7 +135,7 @@ fn head_dimensions_without_a_kernel(
     shape(&q, &[1, 2, 5, head_dim], &[1, 2, 5, value_dim], &parts);
 }
 
-/// The limit itself is taken.
+/// The limit itself is accepted.
 #[rstest]
 fn the_largest_head_dimension(#[values(FLASH, REFERENCE)] attend: Attend) {
     let (q, k) = (
