@@ -1,7 +1,7 @@
-//! The answers and tables of the examples on attention and on compiled models, from figures that were made up for it.
+//! The answers and tables of the attention and compiled-model examples, from invented figures.
 
 #[path = "../../../examples/attention_benchmark/answers.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod answers;
 #[path = "../../../examples/compiled_benchmark/compared.rs"]
 #[allow(dead_code)]
@@ -30,7 +30,7 @@ use why::{Counted, StepMemory};
 const QUIET: f64 = 0.01;
 const NOISY: f64 = 2.0;
 
-/// Forward takes `ms`, backward twice that; all have a standard deviation of `spread` times the mean.
+/// Returns times of `ms` for forward and twice that for backward, with a standard deviation of `spread` times the mean.
 fn times(ms: f64, spread: f64) -> [Option<Times>; 3] {
     [1.0, 2.0, 3.0].map(|part| {
         Some(Times {
@@ -41,7 +41,7 @@ fn times(ms: f64, spread: f64) -> [Option<Times>; 3] {
     })
 }
 
-/// Holds `bytes` before backward, four times that at the peak.
+/// Returns a measurement with `bytes` before backward and four times that at the peak.
 fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Measured {
     Measured {
         times: times(ms, QUIET),
@@ -62,7 +62,8 @@ fn refused(implementation: &str, context_length: u64, width: u64, status: &str) 
     }
 }
 
-/// Naive: time and memory T^2; flash: half the time, memory T; naive runs out of memory at T 4096, width 64.
+/// Returns figures of naive (time and memory T^2) and flash attention (half the time, memory T). Naive runs out of
+/// memory at T 4096, width 64.
 fn grid() -> Vec<Measured> {
     let mut all = Vec::new();
     for width in [16, 64] {
@@ -79,7 +80,7 @@ fn grid() -> Vec<Measured> {
     all
 }
 
-/// At T 16,384, where 4 GiB are available.
+/// Returns the limit at T 16,384, where 4 GiB are available.
 fn limit() -> (String, Limit) {
     let workload = AttentionWorkload {
         sequence_length: 16_384,
@@ -115,7 +116,7 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
         ],
     );
     assert_eq!(out_of_memory(&all[..2], &[], "d"), "No run did, of 2.");
-    // 8 x 16,384^2 x 4 bytes; scores and probabilities, and an output of 32 MiB.
+    // 8 x 16,384^2 x 4 bytes: scores and probabilities, and an output of 32 MiB.
     let [(name, limit)] = &limits;
     assert_says(
         &accounting(name, limit),
@@ -197,7 +198,7 @@ fn what_eliminates_the_memory_follows_from_flash() {
     assert_eq!(eliminated(&larger[..1]), None);
 }
 
-/// Slower and larger when short, faster and leaner when long.
+/// An implementation slower and larger at short lengths, faster and smaller at long ones.
 #[test]
 fn implementations_are_compared_as_the_figures_are() {
     let mut all = Vec::new();
@@ -281,7 +282,7 @@ fn a_mean_of_speedups_needs_half_of_them_clear(#[case] spreads: &[f64], #[case] 
     assert_eq!(mean_speedup(&speedups.collect::<Vec<_>>()), expected);
 }
 
-/// The rows of a run as the benchmark returns them.
+/// Returns the rows of a run as the benchmark does.
 fn rows(m: &Measured) -> Vec<Fields> {
     let phases = measured::PHASES.iter().zip(m.times);
     let phases = phases.filter(|(phase, times)| times.is_some() || **phase == "forward+backward");
@@ -432,7 +433,7 @@ fn reasons_are_given_for_a_step_that_is_faster() {
             "Planning took 10.00 ms: the gain of 3 steps.",
         ],
     );
-    // More traffic shows nothing: an eager step's is not all counted.
+    // More traffic gives no reason, because an eager step's is not counted completely.
     let same = reasons(&planned, &eager, &faster);
     assert!(!same.contains("traffic"), "{same}");
     let slower = reasons(&eager, &planned, &step("a", "full step", 4.0, 8.0, QUIET));

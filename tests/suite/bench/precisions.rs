@@ -1,10 +1,10 @@
-//! Half precision in the harness: its regimes, loss scaling, turns, and the comparison with f32.
+//! Half precision in the harness: its regimes, loss scaling, alternating runs, and the comparison with f32.
 
 #[path = "../../../examples/mixed_precision_benchmark/compared.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod compared;
 #[path = "../../../examples/precision_curves/compared.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod curves;
 
 use super::{number, run, text};
@@ -48,7 +48,7 @@ fn every_regime_runs_every_mode(
     }
 }
 
-/// f16's step scales its loss; this model's gradients stay finite at the scale it begins with.
+/// A step in f16 scales its loss; this model's gradients are finite at the initial scale.
 #[test]
 fn f16_scales_its_loss() {
     let run = EndToEnd {
@@ -63,7 +63,7 @@ fn f16_scales_its_loss() {
     }
 }
 
-/// 2 bytes for each element of a linear weight, where a region keeps copies.
+/// A region that caches casts adds 2 bytes per element of a linear weight.
 #[test]
 fn kept_copies_of_weights_are_counted() {
     let of = |precision| {
@@ -105,7 +105,7 @@ fn turns_are_taken_and_their_samples_joined() {
     let rows = alternate(&runs, 3, &Device::Cpu, |i, _, ms| turns.push((i, ms))).unwrap();
     let order: Vec<usize> = turns.iter().map(|(i, _)| *i).collect();
     let expected: Vec<usize> = [0, 1].repeat(3).iter().flat_map(|i| [*i; 6]).collect();
-    assert_eq!(order, expected); // 2 warm-up steps and 4 measured ones a turn
+    assert_eq!(order, expected); // 2 warm-up steps and 4 measured ones per turn
     assert_eq!(rows.len(), 3);
     for (i, rows) in rows[..2].iter().enumerate() {
         assert_eq!(rows.len(), 4);
@@ -125,7 +125,7 @@ fn turns_are_taken_and_their_samples_joined() {
     assert_eq!(number(&once[0][0], "n"), 4.0);
 }
 
-/// A row as the harness makes it; without a time it did not fit.
+/// Returns a row like the harness's; `None` as time means that it did not fit.
 fn row(precision: &str, mode: &str, ms: Option<f64>, bytes: u64) -> Fields {
     let phase = match mode {
         "forward" => "forward",
@@ -152,7 +152,7 @@ const MIB: u64 = 1 << 20;
 #[test]
 fn precisions_are_compared_with_f32() {
     let mut phase = row("f32", "forward-backward", Some(1.0), 1);
-    phase.insert("phase", "backward"); // no whole step: passed over
+    phase.insert("phase", "backward"); // not a complete step, so it is skipped
     let rows = [
         row("f32", "forward", Some(30.0), 400 * MIB),
         phase,
@@ -207,7 +207,7 @@ fn a_trend_is_stated_where_a_power_law_fits_clear_ratios() {
         trend(&[clear(1.0), clear(2.0), clear(4.0)]).unwrap(),
         "1.00x, 2.00x, 4.00x from the smallest model to the largest: it grows as parameters^0.50 (R^2 1.00)"
     );
-    // Once printed as "grows as parameters^0.34".
+    // A former version printed "grows as parameters^0.34" for this.
     let jumping = trend(&[clear(2.95), clear(2.07), clear(9.04)]).unwrap();
     assert!(
         jumping.contains("no trend: a power law has R^2 0."),
@@ -274,7 +274,7 @@ fn rows_without_f32_are_shown_and_not_compared() {
     assert!(configurations(&[Fields::new()]).is_empty());
 }
 
-/// The batches are the same, so losses are compared step by step.
+/// The batches are equal, so losses are compared step by step.
 #[test]
 fn losses_are_compared_by_their_spread() {
     let run = |precision: &str, factor: fn(usize) -> f64| curves::Run {

@@ -1,4 +1,4 @@
-//! Tables in a width: what moves, what is left out, and the exact text of the end-to-end summary.
+//! Tables limited to a width: moved and omitted columns, and the exact text of the end-to-end summary.
 
 use crate::words;
 use proptest::prelude::*;
@@ -26,7 +26,7 @@ fn within(width: usize) -> Layout {
     }
 }
 
-/// A configuration in all modes, as the benchmark measures it.
+/// Returns the rows of a configuration in all modes, as the benchmark measures it.
 fn measured(length: u64, execution: &str, ms: f64) -> Vec<Fields> {
     let phases = [
         ("forward", "forward", 1.0),
@@ -76,7 +76,7 @@ fn backward_and_optimizer_are_added_step_by_step() {
     let update = phases::update(&rows).unwrap();
     let number = |key: &str| update.get(key).unwrap().as_f64().unwrap();
     approx::assert_relative_eq!(number("mean_ms"), 23.0, epsilon = 1e-9);
-    approx::assert_relative_eq!(number("max_ms"), 24.0, epsilon = 1e-9); // each has half a ms above its mean there
+    approx::assert_relative_eq!(number("max_ms"), 24.0, epsilon = 1e-9); // each maximum is half a ms above its mean
     assert_eq!(update.get("phase"), Some(&json!("backward+optimizer")));
     assert_eq!(update.get("tokens_per_s"), None);
     let no_step: Vec<Fields> = rows
@@ -168,7 +168,7 @@ Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5; 
     assert!(markdown.contains("| Time speed-up |"), "{markdown}");
 }
 
-/// What the answers say of times that are clear, noisy, and that contradict each other.
+/// Answers for times that are clear, noisy or contradictory.
 #[test]
 fn end_to_end_answers_follow_from_the_figures() {
     let report = end_to_end(&["eager", "planned"]);
@@ -229,7 +229,7 @@ fn end_to_end_answers_follow_from_the_figures() {
     assert!(variability.contains("small, at most 5%"), "{variability}");
 }
 
-/// Training steps after some warm-up.
+/// Returns training steps after some warm-up steps.
 fn steps(warmup_steps: usize, warmup_ms: &[f64], samples_ms: &[f64]) -> Measured {
     Measured {
         mode: "train-step".into(),
@@ -286,7 +286,7 @@ fn warm_up_is_judged_by_spread() {
         "{alike}"
     );
 
-    // One outlier decides nothing; a clear difference leaves open whether the longest is enough.
+    // One outlier decides nothing. After a clear difference, whether the longest warm-up is enough stays open.
     let outlier = steps(5, &[90.0; 5], &[10.0, 10.0, 10.0, 80.0]);
     assert!(
         enough(&[steps(2, &[90.0; 2], &steady), outlier])
@@ -315,7 +315,7 @@ fn warm_up_is_judged_by_spread() {
     );
 }
 
-/// What does not fit has its status where its time would be, and no ratio.
+/// A run that did not fit has its status in place of its time, and no ratio.
 #[test]
 fn what_did_not_run_says_so_in_its_place() {
     let mut rows = measured(256, "eager", 10.0);
@@ -337,7 +337,8 @@ fn what_did_not_run_says_so_in_its_place() {
     assert_eq!(lines[0].get("Ratio"), Some(&json!(3.0)));
 }
 
-/// Names that agree move into the header, unless it says so already; quantities do not, and those without a value go.
+/// Equal names move into the header, unless it has them already. Equal quantities stay, and columns without values are
+/// omitted.
 #[test]
 fn what_agrees_moves_into_the_header() {
     let row = |length: u64| {
@@ -377,7 +378,7 @@ T  Mean (ms)
         text.contains("Model  T  Precision  Mean (ms)  MFU (%)"),
         "{text}"
     );
-    // One row alone keeps its first column: there is nothing to be told apart from.
+    // A single row keeps its first column, because there is no other row to compare with.
     let one = Report {
         rows: vec![row(1)],
         ..report
@@ -446,7 +447,7 @@ fn columns_are_chosen_by_name() {
         "{error}"
     );
 
-    // Names that a detail has and the table has not are the detail's.
+    // Column names that only a detail has are selected in that detail.
     let mut report = end_to_end(&["eager"]);
     report.details.push(Report {
         columns: vec![
@@ -494,7 +495,7 @@ fn details_are_in_every_format() {
 }
 
 proptest! {
-    /// No line is longer than the width, whatever the table.
+    /// No line of any table is longer than the width.
     #[test]
     fn no_line_exceeds_the_width(
         width in 1usize..120,
@@ -521,7 +522,7 @@ proptest! {
         let report = Report { details: vec![report.clone()], ..report };
         let text = report.to_text(&within(width));
         for line in text.lines() {
-            // A note's number and a header's indent take what they take.
+            // A note's number and a header's indent have a minimum width.
             let room = width.max(4);
             prop_assert!(line.chars().count() <= room, "{width}: {line:?} in\n{text}");
         }
