@@ -263,7 +263,7 @@ fn ten_steps_of_adamw(
     curve(golden, &CPU, dtype, prefix, by_reference);
 }
 
-/// The same comparisons on a GPU, with the CPU's bounds.
+/// Repeats the comparisons on a GPU, with the CPU's bounds.
 #[cfg(feature = "cuda")]
 #[rstest]
 #[ignore = "needs a CUDA device"]

@@ -27,8 +27,8 @@ fn twice() -> Sampling {
 /// The bytes of a thread's matmul packing buffers, which the breakdown omits.
 const PACKING_BYTES: usize = 64 << 10;
 
-/// The same in half precision, where matmuls pack all operands: blocks of at most 512 x 192, 192 x 48, 16 x 192 and 512
-/// x 480 in f32.
+/// The packing buffers of a thread in half precision, where matmuls pack all operands: blocks of at most 512 x 192, 192
+/// x 48, 16 x 192 and 512 x 480 in f32.
 const HALF_PACKING_BYTES: usize = 4 * (512 * 192 + 192 * 48 + 16 * 192 + 512 * 480);
 
 /// A pool that lives until the end: the buffers that its thread frees on exit would be missing in the next measurement.

@@ -271,6 +271,6 @@ fn the_arena_is_all_there_is() {
     assert_eq!((taken(), meter.peak_bytes().unwrap()), (settled, settled));
     let plan = planned.plan().unwrap();
     let beside = settled - before - plan.peak_bytes() - plan.workspace_bytes();
-    // The ids and scalars passed to each run.
+    // The buffer of the values that each run copies to the GPU, such as learning rates and the loss scale.
     assert!(beside < 4096, "{beside} bytes beside arena and workspace");
 }

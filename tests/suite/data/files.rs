@@ -66,7 +66,7 @@ fn bytes_are_tokens() {
     assert_eq!(in_memory.to_vec().unwrap(), tokens.to_vec().unwrap());
 }
 
-/// The same ids give the same batches in every storage format.
+/// Equal ids give equal batches in every storage format.
 #[test]
 fn sources_agree() {
     let ids: Vec<u32> = (0..1000).map(|i| i * i % 256).collect();

@@ -86,7 +86,7 @@ fn of_noisy_steps() {
     assert!(text(&answers, "bucket size").starts_with("These figures do not tell"));
 }
 
-/// If a step with an exchange is faster than one without, the report claims no communication.
+/// If a step with an exchange is faster than one without, the report gives no share of communication.
 #[test]
 fn of_steps_that_contradict() {
     let each = Some(Exchange::PerParameter);

@@ -241,7 +241,7 @@ fn keys_that_a_caller_ignores() {
     model.unwrap();
 }
 
-/// As in `transformers`, `rope_scaling` takes precedence unless it is empty, with its own theta or the file's.
+/// `rope_scaling` takes precedence unless it is empty, with its own theta or the file's, like in `transformers`.
 #[test]
 fn two_scalings_of_angles() {
     let newer = json!({"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0});
@@ -262,7 +262,7 @@ fn two_scalings_of_angles() {
     assert_eq!(of(json!(null)), (linear(4.0), 5e5));
 }
 
-/// Where a file omits heads, the family determines them; null is `None` of `transformers`.
+/// Heads that a file omits are determined by the family; null is `None` of `transformers`.
 #[rstest]
 #[case("llama", 32, 8)]
 #[case("mistral", 8, 8)]

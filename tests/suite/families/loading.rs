@@ -107,7 +107,7 @@ fn a_head_that_the_configuration_ties() {
     says(golden.load(), &[HEAD, "got [3, 5]"]);
 }
 
-/// As in `transformers`, a single file saved into a folder of shards takes precedence over the index.
+/// A single file saved into a folder of shards takes precedence over the index, like in `transformers`.
 #[test]
 fn one_file_goes_before_an_index() {
     let golden = Golden::read("qwen3");

@@ -92,8 +92,8 @@ fn peak(strategy: Checkpointing, config: &TransformerConfig, workload: &Workload
     estimate(&config, &workload).unwrap().peak_bytes
 }
 
-/// Activations are O(L) without checkpointing, the blocks' inputs with checkpointed blocks, and at most 2 sqrt(L) with
-/// segments.
+/// Activations are O(L) without checkpointing and the blocks' inputs with recomputed blocks. With segments of sqrt(L)
+/// blocks they are about 2 sqrt(L) at the peak.
 #[test]
 fn residuals_grow_with_the_root_of_the_depth() {
     let workload = Workload {

@@ -183,7 +183,7 @@ fn a_step_that_memory_is_refused_is_an_error() {
     }
 }
 
-/// The same on new threads each time, where the buffers that threads keep for matmuls fail too.
+/// Repeats this on new threads each time, where the buffers that threads keep for matmuls fail too.
 #[test]
 fn a_first_step_of_threads_that_memory_is_refused_is_an_error() {
     if child::ran("memory::refused::a_first_step_of_threads_that_memory_is_refused_is_an_error") {

@@ -123,7 +123,7 @@ fn both_write_the_same_text() {
     }
 }
 
-/// Both algorithms have the same weights from a seed or a file, and a file does not record which one wrote it.
+/// A seed or a file gives both algorithms the same weights, and a file does not record which one wrote it.
 #[test]
 fn weights_do_not_depend_on_it() {
     let folder = tempdir().unwrap();

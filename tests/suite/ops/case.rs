@@ -121,7 +121,7 @@ impl Case {
         self.run_lying(dtype, policy, Lie::Contiguous)
     }
 
-    /// Runs forward and backward with every input in the layout `lie`.
+    /// Runs forward and backward with every input in this layout.
     pub fn run_lying(&self, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
         self.run_on(&Device::Cpu, dtype, policy, lie)
     }
@@ -196,7 +196,7 @@ impl Lie {
         }
     }
 
-    /// Returns the view of `base` that holds the value passed to [`Lie::base`].
+    /// Returns the view of `base` that holds the value passed to [`base`](Self::base).
     pub fn view(self, base: &Tensor, dims: &[usize]) -> Tensor {
         match (self, dims.len()) {
             (Lie::Contiguous, _) | (_, 0) => base.clone(),

@@ -10,7 +10,7 @@ use tallow::ops::{self, KernelPolicy};
 /// The errors of PyTorch 2.15 in f32 on a CPU against itself in f64, |a - b| / |b| by norm, for `cross_entropy(x @
 /// W.T)` of [`inputs`]: loss, dx and dW.
 const PYTORCH_OF_BOTH: [f64; 3] = [1.6e-6, 2.2e-6, 2.0e-6];
-/// The same for `cross_entropy(logits)`: loss and dlogits.
+/// PyTorch's errors for `cross_entropy(logits)`: loss and dlogits.
 const PYTORCH_OF_LOGITS: [f64; 2] = [4.3e-8, 8.3e-8];
 
 /// Returns a tensor of numbers k / `unit`, rounded to f32 and converted to f64.

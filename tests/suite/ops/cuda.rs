@@ -1,4 +1,4 @@
-//! The same cases on a GPU, by CUDA kernels or by references where there are none, against f64 on the CPU.
+//! Ops on a GPU, by CUDA kernels or by references where there are none, against f64 on the CPU.
 
 use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits, normal};
 use super::cases::{self, MASKS};
@@ -10,7 +10,7 @@ use tallow::ops::{self, Gelu, KernelPolicy};
 use tallow::precision::Autocast;
 use tallow::{Result, autocast};
 
-/// Returns cases of ops with kernels. Rows are and are not aligned to 16 bytes, with one element or many blocks.
+/// Returns cases of ops with kernels. Rows are aligned to 16 bytes or not, and have one element or many blocks.
 fn with_kernels() -> Vec<Case> {
     let mut cases = vec![
         cases::dropout(&[3, 1031], 0.3, 1),

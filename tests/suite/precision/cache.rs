@@ -84,7 +84,7 @@ fn casts_under_no_grad_are_others() {
     );
 }
 
-/// Both uses of one cast contribute to the weight's gradient.
+/// A weight's gradient includes both uses of one cast.
 #[test]
 fn a_weight_used_twice_gets_both_gradients() {
     let w = var(&[5, 5], DType::F32, 1);
