@@ -142,7 +142,6 @@ fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
     Ended::of(&outputs.collect::<Vec<_>>(), began)
 }
 
-/// Checks that all ranks of a case succeed.
 fn succeed(case: &str, count: usize) {
     let ended = ranks(case, count, &[]);
     assert!(ended.success, "{case} of {count}: {}", ended.text);

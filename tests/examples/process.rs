@@ -73,7 +73,6 @@ pub fn run_into(mut command: Command, out: Stdio) -> Ended {
     }
 }
 
-/// Runs a command to its end.
 pub fn run(command: Command) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");

@@ -11,7 +11,6 @@ use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::report::Fields;
 
-/// The suite's allocator.
 #[global_allocator]
 static ALLOCATOR: tallow::memory::tracker::Tracker<std::alloc::System> =
     tallow::memory::tracker::Tracker::new(std::alloc::System);
@@ -128,7 +127,8 @@ fn a_full_gpu_is_a_row() {
         let left = available_bytes_on(&gpu);
         let refused = rows(step(execution, false, left));
         assert_eq!(text(&refused[0], "status"), "OOM");
-        // The refusal is ours, not the driver's: its reason is absent, or that the estimate is a lower bound.
+        // The refusal comes from the estimate, not from the driver: it has no reason, or only that the estimate is a
+        // lower bound.
         let reason = refused[0].get("reason").map(ToString::to_string);
         assert!(
             reason.is_none_or(|reason| reason.contains("lower bound")),

@@ -64,7 +64,6 @@ fn every_error_has_its_cause() {
         "rounded terms",
     ];
     assert_eq!(causes(0.01, 1000), expected);
-    // Other values have other causes.
     assert_eq!(causes(70.0, 1000)[1], "overflow");
 }
 

@@ -1,4 +1,4 @@
-//! Tests that need their own process.
+//! Tests that need their own process, for example because the memory tracker and the pool's counters are per process.
 
 use std::process::Command;
 

@@ -81,7 +81,6 @@ impl Golden {
         model.with_attention(attention)
     }
 
-    /// Changes a setting of the folder's configuration.
     fn set(&self, key: &str, value: Value) {
         let path = self.folder.path().join("config.json");
         let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();

@@ -70,7 +70,6 @@ fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
     parameters.flat_map(|(_, var)| bits(&var)).collect()
 }
 
-/// Records [`train`].
 fn record(attention: Algorithm, precision: Precision) -> Recording {
     let _alone = alone();
     let profiler = Profiler::start_on_this_thread().unwrap();

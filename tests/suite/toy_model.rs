@@ -134,7 +134,6 @@ fn answers_follow_the_figures() {
     for part in ["For its range, no", "For its accuracy, yes"] {
         assert!(brain.contains(part), "{part}: {brain}");
     }
-    // Other figures have other answers.
     let changed: Vec<Norm> = rows
         .into_iter()
         .map(|row| Norm {

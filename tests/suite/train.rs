@@ -85,7 +85,6 @@ fn resume(path: &Path, config: TrainConfig) -> Result<Trainer> {
     Trainer::resume(path, &sizes(), config, training(), validation(), &device)
 }
 
-/// Takes at most `count` steps.
 fn take(trainer: &mut Trainer, count: usize) -> Vec<StepReport> {
     let steps = std::iter::from_fn(|| trainer.step().unwrap());
     steps.take(count).collect()

@@ -65,7 +65,6 @@ fn check(
     );
 }
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn attention_takes_what_its_account_says() {
     if child::ran("attention_benchmark::memory::attention_takes_what_its_account_says") {

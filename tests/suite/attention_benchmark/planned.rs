@@ -93,7 +93,6 @@ fn f64_is_not_planned() {
     }
 }
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn it_takes_what_its_account_says() {
     if child::ran("attention_benchmark::planned::it_takes_what_its_account_says") {
@@ -225,7 +224,6 @@ fn its_layer_is_planned_too() {
     assert!(text(&rows[0], "reason").contains("weights in f32"));
 }
 
-/// Runs in its own process, because the memory pool's counters are per process.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]

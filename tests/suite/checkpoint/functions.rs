@@ -10,7 +10,6 @@ use tallow::{Result, autocast, nn, no_grad, ops};
 
 type Of1 = fn(&Tensor, &[Var]) -> Result<Tensor>;
 
-/// A way to call a function.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum How {
     Plain,

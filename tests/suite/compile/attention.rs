@@ -337,7 +337,6 @@ fn the_plan_says_what_it_is() {
     assert!(plan.memory_map().contains("probabilities"));
 }
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn the_arena_is_all_there_is() {
     if child::ran("compile::attention::the_arena_is_all_there_is") {

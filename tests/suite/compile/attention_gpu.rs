@@ -26,7 +26,6 @@ const EAGER: Attend = |q, k, v, config| {
     on(&tallow::device("cuda:0")?, eager, [q, k, v], config)
 };
 
-/// Runs forward and backward.
 fn run(attention: &mut Step, d_out: &Tensor) -> Results {
     let results = alone::run(attention, d_out).map(|x| {
         assert_eq!((x.dtype(), x.dims()), (d_out.dtype(), d_out.dims()));
@@ -241,7 +240,6 @@ fn the_plan_says_what_it_is() {
     }
 }
 
-/// Runs in its own process, because the memory pool's counters are per process.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn the_arena_is_all_there_is() {

@@ -109,7 +109,7 @@ fn losses_are_those_of_the_cpu(
     let losses = got.losses.iter().zip(&judge.losses);
     for (i, (got, wanted)) in losses.enumerate() {
         let error = f64::from((got - wanted).abs() / wanted.abs());
-        // After the first step rounding may have flipped the sign of a small gradient.
+        // After the first step, rounding may have flipped the sign of a small gradient.
         let allowed = if i == 0 {
             allowed_loss
         } else {

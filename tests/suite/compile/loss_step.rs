@@ -721,7 +721,6 @@ fn in_f64(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     assert_as_eager(&parameters, &inputs, &loss, 1e-13);
 }
 
-/// Planned steps and logits of a model in f64 equal eager ones.
 #[test]
 fn a_model_in_f64() {
     let config = super::config(1, 2, 8, 24, Algorithm::Naive);
@@ -752,7 +751,6 @@ fn a_model_in_f64() {
     refusal(refused, &["parameters in f32"]);
 }
 
-/// Losses that cannot be planned are refused with these words.
 #[test]
 fn refusals() {
     let w = weight("w", &[4, 4], 1);

@@ -11,7 +11,6 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn the_arena_is_what_the_plan_says() {
     if child::ran("compile::memory::the_arena_is_what_the_plan_says") {

@@ -95,7 +95,6 @@ impl Layer for Block {
     }
 }
 
-/// Returns numbers without a pattern, in f64.
 fn noise(dims: &[usize], seed: usize) -> Tensor {
     let count: usize = dims.iter().product();
     let values: Vec<f64> = (0..count)
@@ -150,7 +149,6 @@ fn gradients_are_slopes(
     });
 }
 
-/// f32 equals f64 up to rounding.
 #[test]
 fn f32_is_near_f64() {
     let run = |dtype| {

@@ -300,7 +300,6 @@ fn a_bad_id_at_a_windows_edges() {
     }
 }
 
-/// A vocabulary of 65,536 holds every u16; one of 65,535 does not.
 #[test]
 fn the_highest_u16_is_checked() {
     let (_folder, path) = file(&[0xFF, 0xFF]);

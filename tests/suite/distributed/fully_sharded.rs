@@ -317,7 +317,6 @@ fn what_is_refused() {
         // A plan without ranks for a model that is sharded.
         let error = Step::of(&divided, &optimizer, &config).unwrap_err();
         assert!(matches!(error, Error::Order { .. }), "{error}");
-        // Another model.
         let other = model(1);
         refusal(
             Step::of_fully_sharded(&other, &optimizer, &config, &sharded),

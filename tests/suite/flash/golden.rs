@@ -98,7 +98,6 @@ fn pytorch_agrees(
     }
 }
 
-/// The oracle of the other tests agrees with PyTorch.
 #[test]
 fn pytorch_agrees_with_the_oracle() {
     let golden = Golden::read("f64");

@@ -87,7 +87,6 @@ fn lse_carries_no_gradient(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// Two backwards from one graph give the same gradients.
 #[rstest]
 fn backward_twice(#[values(FLASH, REFERENCE)] attend: Attend) {
     let problem = problem();

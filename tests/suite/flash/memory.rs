@@ -9,8 +9,6 @@ use tallow::memory::tracker;
 
 const MIB: u64 = 1 << 20;
 
-/// Runs in its own process, because the tracker counts per process.
-///
 /// B8 T16384 D64: scores and probabilities would be 8 GiB each.
 #[test]
 fn scratch_stays_small() {

@@ -32,7 +32,6 @@ enum Oddity {
     HugeValue,
     /// A query, a key and a value are zero.
     Zeros,
-    /// All inputs are zero.
     AllZeros,
 }
 
@@ -204,7 +203,6 @@ impl Case {
     fn make_odd(&self, problem: &mut Problem) {
         let Problem { q, k, v, .. } = problem;
         let dim = self.head_dim;
-        // A row somewhere in the middle.
         let row = |x: &[f64]| {
             let rows = x.len() / dim;
             let row = self.seed as usize % rows;

@@ -65,14 +65,12 @@ fn shapes_that_do_not_fit() {
             "same head dimension",
         ],
     );
-    // k and v with different heads.
     shape(
         &[1, 2, 3, 4],
         &good,
         &[1, 1, 5, 4],
         &[wanted, "v [1, 1, 5, 4]"],
     );
-    // Another batch.
     let batch = "dimensions before the heads must be the same";
     shape(
         &[2, 2, 3, 4],
@@ -93,7 +91,6 @@ fn shapes_that_do_not_fit() {
         &[wanted, "q [3, 1, 2, 5, 4]"],
     );
     shape(&[5, 4], &[1, 5, 4], &[1, 5, 4], &[wanted, "q [5, 4]"]);
-    // Too few dimensions.
     shape(&[4], &[5, 4], &[5, 4], &[wanted, "q [4]", "two dimensions"]);
     shape(&[5, 4], &[5, 4], &[4], &[wanted, "v [4]", "two dimensions"]);
     shape(&[], &[], &[], &[wanted, "q []"]);

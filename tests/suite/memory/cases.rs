@@ -5,7 +5,6 @@ use tallow::memory::{Kernels, Mode, Workload};
 use tallow::model::TransformerConfig;
 use tallow::precision::{Precision, Regime};
 
-/// The number of configurations.
 pub const COUNT: usize = 50;
 
 /// D, F, H, L, V: narrow and wide, shallow and deep; dominated by vocabulary, weights or attention; widths that are no
@@ -41,7 +40,6 @@ const BATCHES: [(usize, usize); 13] = [
     (1, 123),
 ];
 
-/// f32 occurs twice.
 const PRECISIONS: [Precision; 7] = [
     Precision::F32,
     Precision::BF16,

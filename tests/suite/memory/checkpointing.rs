@@ -31,7 +31,6 @@ fn by(
     (config, workload)
 }
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn every_strategy_takes_what_is_predicted() {
     if child::ran("memory::checkpointing::every_strategy_takes_what_is_predicted") {

@@ -21,7 +21,6 @@ pub(super) fn every_precision() -> Vec<Precision> {
     all
 }
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn every_precision_takes_what_is_predicted() {
     if child::ran("memory::precisions::every_precision_takes_what_is_predicted") {
@@ -158,7 +157,6 @@ fn half_precision_follows_the_formulas() {
     }
 }
 
-/// Each layer adds the same memory.
 #[test]
 fn every_layer_adds_the_same() {
     for precision in every_precision() {

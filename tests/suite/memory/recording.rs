@@ -15,7 +15,6 @@ use tallow::{Error, probe};
 
 const MIB: u64 = 1 << 20;
 
-/// Runs in its own process, because the tracker counts per process.
 #[test]
 fn scripted_allocations_are_recorded_exactly() {
     if child::ran("memory::recording::scripted_allocations_are_recorded_exactly") {

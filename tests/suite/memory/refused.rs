@@ -76,7 +76,6 @@ unsafe impl GlobalAlloc for Refusing {
     }
 }
 
-/// A way to train.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     planned: bool,

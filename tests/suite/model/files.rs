@@ -18,7 +18,6 @@ fn of_dtype(dtype: DType) -> LoadOptions {
     loaded_as(dtype)
 }
 
-/// Returns the model's weights as tensors of `dtype`, by name.
 fn weights(model: &TransformerLM, dtype: DType) -> HashMap<String, Tensor> {
     let parameters = model.parameters().into_iter();
     parameters

@@ -88,7 +88,6 @@ fn positions_are_seen() {
     assert_ne!(logits([4, 9, 2])[2], logits([9, 4, 2])[2]);
 }
 
-/// Tokens may have any strides.
 #[test]
 fn tokens_as_a_view() {
     let model = mini_model(1);

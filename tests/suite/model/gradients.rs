@@ -133,7 +133,6 @@ fn finite_differences(
     }
 }
 
-/// Two backwards from one graph give the same bits.
 #[rstest]
 fn backward_repeats(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = model_of(&attending(attention, mini()), 1, DType::F32);

@@ -154,7 +154,6 @@ fn an_embedding() {
     }
 }
 
-/// A view gives the result of its copy.
 #[test]
 fn strided_input() {
     let vb = seeded(DType::F32);

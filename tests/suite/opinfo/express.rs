@@ -10,7 +10,6 @@ use tallow::ops::{self, Gelu};
 pub struct Call<'a> {
     pub operands: &'a [Tensor],
     pub settings: &'a Settings,
-    /// The output's shape.
     pub out: &'a [usize],
 }
 

@@ -174,7 +174,6 @@ impl Sample {
         }
     }
 
-    /// Describes shapes and settings.
     pub fn describe(&self) -> String {
         let shapes: Vec<String> = self
             .operands

@@ -15,7 +15,6 @@ pub const MASKS: [Mask; 4] = [
     Mask::Window(NonZeroUsize::new(3).unwrap()),
 ];
 pub const EPS: f64 = 1e-5;
-/// The ignored target id.
 pub const IGNORE: u32 = u32::MAX;
 
 fn join(leading: &[usize], last: &[usize]) -> Vec<usize> {
@@ -408,7 +407,6 @@ pub fn grouped_attention(
     case
 }
 
-/// Flash attention with grouped heads.
 #[cfg(feature = "cuda")]
 pub fn grouped_flash(
     batch: &[usize],

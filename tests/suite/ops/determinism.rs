@@ -7,7 +7,6 @@ use candle_core::DType;
 use rstest::rstest;
 use tallow::internals::TASK_ELEMENTS;
 
-/// Returns the bits of the output and of every gradient.
 fn all_bits(case: &Case, dtype: DType) -> Vec<Vec<u64>> {
     let run = case.run(dtype, KERNEL);
     let gradients = run.gradients.iter().map(|(_, gradient)| bits(gradient));

@@ -7,7 +7,6 @@ use rstest::rstest;
 use tallow::Error;
 use tallow::optim::{clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
 
-/// PyTorch's values.
 #[test]
 fn agrees_with_pytorch() {
     let a = var(&[0.0; 3], DType::F64);

@@ -79,7 +79,6 @@ impl Judge {
         values
     }
 
-    /// Returns the values of a planned step.
     fn planned_values(&self) -> Values {
         let model = self.exact.model(DType::F32);
         let (tokens, targets) = (self.exact.get("tokens"), self.exact.get("targets"));

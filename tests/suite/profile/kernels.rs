@@ -103,7 +103,7 @@ fn times_are_the_kernels_and_the_rest_is_idle() {
     );
     assert_eq!(balance.wall_ns, 1000);
 
-    // As calls of a plan, which have costs, there are none of candle's graph.
+    // Calls of a plan have costs, and no line is attributed to candle's graph.
     let mut planned = made_up();
     planned.spans[3].cost = Some(Cost::default());
     let kinds = Balance::new(&planned)
@@ -217,7 +217,6 @@ fn traces_have_the_gpus_streams() {
     );
 }
 
-/// Records some steps of a small model on the GPU.
 fn recorded_on_gpu(attention: Algorithm) -> Recording {
     let device = tallow::device("cuda").unwrap();
     let size = TransformerConfig {

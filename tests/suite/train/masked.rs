@@ -7,7 +7,6 @@ use tallow::data::{Batch, Batches};
 use tallow::nn::ForwardContext;
 use tallow::precision::Precision;
 
-/// The value of ignored targets.
 pub const IGNORED: i64 = -100;
 
 /// The number of counted targets in each row of 16; a step has four rows.

@@ -367,7 +367,6 @@ fn a_memory_budget() {
     refusal(within(Some(1)).step(), &["memory_budget_bytes"]);
 }
 
-/// A step that fails changes nothing.
 #[test]
 fn gradients_that_are_not_finite_change_nothing() {
     let mut trainer = start(settings());

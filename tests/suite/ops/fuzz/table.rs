@@ -3,7 +3,6 @@
 //! Operands and result are given by the letters of their dimensions. `.` stands for any leading dimensions, an
 //! uppercase letter for twice the size of the lowercase one. The prefix `#v` makes ids below v, `~` an operand without
 //! a gradient. A single `-` is a scalar; an empty template is any shape.
-//! single `-` is a tensor without dimensions; nothing is any shape.
 
 use super::draw::Draw;
 use candle_core::Tensor;
