@@ -1,5 +1,4 @@
-//! No flag is taken and ignored: every flag of every example either always has an effect, or is refused where it has
-//! none.
+//! No flag is silently ignored: every flag of every example has an effect, or is refused where it has none.
 
 use super::process::{assert_refused, example, run};
 use std::collections::BTreeSet;
@@ -17,7 +16,7 @@ const MODELS: &[&str] = &[
     "num-heads",
     "vocab-size",
 ];
-/// Without half precision among the precisions they are refused when the run begins.
+/// Without a half precision in `--precision`, the others are refused when the run begins.
 const PRECISION: &[&str] = &["precision", "autocast", "full-half", "drop-casts"];
 
 /// Those of the end-to-end benchmarks.
@@ -33,7 +32,7 @@ const END_TO_END: &[&str] = &[
     "memory-limit-gib",
 ];
 
-/// An example, its flags that always have an effect, and for each other flag command lines where it has none.
+/// An example, its flags that always have an effect, and for each other flag the command lines that refuse it.
 struct Case {
     name: &'static str,
     always: &'static [&'static [&'static str]],
@@ -468,7 +467,7 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// The long flags that a program's help lists.
+/// Returns the long flags that a program's help lists.
 fn flags_of(name: &str) -> BTreeSet<String> {
     let help = run(example(&format!("{name} --help-all"))).out;
     let flags = help.lines().filter_map(|line| {
@@ -488,7 +487,7 @@ fn flags_of(name: &str) -> BTreeSet<String> {
     flags
 }
 
-/// `--help` is a page: a line for each flag that is often needed, and commands.
+/// `--help` fits a page: one line for each common flag, and commands.
 #[test]
 fn help_fits_a_page() {
     for Case { name, .. } in CASES {
@@ -538,7 +537,7 @@ fn a_flag_without_effect_is_an_error() {
     }
 }
 
-/// Where the same flags have an effect they are taken: each program begins, and ends in what it then finds.
+/// Flags that have an effect are accepted: each program starts, and then fails for another reason.
 #[test]
 fn a_flag_with_effect_is_taken() {
     for (line, words) in [

@@ -1,4 +1,4 @@
-//! The benchmark harness: phases, rows, and memory that is not there.
+//! The benchmark harness: phases, rows, and runs that do not fit in memory.
 
 mod planned;
 mod precisions;
@@ -144,7 +144,7 @@ fn what_does_not_fit_is_a_row() {
     assert!(rows[0].get("mean_ms").is_none());
 }
 
-/// Planning would take hours, or all memory: it is decided before.
+/// Sizes for which planning would need hours or all memory are refused before the planning.
 #[test]
 fn absurd_sizes_are_a_row_at_once() {
     let tiny = TransformerConfig::tiny();
@@ -199,15 +199,15 @@ fn absurd_sizes_are_a_row_at_once() {
     }
 }
 
-/// Its rows say so, and the estimate is of what ran.
+/// Rows name the model's attention, and the estimate is that of the run.
 #[test]
 fn the_models_attention_is_timed_and_named() {
     let [naive, flash] = Algorithm::ALL.map(|attention| {
         let mut run = run(Mode::TrainStep);
         run.config.attention = attention;
-        // Long enough for probabilities to outweigh the tiles.
+        // Long enough for probabilities to exceed the tiles.
         (run.config.context_length, run.sequence_length) = (64, 64);
-        // The tiles are those of every thread.
+        // Every thread has its tiles.
         let threads = ThreadPoolBuilder::new().num_threads(2).build().unwrap();
         let rows = threads.install(|| rows(&run));
         for row in &rows {
@@ -224,7 +224,7 @@ fn the_models_attention_is_timed_and_named() {
     assert_eq!(text(&rows[0], "attention"), "flash");
 }
 
-/// Checkpointing too, by the model's configuration.
+/// Rows name the checkpointing of the model's configuration.
 #[test]
 fn checkpointing_is_timed_and_named() {
     for strategy in ["none", "block", "sqrt"] {
@@ -237,7 +237,7 @@ fn checkpointing_is_timed_and_named() {
     }
 }
 
-/// Half precision has an estimate of its own, and what does not fit by it is a row.
+/// Each precision has its own estimate, and a run that exceeds it is a row.
 #[test]
 fn precision_is_timed_and_named() {
     for precision in Precision::ALL {
@@ -263,7 +263,7 @@ fn precision_is_timed_and_named() {
         assert_eq!(text(row, "status"), "OOM");
         assert_eq!(number(row, "estimate_bytes"), predicted as f64);
         let parameters = number(row, "parameters");
-        assert!(number(row, "estimate_bytes") >= 16.0 * parameters); // weight, gradient and AdamW's two
+        assert!(number(row, "estimate_bytes") >= 16.0 * parameters); // weight, gradient and AdamW's two moments
         assert_eq!(text(row, "precision"), precision.name());
     }
 }

@@ -1,7 +1,7 @@
 //! The answers and tables of the attention benchmark, from made-up figures.
 
 #[path = "../../../examples/attention_benchmark/answers.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod answers;
 #[path = "../../../examples/attention_benchmark/figure.rs"]
 mod figure;
@@ -22,7 +22,7 @@ use tallow::report::{Fields, Layout};
 const QUIET: f64 = 0.01;
 const NOISY: f64 = 2.0;
 
-/// Forward takes `ms`, backward twice that; all have a standard deviation of `spread` times the mean.
+/// Returns times of `ms` for forward and twice that for backward, with a standard deviation of `spread` times the mean.
 fn times(ms: f64, spread: f64) -> [Option<Times>; 3] {
     [1.0, 2.0, 3.0].map(|part| {
         Some(Times {
@@ -33,7 +33,7 @@ fn times(ms: f64, spread: f64) -> [Option<Times>; 3] {
     })
 }
 
-/// Holds `bytes` before backward, four times that at the peak.
+/// Returns a measurement with `bytes` before backward and four times that at the peak.
 fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Measured {
     Measured {
         times: times(ms, QUIET),
@@ -54,7 +54,8 @@ fn refused(implementation: &str, context_length: u64, width: u64, status: &str) 
     }
 }
 
-/// Naive: time and memory T^2; flash: half the time, memory T; naive runs out of memory at T 4096, width 64.
+/// Returns figures of naive (time and memory T^2) and flash attention (half the time, memory T). Naive runs out of
+/// memory at T 4096, width 64.
 fn grid() -> Vec<Measured> {
     let mut all = Vec::new();
     for width in [16, 64] {
@@ -71,7 +72,7 @@ fn grid() -> Vec<Measured> {
     all
 }
 
-/// At T 16,384, where 4 GiB are available.
+/// Returns the limit at T 16,384, where 4 GiB are available.
 fn limit() -> (String, Limit) {
     let workload = AttentionWorkload {
         sequence_length: 16_384,
@@ -107,7 +108,7 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
         ],
     );
     assert_eq!(out_of_memory(&all[..2], &[], "d"), "No run did, of 2.");
-    // 8 x 16,384^2 x 4 bytes; scores and probabilities, and an output of 32 MiB.
+    // 8 x 16,384^2 x 4 bytes: scores and probabilities, and an output of 32 MiB.
     let [(name, limit)] = &limits;
     assert_says(
         &accounting(name, limit),
@@ -189,7 +190,7 @@ fn what_eliminates_the_memory_follows_from_flash() {
     assert_eq!(eliminated(&larger[..1]), None);
 }
 
-/// Slower and larger when short, faster and leaner when long.
+/// An implementation slower and larger at short lengths, faster and smaller at long ones.
 #[test]
 fn implementations_are_compared_as_the_figures_are() {
     let mut all = Vec::new();
@@ -273,7 +274,7 @@ fn a_mean_of_speedups_needs_half_of_them_clear(#[case] spreads: &[f64], #[case] 
     assert_eq!(mean_speedup(&speedups.collect::<Vec<_>>()), expected);
 }
 
-/// The rows of a run as the benchmark returns them.
+/// Returns the rows of a run as the benchmark does.
 fn rows(m: &Measured) -> Vec<Fields> {
     let phases = measured::PHASES.iter().zip(m.times);
     let phases = phases.filter(|(phase, times)| times.is_some() || **phase == "forward+backward");

@@ -7,7 +7,7 @@ use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
 
-/// A planned run has the phases of an eager one, and says beforehand what it takes to the byte.
+/// A planned run has the phases of an eager one, and its memory estimate is exact.
 #[test]
 fn planned_runs_have_rows_too() {
     let expected: [(Mode, bool, &[&str]); 4] = [
@@ -48,7 +48,7 @@ fn planned_runs_have_rows_too() {
             );
             assert!(number(row, "estimate_bytes") > 0.0);
         }
-        // Parts of the same steps: no step is shorter than its phases together.
+        // Phases are parts of the same steps: no step is shorter than the sum of its phases.
         let samples = |row: &Fields| {
             let samples = row.get("samples_ms").and_then(|s| s.as_array()).unwrap();
             samples
@@ -63,7 +63,7 @@ fn planned_runs_have_rows_too() {
             assert!(parts <= whole, "{parts} of {whole} ms");
         }
     }
-    // With a loss scale where it needs one.
+    // A loss scale is used where the precision needs one.
     for (precision, scales) in [(Precision::BF16, false), (Precision::F16, true)] {
         let run = EndToEnd {
             execution: Execution::Planned,
@@ -74,7 +74,8 @@ fn planned_runs_have_rows_too() {
         assert_eq!(text(&rows[0], "execution"), "planned");
         assert_eq!(rows[0].get("loss_scale").is_some(), scales);
     }
-    // Each gradient gone when its parameter is updated: less memory, and the row says why.
+    // With the optimizer in backward each gradient is freed after its update: the estimate is smaller, and the row
+    // records the option.
     let planned_step = |optimizer_in_backward| {
         let run = EndToEnd {
             execution: Execution::Planned,
@@ -135,7 +136,7 @@ fn planned_runs_have_rows_too() {
             assert!(text.contains(words), "no {words:?} in {text:?}");
         }
     }
-    // Where every block is recorded too.
+    // Also where every block is recorded.
     let budgeted = EndToEnd {
         memory_budget_bytes: Some(1 << 30),
         ..run(Mode::TrainStep)

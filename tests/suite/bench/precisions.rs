@@ -1,7 +1,7 @@
 //! Half precision in the harness: its regimes, loss scaling, and turns.
 
 #[path = "../../../examples/precision_curves/compared.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod curves;
 
 use super::{fields, number, rows, run, text};
@@ -43,7 +43,7 @@ fn every_regime_runs_every_mode(
     }
 }
 
-/// f16's step scales its loss; this model's gradients stay finite at the scale it begins with.
+/// A step in f16 scales its loss; this model's gradients are finite at the initial scale.
 #[test]
 fn f16_scales_its_loss() {
     let run = EndToEnd {
@@ -58,7 +58,7 @@ fn f16_scales_its_loss() {
     }
 }
 
-/// 2 bytes for each element of a linear weight, where a region keeps copies.
+/// A region that caches casts adds 2 bytes per element of a linear weight.
 #[test]
 fn kept_copies_of_weights_are_counted() {
     let of = |precision| {
@@ -101,7 +101,7 @@ fn turns_are_taken_and_their_samples_joined() {
     let rows: Vec<Vec<Fields>> = rows.iter().map(|rows| fields(rows)).collect();
     let order: Vec<usize> = turns.iter().map(|(i, _)| *i).collect();
     let expected: Vec<usize> = [0, 1].repeat(3).iter().flat_map(|i| [*i; 6]).collect();
-    assert_eq!(order, expected); // 2 warm-up steps and 4 measured ones a turn
+    assert_eq!(order, expected); // 2 warm-up steps and 4 measured ones per turn
     assert_eq!(rows.len(), 3);
     for (i, rows) in rows[..2].iter().enumerate() {
         assert_eq!(rows.len(), 5);
@@ -121,7 +121,7 @@ fn turns_are_taken_and_their_samples_joined() {
     assert_eq!(once[0][0].statistics().unwrap().n, 4);
 }
 
-/// The batches are the same, so losses are compared step by step.
+/// The batches are equal, so losses are compared step by step.
 #[test]
 fn losses_are_compared_by_their_spread() {
     let run = |precision: &str, factor: fn(usize) -> f64| curves::Run {

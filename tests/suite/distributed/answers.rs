@@ -1,4 +1,4 @@
-//! The sentences of `distributed_benchmark`, on figures that are clear, noisy or contradict each other.
+//! The sentences of `distributed_benchmark`, for figures that are clear, noisy or contradictory.
 
 mod common {
     pub(super) use crate::words;
@@ -11,7 +11,7 @@ use sentences::{Collected, Held, Measured};
 use tallow::distributed::Exchange;
 use tallow::report::{Answer, Statistics};
 
-/// Steps around `mean` ms, at most `spread` from it.
+/// Returns step times around `mean` ms, at most `spread` from it.
 fn times(mean: f64, spread: f64) -> Statistics {
     let samples = [-1.0, -0.5, 0.0, 0.5, 1.0].map(|x| mean + spread * x);
     Statistics::new(&samples).unwrap()
@@ -25,7 +25,7 @@ fn step(strategy: &'static str, exchange: Option<Exchange>, mean: f64, spread: f
     }
 }
 
-/// All steps of a report, each exchange a tenth faster than the one before it.
+/// Returns all steps of a report, each exchange a tenth faster than the previous one.
 fn steps(spread: f64) -> Vec<Measured> {
     let bucket = |mib: u64| Exchange::Overlapped {
         bucket_bytes: mib << 20,
@@ -86,7 +86,7 @@ fn of_noisy_steps() {
     assert!(text(&answers, "bucket size").starts_with("These figures do not tell"));
 }
 
-/// An exchange that seems to make a step faster is no communication.
+/// If a step with an exchange is faster than one without, the report gives no share of communication.
 #[test]
 fn of_steps_that_contradict() {
     let each = Some(Exchange::PerParameter);

@@ -54,7 +54,7 @@ T  Mean (ms)
         text.contains("Model  T  Precision  Mean (ms)  MFU (%)"),
         "{text}"
     );
-    // One row alone keeps its first column: there is nothing to be told apart from.
+    // A single row keeps its first column, because there is no other row to compare with.
     let one = Report {
         rows: vec![row(1)],
         ..report
@@ -171,7 +171,7 @@ fn details_are_in_every_format() {
 }
 
 proptest! {
-    /// No line is longer than the width, whatever the table.
+    /// No line of any table is longer than the width.
     #[test]
     fn no_line_exceeds_the_width(
         width in 1usize..120,
@@ -198,7 +198,7 @@ proptest! {
         let report = Report { details: vec![report.clone()], ..report };
         let text = report.to_text(&within(width));
         for line in text.lines() {
-            // A note's number and a header's indent take what they take.
+            // A note's number and a header's indent have a minimum width.
             let room = width.max(4);
             prop_assert!(line.chars().count() <= room, "{width}: {line:?} in\n{text}");
         }

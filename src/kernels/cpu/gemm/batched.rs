@@ -9,8 +9,11 @@ use crate::kernels::cpu::parallel::{self, Shared};
 /// One factor of a batched matmul: (batch, rows, cols), as stored or transposed.
 #[derive(Clone, Copy)]
 pub struct Batched<'a, T> {
+    /// The elements.
     pub data: &'a [T],
+    /// Rows of each stored matrix.
     pub rows: usize,
+    /// Columns of each stored matrix.
     pub cols: usize,
     /// Whether each matrix is used transposed.
     pub transposed: bool,

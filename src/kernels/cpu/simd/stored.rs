@@ -28,6 +28,7 @@ pub(crate) fn same_type_mut<A: 'static, B: 'static>(x: &mut [A]) -> Option<&mut 
 ///
 /// `f32` and `f64` are their own compute types; `f16` and `bf16` are widened to `f32`.
 pub trait Stored: WithDType {
+    /// The compute type.
     type Wide: Lanes + Into<f64> + Stored<Wide = Self::Wide>;
 
     /// Returns the elements themselves if this is its own compute type.
