@@ -145,6 +145,11 @@ fn memory() {
     assert_file(&snapshot, "{", "device_traces");
     let estimate = report("memory_estimate --size small --memory-limit-gib 8");
     assert!(estimate.to_string().contains("residual"));
+    let planned = report("memory_estimate SMALL --compile=only --memory-limit-gib 0.01");
+    let answers = planned["answers"].to_string();
+    for question in ["residual stream", "Which sizes fit", "which strategy"] {
+        assert!(answers.contains(question), "{question}: {answers}");
+    }
 }
 
 #[test]

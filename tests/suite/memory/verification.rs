@@ -79,7 +79,7 @@ fn checkpointing_is_answered_by_its_figures() {
         strategy("every-6", 6, 800),
     ];
     let text = |mib: u64| {
-        let answer = answers::checkpointing(&strategies, 12, mib << 20).unwrap();
+        let answer = answers::checkpointing(&strategies, 12, Some(mib << 20)).unwrap();
         answer.answer
     };
     let least = "block uses the least: 600.0 MiB instead of 1,000.0 MiB (40.0% less). It runs 11 of 12 blocks a second \
@@ -95,7 +95,9 @@ fn checkpointing_is_answered_by_its_figures() {
         let text = text(mib);
         assert!(text.starts_with(least) && text.contains(part), "{text}");
     }
-    let answer = answers::checkpointing(&strategies[..1], 12, 1 << 40).unwrap();
+    let without_limit = answers::checkpointing(&strategies, 12, None).unwrap();
+    assert!(!without_limit.answer.contains("fit"), "{without_limit:?}");
+    let answer = answers::checkpointing(&strategies[..1], 12, Some(1 << 40)).unwrap();
     assert!(
         answer.answer.starts_with("No strategy saves memory"),
         "{answer:?}"
