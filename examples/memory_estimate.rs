@@ -15,9 +15,10 @@ mod step;
 
 use candle_core::Device;
 use clap::{Parser, ValueEnum};
+use common::labels::label_columns;
 use common::models::describe;
 use common::modes::{is_any, not_planned};
-use common::runs::{self, GridFlags, Run, label_columns};
+use common::runs::{self, GridFlags, Run};
 use common::{Effects, Output, words};
 use question::Question;
 use std::process::ExitCode;
@@ -162,7 +163,7 @@ impl Flags {
 
     /// The row of a run, and what its peak is made of.
     fn predicted(&self, run: &Run, device: Option<&Device>) -> Result<(Fields, MemoryBreakdown)> {
-        let mut row = run.labels();
+        let mut row = run.labels().fields();
         let question = self.question(run, device)?;
         let breakdown = question.add_to(&mut row)?;
         row.insert("peak_bytes", breakdown.peak_bytes())

@@ -16,10 +16,11 @@ mod figures;
 
 use clap::{Parser, ValueEnum};
 use common::effects::names_gpu;
+use common::labels::label_columns;
 use common::models::{Model, describe};
 use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
-use common::runs::{self, GridFlags, Run, label_columns};
+use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
 use std::path::{Path, PathBuf};
@@ -337,7 +338,7 @@ fn shown(summary: &profile::ProfileReport) -> profile::ProfileReport {
 
 /// A row of the run.
 fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
-    let mut row = run.labels();
+    let mut row = run.labels().fields();
     row.insert("status", status).merge(rest);
     row
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each example uses its part
 
 pub mod effects;
+pub mod labels;
 pub mod memory;
 pub mod models;
 pub mod modes;

@@ -20,8 +20,8 @@ use clap::{Command, Parser, ValueEnum};
 use configuration::Configuration;
 use reasons::Counted;
 use std::process::ExitCode;
-use table::{Compared, Row, grouped};
-use tallow::bench::{EndToEnd, EndToEndRow, alternate};
+use table::{By, Compared, Row, grouped};
+use tallow::bench::{EndToEnd, EndToEndRow, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::optim::{AdamWConfig, Moments};
@@ -483,11 +483,11 @@ impl Flags {
 fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
     grouped(0..runs.len(), |i| {
         let mut labels = runs[*i].labels();
-        labels.insert("warmup_steps", runs[*i].run.warmup_steps);
-        if compared.is_any() {
-            labels.insert(compared.by.key(), None::<&str>);
+        match compared.by {
+            By::Execution => labels.execution = Execution::Eager,
+            By::Precision => labels.precision = Precision::F32,
         }
-        labels
+        (labels, runs[*i].run.warmup_steps)
     })
 }
 

@@ -3,6 +3,9 @@
 #[path = "../../../examples/memory_estimate/answers.rs"]
 #[allow(dead_code)] // belongs to the example
 mod answers;
+#[path = "../../../examples/common/labels.rs"]
+#[allow(dead_code)]
+mod labels;
 #[path = "../../../examples/memory_profile/answers.rs"]
 mod profiled;
 
@@ -10,9 +13,12 @@ use super::cases;
 use crate::check::refusal;
 use crate::words;
 use cases::{COUNT, case, is_outside};
+use labels::Labels;
 use tallow::attention::Algorithm;
 use tallow::memory::{Mode, Workload, estimate, measure};
 use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
+use tallow::precision::Precision;
 
 /// The limit of a cheap configuration's memory.
 const CHEAP_BYTES: u64 = 64 << 20;
@@ -131,10 +137,12 @@ fn sizes_that_fit_are_named() {
 
 #[test]
 fn a_profile_answers_by_its_rows() {
-    let row = |precision: &str, checkpointing: &str, mib: u64| profiled::Row {
-        precision: precision.into(),
-        checkpointing: checkpointing.into(),
-        mode: "train-step".into(),
+    let row = |precision, checkpointing, mib: u64| profiled::Row {
+        labels: Labels {
+            precision,
+            checkpointing,
+            ..Default::default()
+        },
         peak_bytes: Some(mib << 20),
         forward_peak_bytes: Some((mib - 2) << 20),
         backward_peak_bytes: Some(mib << 20),
@@ -142,9 +150,9 @@ fn a_profile_answers_by_its_rows() {
         ..Default::default()
     };
     let mut rows = [
-        row("f32", "none", 100),
-        row("bf16", "none", 120),
-        row("f32", "block", 60),
+        row(Precision::F32, Checkpointing::None, 100),
+        row(Precision::BF16, Checkpointing::None, 120),
+        row(Precision::F32, Checkpointing::Block, 60),
     ];
     profiled::compare_with_f32(&mut rows);
     let changes: Vec<Option<&str>> = rows.iter().map(|row| row.than_f32.as_deref()).collect();
@@ -168,7 +176,7 @@ fn a_profile_answers_by_its_rows() {
         );
     }
     let oom = profiled::Row {
-        estimate_bytes: Some(1 << 30),
+        estimate_bytes: 1 << 30,
         ..Default::default()
     };
     let text = &profiled::answers(&[oom], &names[..1])[0].answer;
