@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// The first step of a run, warm-up or not. Counts are `None` where the system or device does not report them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FirstStep {
-    /// Its time.
+    /// Its time, in ms.
     pub first_step_ms: Option<f64>,
     /// Page faults of the process during it.
     pub first_step_page_faults: Option<u64>,

@@ -16,21 +16,21 @@ use serde::{Deserialize, Serialize};
 /// what was not measured is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EndToEndRow {
-    /// D.
+    /// D, the width of the residual stream.
     pub d_model: usize,
     /// Width of the feed-forward network.
     pub d_ff: usize,
-    /// L.
+    /// L, the number of layers.
     pub num_layers: usize,
-    /// H.
+    /// H, the number of attention heads.
     pub num_heads: usize,
-    /// V.
+    /// V, the vocabulary size.
     pub vocab_size: usize,
     /// Number of parameters.
     pub parameters: usize,
-    /// B.
+    /// B, the batch size.
     pub batch_size: usize,
-    /// T.
+    /// T, the number of tokens in a sequence.
     pub context_length: usize,
     /// The algorithm of attention.
     pub attention: Algorithm,
