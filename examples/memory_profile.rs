@@ -1,5 +1,5 @@
-//! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's
-//! snapshot. `--help` has commands.
+//! Profiles the memory of a step: predicted and measured, by phase and by origin, with a timeline and PyTorch's memory
+//! snapshot. `--help` lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -71,7 +71,6 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -87,7 +86,7 @@ impl Flags {
             )
     }
 
-    /// Whether any run is planned, or any is not.
+    /// Returns whether any run is planned (`planned`), or any is eager (otherwise).
     fn is_any(&self, planned: bool) -> bool {
         let grid = &self.grid;
         is_any(&grid.precision, self.compile, &grid.modes(), planned)
@@ -110,7 +109,7 @@ impl Flags {
         self.grid.give_memory(all, &device)?;
         self.output.check_columns([columns(&device)])?;
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
-        let mut kept = Ok(()); // a file that fails does not cost the table
+        let mut kept = Ok(()); // the table is printed even if a file cannot be written
         let mut sweep = Sweep::new(runs.len())?;
         let several = runs.len();
         for run in &runs {
@@ -145,7 +144,7 @@ impl Flags {
         }
         answers::compare_with_f32(&mut rows);
         let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
-        let runs = &runs[..rows.len()]; // those before Ctrl-C
+        let runs = &runs[..rows.len()]; // without those that Ctrl-C prevented
         let names = runs::names(runs);
         let mut answers = answers::answers(&rows, &names);
         answers.push(self.residual_stream(&models));
@@ -176,7 +175,7 @@ impl Flags {
         kept.and(published)
     }
 
-    /// Records a step; `None` where it does not fit.
+    /// Records a step; `None` if it does not fit.
     fn run_eager(
         &self,
         run: &EndToEnd,
@@ -229,7 +228,7 @@ impl Flags {
         Ok(Some(profile))
     }
 
-    /// Runs a planned step, whose timeline is the map of its arena.
+    /// Runs a planned step. Its timeline is the map of its arena.
     fn run_planned(
         &self,
         run: &EndToEnd,
@@ -259,7 +258,7 @@ impl Flags {
         }
     }
 
-    /// Writes the files of an eager run.
+    /// Writes the timeline and the snapshot of an eager run.
     fn write(&self, profile: &MemoryProfile, title: &str, runs: usize) -> Result<()> {
         if let Some(path) = &self.timeline {
             let path = named(path, title, runs);
@@ -278,7 +277,7 @@ impl Flags {
         Ok(())
     }
 
-    /// The size of one tensor of the residual stream, with its derivation.
+    /// Returns the size of one tensor of the residual stream, with its derivation.
     fn residual_stream(&self, models: &[Model]) -> Answer {
         let mut sizes = Vec::new();
         for Model { name, config } in models {
@@ -300,7 +299,7 @@ impl Flags {
 }
 
 impl Row {
-    /// A run's row before it is measured.
+    /// Returns the row of a run that has not been measured.
     fn of(Run { size, run }: &Run) -> Self {
         Self {
             size: size.clone(),

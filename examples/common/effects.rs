@@ -36,8 +36,7 @@ impl<F: Parser + 'static> Effects<F> {
         self
     }
 
-    /// Declares that `flags` have an effect only if `holds` is true of the parsed flags; `only` is this condition in
-    /// words.
+    /// Declares that `flags` have an effect only if `holds` returns true; `only` states this condition in words.
     pub fn only(
         mut self,
         only: &'static str,
@@ -103,8 +102,7 @@ pub fn names_gpu(common: &Common) -> bool {
     !common.device.eq_ignore_ascii_case("cpu")
 }
 
-/// Returns whether a flag is on the command line. Panics if the program has no flag of that name, which is a mistake in
-/// its declarations.
+/// Returns whether a flag is on the command line. Panics if the program does not declare it.
 fn is_given(command: &Command, matches: &ArgMatches, name: &str) -> bool {
     let mut arguments = command.get_arguments();
     let argument = arguments.find(|argument| argument.get_long() == Some(name));

@@ -7,14 +7,12 @@ use tallow::bench::{EndToEnd, Execution};
 /// The largest memory observed in a process in addition to a step: code, threads and data.
 const PROCESS_BYTES: u64 = 64 << 20;
 
-/// Returns the bytes that each of these runs may use on `device`: the limit of the flag in GiB, or the available
-/// memory.
+/// Returns the bytes that each run may use on `device`: the limit of the flag in GiB, or the available memory.
 ///
-/// Memory is tight if a run on the CPU fits but leaves less than half of its size plus [`PROCESS_BYTES`]. Two things
-/// happen then. mimalloc no longer uses arenas, because it rounds blocks up and keeps freed pages that no later block
-/// may fit, together up to half of what a step has allocated. And each kind of run is done once at the smallest sizes
-/// before the available memory is read, so that the memory that the process needs in addition to a step is in use by
-/// then.
+/// Memory is tight if a run on the CPU fits but leaves less than half of its size plus [`PROCESS_BYTES`]. mimalloc then
+/// uses no arenas, because it rounds blocks up and keeps freed pages that no later block may fit, together up to half
+/// of what a step has allocated. Also, each kind of run is done once at the smallest sizes before the available memory
+/// is read: memory that the process needs in addition to a step is in use by then.
 pub fn available_bytes<'r>(
     device: &Device,
     limit_gib: Option<f64>,

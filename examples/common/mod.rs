@@ -44,8 +44,7 @@ const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 /// `mi_option_disallow_arena_alloc`.
 const DISALLOW_ARENA_ALLOC: libmimalloc_sys::mi_option_t = 26;
 
-/// Makes mimalloc keep freed pages. By default it returns them to the system after a while, and a later step has to
-/// fault them in again.
+/// Makes mimalloc keep freed pages. By default it returns them after a while, and a later step faults them in again.
 fn keep_freed_pages() {
     // SAFETY: sets an option, which mimalloc reads atomically.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };

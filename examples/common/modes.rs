@@ -80,8 +80,7 @@ pub fn optimizer_words(name: &str, in_backward: bool) -> String {
     }
 }
 
-/// Refuses a memory budget and the optimizer in backward unless some run is a planned training step, since only these
-/// use them.
+/// Refuses a memory budget and the optimizer in backward without a planned training step, which alone uses them.
 pub fn check_planned_flags(
     is_any_given: bool,
     flag: Option<CompileFlag>,

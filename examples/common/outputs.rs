@@ -97,8 +97,7 @@ impl Output {
         }
     }
 
-    /// Writes the report to a file. If that fails, it prints the report to stdout, so that the measurements are not
-    /// lost.
+    /// Writes the report to a file. If that fails, it goes to stdout, so that the measurements are not lost.
     fn save(&self, report: &Report, path: &Path) -> Result<()> {
         let mut report = report.clone();
         self.select(&mut report)?;
@@ -170,8 +169,7 @@ pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Resu
     Ok(())
 }
 
-/// Refuses a path that cannot be written, by opening the file, or by creating and removing it. No file's content is
-/// changed.
+/// Refuses a path that cannot be written: opens the file, or creates and removes it. No content is changed.
 pub fn check_writable(path: &Path) -> Result<()> {
     let refused = |error| Error::io("write", path, error);
     let tried = match std::fs::metadata(path) {
@@ -212,8 +210,8 @@ fn try_folder(path: &Path) -> std::io::Result<()> {
     file.write_all(&[0; 1024])
 }
 
-/// Checks a device, which is written in place: a write of no bytes fails if it is full. A pipe is not opened, because
-/// that would wait for its reader.
+/// Checks a device, which is written in place: a full one fails a write of no bytes. A pipe is not opened, because that
+/// would wait for its reader.
 fn try_device(path: &Path) -> std::io::Result<()> {
     if is_pipe(path) {
         return Ok(());

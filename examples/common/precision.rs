@@ -44,8 +44,8 @@ impl PrecisionFlags {
         self.precisions_or(&[Precision::F32])
     }
 
-    /// Returns the precisions of the flags without duplicates. Without `--precision`, these are `default` in the regime
-    /// of the other flags.
+    /// Returns the precisions of the flags without duplicates; without `--precision`, `default` in the other flags'
+    /// regime.
     pub fn precisions_or(&self, default: &[Precision]) -> Result<Vec<Precision>> {
         let named = match self.precision.is_empty() {
             true => default,

@@ -1,5 +1,4 @@
-//! Parsers of flags' values. Values that no run can use are refused while the flags are parsed, in the same way by
-//! every example.
+//! Parsers of flags' values. Every example refuses values that no run can use while it parses its flags.
 
 use clap::builder::{PathBufValueParser, RangedU64ValueParser, TypedValueParser};
 use std::path::PathBuf;

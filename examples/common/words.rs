@@ -4,8 +4,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use tallow::report::{Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
-/// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if a side is
-/// missing.
+/// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
     match speedup {
         Some(speedup) if speedup.is_clear() => speedup.ratio.into(),

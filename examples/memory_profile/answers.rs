@@ -1,10 +1,10 @@
-//! The rows of runs, and what they answer. The tests read both.
+//! The rows of runs, and the answers from them, which tests call too.
 
 use super::words::{change, listed, memory};
 use serde::{Deserialize, Serialize};
 use tallow::report::{Answer, format_mib};
 
-/// One run: prediction and measurement. `OOM` where it was not run.
+/// The row of a run: prediction and measurement. The status is `OOM` if it was not run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Row {
@@ -37,7 +37,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// What tells runs apart, apart from one of its parts.
+    /// Returns the labels that distinguish runs, except `part`.
     fn labels_without(&self, part: &str) -> [String; 8] {
         let label = |name: &str, value: &str| match name == part {
             true => String::new(),
@@ -55,7 +55,7 @@ impl Row {
         ]
     }
 
-    /// The peak in words, predicted where it was not run.
+    /// Formats the peak; for a run that was not measured, the predicted one.
     fn peak_words(&self) -> String {
         match (self.peak_bytes, self.estimate_bytes) {
             (Some(bytes), _) => format_mib(bytes),
@@ -65,7 +65,7 @@ impl Row {
     }
 }
 
-/// Fills in how each peak compares with f32's.
+/// Sets the change of each peak relative to the same run in f32.
 pub fn compare_with_f32(rows: &mut [Row]) {
     let own = |row: &Row| row.labels_without("precision");
     let of_f32 = rows.iter().filter(|row| row.precision == "f32");
@@ -77,10 +77,10 @@ pub fn compare_with_f32(rows: &mut [Row]) {
     }
 }
 
-/// At most this many runs are named in an answer.
+/// The largest number of runs that an answer lists.
 const NAMED: usize = 8;
 
-/// Whatever the rows answer; `names` are the runs' names. A question without figures is left out.
+/// Returns the answers from the rows, except those without figures. `names` are the runs' names.
 pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     let named = || rows.iter().zip(names);
     let phases = named().filter_map(|(row, name)| Some(format!("{name}: {}", phases(row)?)));
@@ -132,7 +132,7 @@ fn precisions(rows: &[Row]) -> Vec<&str> {
     all
 }
 
-/// The phases of a step and which is highest; `None` for a single phase.
+/// Describes the peaks of the phases and which is highest; `None` for a single phase.
 fn phases(row: &Row) -> Option<String> {
     let peaks = [
         ("forward", row.forward_peak_bytes),
@@ -151,7 +151,7 @@ fn phases(row: &Row) -> Option<String> {
     (peaks.len() > 1).then(|| format!("{highest} is highest ({words})"))
 }
 
-/// The strategies of runs that differ in nothing else, compared with no checkpointing; `None` where there is one.
+/// Compares checkpointing strategies with none, among runs that are otherwise equal; `None` without such runs.
 pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
     let is_whole = |row: &&Row| row.checkpointing == "none" && row.mode != "forward";
     let sentences = rows.iter().filter(is_whole).filter_map(|whole| {

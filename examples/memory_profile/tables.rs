@@ -1,4 +1,5 @@
-//! The tables: a row a run, and for all runs their memory by kind, largest allocations and what is saved for backward.
+//! The tables: one row for each run; and over all runs memory by kind, largest allocations and tensors saved for
+//! backward.
 
 use crate::common::runs::{Run, label_columns};
 use candle_core::Device;
@@ -7,7 +8,7 @@ use tallow::bench::MemoryProfile;
 use tallow::memory::{MemoryBreakdown, MemoryKind};
 use tallow::report::{Answer, Column, Fields, Report, format_mib};
 
-/// The table of peaks; a GPU's pool has two.
+/// Returns the columns of the table of peaks. On a GPU the reserved peak of its pool is added.
 pub fn columns(device: &Device) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
@@ -32,7 +33,7 @@ pub fn columns(device: &Device) -> Vec<Column> {
     columns
 }
 
-/// A row as people read it: a peak that was not measured is OOM.
+/// Returns a row for display: a peak that was not measured is shown as OOM.
 pub fn line(row: &Fields) -> Fields {
     let mut line = row.clone();
     let peak = row.get("peak_bytes").filter(|bytes| !bytes.is_null());
@@ -40,8 +41,7 @@ pub fn line(row: &Fields) -> Fields {
     line
 }
 
-/// The places at which a kind of memory is counted: at the peak of each phase, and at the highest peak, measured and
-/// predicted.
+/// The fields that count a kind of memory: at the peak of each phase, and at the highest peak, measured and predicted.
 const PLACES: [&str; 5] = [
     "forward_bytes",
     "backward_bytes",
@@ -50,10 +50,10 @@ const PLACES: [&str; 5] = [
     "estimate_bytes",
 ];
 
-/// A kind of memory, with its bytes at each of [`PLACES`].
+/// A kind of memory, with its bytes in each of [`PLACES`].
 type Kind = (&'static str, [Option<u64>; 5]);
 
-/// The row of a kind of memory.
+/// Returns the row of a kind of memory.
 fn kind_row((holds, bytes): Kind) -> Fields {
     let mut row = Fields::from_iter([("holds", holds)]);
     row.merge(PLACES.into_iter().zip(bytes).collect());
@@ -73,11 +73,10 @@ struct Largest {
     origin: String,
 }
 
-/// The largest allocations that are listed for each run.
+/// The number of largest allocations that are listed for each run.
 const LARGEST: usize = 5;
 
-/// Tables over all runs. Each row begins with the number of its run, whose name [`into_tables`](Self::into_tables)
-/// puts there.
+/// Tables over all runs. Rows have their run's index; [`into_tables`](Self::into_tables) replaces it by the run's name.
 #[derive(Default)]
 pub struct Details {
     kinds: Vec<(usize, Fields)>,
@@ -87,7 +86,7 @@ pub struct Details {
 }
 
 impl Details {
-    /// Adds what a run has shown.
+    /// Adds the measurements of a run.
     pub fn add(&mut self, run: usize, profile: &MemoryProfile) {
         let recording = &profile.recording;
         let at_peak = recording.holdings_at(recording.peak_at());
@@ -135,7 +134,7 @@ impl Details {
         }
     }
 
-    /// Adds what is known of a run by prediction alone: one that does not fit, or is planned.
+    /// Adds a run that has only a prediction, because it does not fit or is planned.
     pub fn add_predicted(&mut self, run: usize, breakdown: &MemoryBreakdown) {
         let kinds = MemoryKind::ALL.map(|kind| (kind.name(), breakdown.bytes_of(kind)));
         let kinds = kinds.into_iter().filter(|(_, bytes)| *bytes > 0);
@@ -145,7 +144,7 @@ impl Details {
         }
     }
 
-    /// How large the largest allocation of each run is and where it comes from; `None` where nothing was recorded.
+    /// Describes size and origin of each run's largest allocation; `None` if nothing was recorded.
     pub fn largest(&self, names: &[String]) -> Option<Answer> {
         let mut words: Vec<String> = Vec::new();
         for (run, name) in names.iter().enumerate() {
@@ -171,7 +170,7 @@ impl Details {
         (!words.is_empty()).then(|| Answer::new(question, words.join("; ") + "."))
     }
 
-    /// The tables that have rows. `names` are the runs' names.
+    /// Returns the tables that have rows. `names` are the runs' names.
     pub fn into_tables(self, names: &[String], runs: &[Run]) -> Vec<Report> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
         let phase = |key: &str, title: &str| mib(key, title).under("At the peak of").minor(1);
@@ -213,7 +212,7 @@ impl Details {
     }
 }
 
-/// A column of what is saved: size first, shape last.
+/// Sets the rank of a column of saved tensors: bytes and origin are always shown, and shapes are left out first.
 fn saved_column(column: Column) -> Column {
     let minor = match column.key.as_str() {
         "bytes" | "origin" => 0,

@@ -8,9 +8,9 @@ use candle_core::Device;
 /// work) then affect all runs alike.
 ///
 /// Each run gets the rows of [`EndToEnd::run`], over the samples of all rounds: `rounds` times its `steps`. Memory is
-/// that of the last round, because in the first round kernels also allocate what they keep until the process ends.
-/// Every round initializes a new model and warms it up. `on_step` is called after every step with the run's index in
-/// `runs`. 0 rounds count as 1.
+/// that of the last round, because in the first one kernels also allocate what they keep until the process ends. Every
+/// round initializes and warms up a new model. `on_step` is called after every step with the run's index in `runs`. 0
+/// rounds count as 1.
 ///
 /// ```
 /// use tallow::bench::{EndToEnd, alternate};

@@ -50,8 +50,7 @@ pub struct EndToEnd {
     pub seed: u64,
     /// The device's peak FLOP/s, for the MFU; `None` if unknown.
     pub peak_flops: Option<f64>,
-    /// The available memory in bytes. A step that needs more becomes a row with the status `OOM`. `None` skips this
-    /// check.
+    /// The available memory in bytes. A step that needs more becomes a row `OOM`. `None` skips this check.
     pub available_bytes: Option<u64>,
 }
 
@@ -124,8 +123,7 @@ impl Measured {
     /// Adds another round of the same run.
     pub fn join(&mut self, later: Self) {
         self.timings.join(later.timings);
-        // Memory is that of the last round: in the first one, kernels also allocate what they keep until the process
-        // ends.
+        // Memory of the last round: in the first one, kernels also allocate what they keep until the process ends.
         self.memory = later.memory;
         if let (Some(sum), Some(scaling)) = (&mut self.loss_scaling, later.loss_scaling) {
             sum.loss_scale = scaling.loss_scale;

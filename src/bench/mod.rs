@@ -1,9 +1,8 @@
 //! Benchmarks: repeated runs with time and memory.
 //!
-//! [`Stopwatch`] times steps on a device and the phases inside them. [`EndToEnd`] times a whole model, [`AttentionRun`]
-//! attention, and [`SelfAttentionRun`] the layer around it. These three also measure memory, and return an
-//! out-of-memory row instead of failing. [`alternate()`] measures runs in turns. [`report`](crate::report) has
-//! statistics and tables.
+//! [`Stopwatch`] times steps on a device and their phases. [`EndToEnd`] times a whole model, [`AttentionRun`]
+//! attention, and [`SelfAttentionRun`] the layer around it; these also measure memory, and return an out-of-memory row
+//! instead of failing. [`alternate()`] measures runs in turns. [`report`](crate::report) has statistics and tables.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

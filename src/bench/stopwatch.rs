@@ -129,8 +129,7 @@ impl<'a> Stopwatch<'a> {
         }
     }
 
-    /// Sets the number of steps before the measured ones. First steps run with cold caches, compile kernels and fill
-    /// memory pools.
+    /// Sets the number of steps before the measured ones: first steps fill caches and memory pools and compile kernels.
     pub fn warmup(mut self, steps: usize) -> Self {
         self.warmup_steps = steps;
         self
@@ -153,7 +152,7 @@ impl<'a> Stopwatch<'a> {
 
     /// Runs `work` once for each warm-up step and then `steps` times, and returns the time of each.
     ///
-    /// `work` may fail with tallow's or candle's error. A closure that ends in `Ok(..)` needs to name the type:
+    /// `work` may fail with tallow's or candle's error. A closure that ends in `Ok(..)` names it:
     /// `Ok::<_, tallow::Error>(())`.
     ///
     /// # Errors
@@ -186,8 +185,8 @@ impl<'a> Stopwatch<'a> {
         })
     }
 
-    /// Runs up to `count` steps. After each step, `enough` is called with the number of steps so far and the last one's
-    /// time in ms.
+    /// Runs up to `count` steps. After each one, `enough` gets the number of steps so far and the last one's time in
+    /// ms.
     fn run<T, E: Into<Error>>(
         &mut self,
         warmup: bool,

@@ -9,8 +9,7 @@ pub(super) const NOT_AVAILABLE: &str = "n/a";
 
 /// A table column: its field, heading, unit and number format.
 ///
-/// Text, Markdown and LaTeX divide, round and group values as the column specifies. CSV and JSON have the unchanged
-/// field.
+/// Text, Markdown and LaTeX divide, round and group values as the column specifies; CSV and JSON do not.
 ///
 /// ```
 /// use tallow::report::Column;
@@ -125,8 +124,8 @@ impl Column {
         }
     }
 
-    /// Returns whether `name` names this column, in any case: its key, title or heading, or the shared heading with or
-    /// without the unit.
+    /// Returns whether `name` is, in any case, the key, the title or the heading, or the shared heading with or without
+    /// unit.
     pub(super) fn is_called(&self, name: &str) -> bool {
         let over = format!("{} ({})", self.under, self.unit);
         let names = [&self.key, &self.title, &self.heading(), &self.under, &over];

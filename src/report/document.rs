@@ -109,8 +109,8 @@ impl Report {
     }
 
     /// Keeps only the columns with these names, in this order. A name is a key, a title or a shared heading, in any
-    /// case. They are selected from this table if it has all of them, else from each detail table that does. CSV and
-    /// JSON keep every field.
+    /// case. If this table lacks one of them, the columns are those of each detail table that has all. CSV and JSON
+    /// keep every field.
     ///
     /// # Errors
     /// [`Error::Config`] if no single table has all the names; the message lists the existing headings.

@@ -99,8 +99,7 @@ impl Statistics {
         })
     }
 
-    /// Returns whether the interquartile range is more than 10% of the median. The machine was then not quiet, and the
-    /// numbers deserve a warning.
+    /// Returns whether the interquartile range exceeds 10% of the median: the machine was not quiet.
     pub fn noisy(&self) -> bool {
         self.iqr_ms > NOISY_IQR_SHARE * self.median_ms.abs()
     }
@@ -169,8 +168,8 @@ pub enum Verdict {
     Slower,
     /// The ratio is clear, and its interval contains 1.
     AsFast,
-    /// The ratio is not [clear](Speedup::is_clear): these samples do not decide. One outlier can cause that; more steps
-    /// or a quieter machine help.
+    /// The ratio is not [clear](Speedup::is_clear): one outlier is enough for that. More steps or a quieter machine
+    /// help.
     Unclear,
 }
 

@@ -139,8 +139,7 @@ fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<Str
     (lines, same, note)
 }
 
-/// Moves columns of equal names into `same`, and drops columns without a value. The first column stays if no column
-/// tells the rows apart.
+/// Moves columns of equal names into `same`, and drops empty columns. The first one stays if none tells the rows apart.
 fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
     if strips.first().is_none_or(|first| first.cells.is_empty()) {
         return;
@@ -281,8 +280,7 @@ fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
     true
 }
 
-/// Cuts a text to `room` characters. A path loses its beginning, because its end is more informative; any other text
-/// loses its end.
+/// Cuts a text to `room` characters: the beginning of a path, whose end is more informative, or the end of other text.
 fn cut(text: &mut String, room: usize) {
     let length = text.chars().count();
     if length <= room {

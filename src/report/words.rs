@@ -72,8 +72,7 @@ pub(super) fn fixed(value: f64, decimals: usize) -> String {
 /// The maximum length of a note in characters: nobody reads longer ones.
 pub const NOTE_CHARS: usize = 200;
 
-/// Returns `start: a, b, c and 5 more.`, with as many of `items` as fit in [`NOTE_CHARS`] characters; `start.` if there
-/// are none.
+/// Returns `start: a, b, c and 5 more.`, with as many of `items` as [`NOTE_CHARS`] allow; `start.` if there are none.
 ///
 /// ```
 /// use tallow::report::{NOTE_CHARS, list_in_note};

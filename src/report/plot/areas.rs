@@ -231,8 +231,7 @@ fn steps(x: &[f64], y: &[f64]) -> Vec<(f64, f64)> {
 }
 
 impl AreaLayer {
-    /// Returns the style of the layer with this index. The lowest layer is grey by default, as the least interesting
-    /// one.
+    /// Returns the style of the layer with this index. By default the lowest layer is grey, as the least interesting.
     fn look(&self, index: usize) -> Look {
         Look::Area(COLOURS[self.colour.unwrap_or(index) % COLOURS.len()])
     }

@@ -16,9 +16,8 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// Returns the axis that spans `values`: at least one value, all finite, positive if `log`. With `has_room` it has
-    /// some empty space at both ends, so that no line touches the frame; if no value is negative, this does not move
-    /// the start below zero.
+    /// Returns the axis that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
+    /// space at both ends, so that no line touches the frame, but none below zero if no value is negative.
     pub(super) fn fit(values: impl Iterator<Item = f64>, log: bool, has_room: bool) -> Self {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
