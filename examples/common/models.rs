@@ -102,7 +102,7 @@ impl ModelFlags {
         is_sized || self.names_a_preset()
     }
 
-    /// Returns the model with the sizes of the flags in place of its own.
+    /// Returns the model with the sizes that flags override.
     pub fn resized(&self, model: TransformerConfig) -> TransformerConfig {
         TransformerConfig {
             vocab_size: self.vocab_size.unwrap_or(model.vocab_size),

@@ -1,4 +1,4 @@
-//! The ops of a profile as a table for people, in few words.
+//! Compact tables of a profile's ops and kernels.
 
 use tallow::profile;
 use tallow::report::{Column, Fields, list_in_note};

@@ -109,7 +109,7 @@ impl Output {
     }
 }
 
-/// Returns `step.svg` for a single run, or `step-tiny-B4-T128-forward-naive-f32.svg` for one of several.
+/// Returns `step.svg` for a single run, or `step-tiny-B4-T128-naive-f32-eager-forward.svg` for one of several.
 pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
     if runs == 1 {
         return path.to_path_buf();

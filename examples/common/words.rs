@@ -47,7 +47,7 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
         let first = rows.first().and_then(|row| row.get(key));
         rows.iter().any(|row| row.get(key) != first)
     };
-    // If rows have a size, its name already stands for the model's width.
+    // The name of a model's size implies its width.
     let is_sized = rows.iter().any(|row| row.get("size").is_some());
     let labels: Vec<_> = LABELS
         .into_iter()

@@ -54,8 +54,7 @@ pub struct EndToEnd {
     pub available_bytes: Option<u64>,
 }
 
-/// A training step of the default model on 4 sequences of 256 tokens, eager and in f32, with 5 warm-up and 10 measured
-/// steps.
+/// Eager training steps of the default model in f32 on 4 sequences of 256 tokens: 5 for warm-up and 10 measured.
 impl Default for EndToEnd {
     fn default() -> Self {
         Self {
@@ -241,8 +240,7 @@ impl EndToEnd {
         })
     }
 
-    /// Returns the row of a run that was estimated to fit and did not, with the bytes available once it has freed its
-    /// memory.
+    /// Returns the row of a run that ran out of memory, with the bytes available once it has freed its memory.
     pub(super) fn out_of_memory(
         &self,
         device: &Device,

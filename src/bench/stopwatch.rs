@@ -136,8 +136,8 @@ impl<'a> Stopwatch<'a> {
     }
 
     /// Limits the time, which reduces the number of steps if they are slow. No further warm-up step starts once a
-    /// quarter of `budget_ms` is used, and no further measured step once all of it is. Up to one warm-up step and two
-    /// measured steps always run, as far as requested. Only the time of steps counts.
+    /// quarter of `budget_ms` is used, and no further measured step once all of it is. One warm-up step and two
+    /// measured steps run in any case, if that many are requested. Only the time of steps counts.
     pub fn time_budget_ms(mut self, budget_ms: Option<f64>) -> Self {
         self.time_budget_ms = budget_ms;
         self

@@ -1,4 +1,4 @@
-//! Optimizer and loss scale of a measured training step.
+//! The update at the end of a measured training step.
 
 use super::row::LossScaling;
 use crate::Result;

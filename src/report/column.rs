@@ -124,8 +124,8 @@ impl Column {
         }
     }
 
-    /// Returns whether `name` is, in any case, the key, the title or the heading, or the shared heading with or without
-    /// unit.
+    /// Returns whether `name` is the key, the title or the heading, or the shared heading with or without unit,
+    /// ignoring case.
     pub(super) fn is_called(&self, name: &str) -> bool {
         let over = format!("{} ({})", self.under, self.unit);
         let names = [&self.key, &self.title, &self.heading(), &self.under, &over];

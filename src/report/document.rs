@@ -108,9 +108,9 @@ impl Report {
         }
     }
 
-    /// Keeps only the columns with these names, in this order. A name is a key, a title or a shared heading, in any
-    /// case. If this table lacks one of them, the columns are those of each detail table that has all. CSV and JSON
-    /// keep every field.
+    /// Keeps only the columns with these names, in this order. A name is a key, a title or a shared heading; case is
+    /// ignored. If this table does not have all of them, the selection applies to each detail table that does. CSV and
+    /// JSON keep every field.
     ///
     /// # Errors
     /// [`Error::Config`] if no single table has all the names; the message lists the existing headings.
