@@ -1,6 +1,6 @@
-//! Compares models whose steps are planned (compiled for their shape before they run) with the same models run eagerly,
-//! in turns, and counts what a training step does. `attention_benchmark --compare naive planned flash` does so for
-//! attention alone. `--help` has commands.
+//! Compares planned steps of models (compiled for their shapes before they run) with eager steps, in turns, and counts
+//! calls, memory traffic and allocations of a training step. `attention_benchmark --compare naive planned flash`
+//! compares attention alone. `--help` lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

@@ -1,7 +1,7 @@
-//! The memory of a step before anything is run, term by term with its formula, and what follows: what fits, and with
-//! which checkpointing.
+//! Predicts the memory of a step without running it, term by term with formulas, and the sizes and checkpointing that
+//! fit.
 //!
-//! The GPU of `--device cuda` need not be there. `memory_profile` measures what is predicted here.
+//! `--device cuda` does not need a GPU. `memory_profile` measures what this program predicts.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -80,7 +80,6 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -110,7 +109,7 @@ impl Flags {
             )
     }
 
-    /// Predicts every run. The answers are about one: eager rather than planned, with a backward rather than without.
+    /// Predicts every run. The answers are about one of them: preferably eager, and with a backward.
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
         self.output.check_columns([columns(), terms()])?;
@@ -161,7 +160,7 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// The row of a run, and what its peak is made of.
+    /// Returns the row of a run, and the terms of its peak.
     fn predicted(&self, run: &Run, device: Option<&Device>) -> Result<(Fields, MemoryBreakdown)> {
         let mut row = run.labels().fields();
         let question = self.question(run, device)?;
@@ -176,7 +175,8 @@ impl Flags {
         Ok((row, breakdown))
     }
 
-    /// A planned step is asked what fits only if a limit is given: each size that is tried is a plan.
+    /// Returns the question about a run. What fits is computed for a planned step only if a limit is given, because
+    /// each size that is tried needs a plan.
     fn question<'r>(&'r self, run: &'r Run, device: Option<&Device>) -> Result<Question<'r>> {
         let limit = self.grid.memory_limit_gib.map(common::gib_bytes);
         let target = device.map_or(Target::Cuda, Target::from);
@@ -220,7 +220,7 @@ impl Flags {
     }
 }
 
-/// The terms of every run's peak.
+/// Returns the table of the terms of every run's peak.
 fn terms_of(names: &[String], breakdowns: &[MemoryBreakdown]) -> Report {
     let mut table = Report {
         title: "Terms of the peak".into(),
@@ -244,7 +244,8 @@ fn terms_of(names: &[String], breakdowns: &[MemoryBreakdown]) -> Report {
     table
 }
 
-/// A line a configuration. The kinds of memory are shown together or not at all: they add up to the peak.
+/// Returns the columns of one line a configuration. The kinds of memory share a rank, because together they are the
+/// peak.
 fn columns() -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
@@ -262,7 +263,7 @@ fn columns() -> Vec<Column> {
     columns
 }
 
-/// A line a term.
+/// Returns the columns of the table of terms.
 fn terms() -> Vec<Column> {
     vec![
         Column::text("run", "Run"),

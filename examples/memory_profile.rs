@@ -1,5 +1,5 @@
-//! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's
-//! snapshot. `--help` has commands.
+//! Profiles the memory of a step: predicted and measured, by phase and by origin, with a timeline and PyTorch's memory
+//! snapshot. `--help` lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -70,7 +70,6 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -86,7 +85,7 @@ impl Flags {
             )
     }
 
-    /// Whether any run is planned, or any is not.
+    /// Returns whether any run is planned (`planned`), or any is eager (otherwise).
     fn is_any(&self, planned: bool) -> bool {
         let grid = &self.grid;
         is_any(&grid.precision, self.compile, &grid.modes(), planned)
@@ -110,7 +109,7 @@ impl Flags {
         self.output.check_columns([columns(&device)])?;
         let names = runs::names(&runs);
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
-        let mut kept = Ok(()); // a file that fails does not cost the table
+        let mut kept = Ok(()); // the table is printed even if a file cannot be written
         let mut sweep = Sweep::new(runs.len())?;
         for (run, name) in runs.iter().zip(&names) {
             let title = run.title();
@@ -176,7 +175,7 @@ impl Flags {
         kept.and(published)
     }
 
-    /// Records a step; `None` where it does not fit.
+    /// Records a step; `None` if it does not fit.
     fn run_eager(
         &self,
         run: &EndToEnd,
@@ -226,7 +225,7 @@ impl Flags {
         Ok(Some(profile))
     }
 
-    /// Runs a planned step, whose timeline is the map of its arena.
+    /// Runs a planned step. Its timeline is the map of its arena.
     fn run_planned(
         &self,
         run: &EndToEnd,
@@ -259,7 +258,7 @@ impl Flags {
         }
     }
 
-    /// Writes the files of an eager run.
+    /// Writes the timeline and the snapshot of an eager run.
     fn write(
         &self,
         profile: &MemoryProfile,
@@ -283,7 +282,7 @@ impl Flags {
         Ok(())
     }
 
-    /// The size of one tensor of the residual stream, with its derivation.
+    /// Returns the size of one tensor of the residual stream, with its derivation.
     fn residual_stream(&self, models: &[Model]) -> Answer {
         let mut sizes = Vec::new();
         for Model { name, config } in models {

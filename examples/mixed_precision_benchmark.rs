@@ -1,5 +1,5 @@
-//! Compares half precision with f32 in turns: time and memory of forward and of forward and backward, for each size of
-//! model. `--help` has commands.
+//! Compares half precision with f32, in turns: time and memory of forward and of forward and backward, for each size of
+//! model. `--help` lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

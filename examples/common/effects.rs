@@ -1,5 +1,5 @@
-//! A flag that would be taken and ignored is an error. clap relates flags to flags (`requires`, `conflicts_with`); what
-//! depends on values is declared here, and held against the flags of the command line, not against defaults.
+//! Errors for flags that would be ignored. clap relates flags to flags (`requires`, `conflicts_with`); conditions on
+//! their values are declared here. They are checked for flags on the command line, not for defaults.
 
 use super::{Common, Output};
 use clap::error::ErrorKind;
@@ -16,7 +16,7 @@ struct Effect<F> {
     holds: Box<dyn Fn(&F) -> bool>,
 }
 
-/// What the flags of a program depend on.
+/// The conditions under which flags of a program have an effect.
 pub struct Effects<F> {
     effects: Vec<Effect<F>>,
     command: Command,
@@ -36,7 +36,7 @@ impl<F: Parser + 'static> Effects<F> {
         self
     }
 
-    /// Declares that `flags` have an effect only where `holds` holds; `only` says so in words.
+    /// Declares that `flags` have an effect only if `holds` returns true; `only` states this condition in words.
     pub fn only(
         mut self,
         only: &'static str,
@@ -51,7 +51,7 @@ impl<F: Parser + 'static> Effects<F> {
         self
     }
 
-    /// Declares what the flags of a table depend on.
+    /// Declares the condition of `--columns`.
     pub fn of_output(self, output: fn(&F) -> &Output) -> Self {
         self.only(
             "with --format text, markdown or latex (csv and json have every field)",
@@ -60,8 +60,8 @@ impl<F: Parser + 'static> Effects<F> {
         )
     }
 
-    /// Parses the command line. Ends the program with clap's status and message, or with one that names a flag that
-    /// would be ignored.
+    /// Parses the command line. On an error the program ends with clap's status and message, or with a message that
+    /// names a flag that would be ignored.
     pub fn parse(self) -> F {
         let help = Arg::new("help").short('h').long("help").help("Print help");
         let all = Arg::new("help_all")
@@ -92,17 +92,17 @@ impl<F: Parser + 'static> Effects<F> {
     }
 }
 
-/// Whether a format shows the columns that are chosen; the others have all.
+/// Returns whether a format shows only the selected columns; csv and json have all fields.
 pub fn is_for_people(format: Format) -> bool {
     !matches!(format, Format::Csv | Format::Json)
 }
 
-/// Whether the common flags name a GPU.
+/// Returns whether the common flags name a GPU.
 pub fn names_gpu(common: &Common) -> bool {
     !common.device.eq_ignore_ascii_case("cpu")
 }
 
-/// Whether a flag is on the command line. A name that the program lacks is a mistake in its declarations.
+/// Returns whether a flag is on the command line. Panics if the program does not declare it.
 fn is_given(command: &Command, matches: &ArgMatches, name: &str) -> bool {
     let mut arguments = command.get_arguments();
     let argument = arguments.find(|argument| argument.get_long() == Some(name));

@@ -1,4 +1,4 @@
-//! The runs of a sweep: every combination of sizes, batches, lengths, attention, checkpointing, precision and mode.
+//! The runs of a sweep: every combination of size, batch, length, attention, checkpointing, precision and mode.
 
 use super::labels::Labels;
 use super::models::{Model, ModelFlags, VariantFlags};
@@ -43,7 +43,7 @@ pub struct GridFlags {
     pub memory_limit_gib: Option<f64>,
 }
 
-/// A configuration of a model of some size.
+/// A run, with the name of its model.
 #[derive(Clone)]
 pub struct Run {
     pub size: String,
@@ -55,14 +55,14 @@ impl GridFlags {
         modes(&self.mode)
     }
 
-    /// The models, with room for the longest sequence.
+    /// Returns the models, with the longest sequence as their context length.
     pub fn models(&self) -> Result<Vec<Model>> {
         let longest = self.context_length.iter().copied().max();
         let longest = longest.unwrap_or_default();
         self.models.models(longest, &self.variants.attention)
     }
 
-    /// Every combination of the flags' lists in these precisions, with AdamW, without warm-up and with one step.
+    /// Returns every combination of the flags' lists in these precisions, with AdamW, no warm-up and one step.
     pub fn runs(
         &self,
         models: &[Model],
@@ -99,7 +99,7 @@ impl GridFlags {
         runs
     }
 
-    /// Gives each run the memory that it may use, and prepares the process where that is tight.
+    /// Sets the available memory of each run, and prepares the process if that is tight.
     pub fn give_memory<'r>(
         &self,
         runs: impl IntoIterator<Item = &'r mut EndToEnd>,
@@ -116,7 +116,7 @@ impl GridFlags {
 }
 
 impl Run {
-    /// The run's name in progress and in files.
+    /// Returns the run's name in progress messages and file names.
     pub fn title(&self) -> String {
         let EndToEnd {
             config,
@@ -155,7 +155,7 @@ impl Run {
     }
 }
 
-/// The runs' names: the values in which they differ, and their mode.
+/// Returns the names of runs: the values in which they differ, and their mode.
 pub fn names<'r>(runs: impl IntoIterator<Item = &'r Run>) -> Vec<String> {
     let labels = runs.into_iter().map(|run| {
         let mut labels = run.labels().fields();

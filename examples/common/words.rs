@@ -1,11 +1,10 @@
-//! Sentences that name the rows they speak of.
+//! Sentences that refer to rows by name.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
 use tallow::report::{Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
-/// A speed-up as a cell: the ratio of means, `unclear` where the spread leaves it without meaning, null where a side is
-/// missing.
+/// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
     match speedup {
         Some(speedup) if speedup.is_clear() => speedup.ratio.into(),
@@ -14,7 +13,7 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
     }
 }
 
-/// `planned is 1.24x as fast as eager`, or that the figures do not decide and what would.
+/// Returns `planned is 1.24x as fast as eager`, or a sentence that the figures do not decide, and what would.
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
@@ -26,7 +25,7 @@ pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     }
 }
 
-/// The fields that tell rows apart, each with what stands before its value in a row's name.
+/// The fields that distinguish rows, each with the prefix of its value in a row's name.
 const LABELS: [(&str, &str); 12] = [
     ("configuration", ""),
     ("size", ""),
@@ -42,13 +41,13 @@ const LABELS: [(&str, &str); 12] = [
     ("warmup_steps", "warm-up "),
 ];
 
-/// Each row's name: the values in which the rows differ, and its phase.
+/// Returns the rows' names: the values in which the rows differ, and the phase.
 pub fn names(rows: &[Fields]) -> Vec<String> {
     let differs = |key: &str| {
         let first = rows.first().and_then(|row| row.get(key));
         rows.iter().any(|row| row.get(key) != first)
     };
-    // A model's width is not named beside its size.
+    // The name of a model's size implies its width.
     let is_sized = rows.iter().any(|row| row.get("size").is_some());
     let labels: Vec<_> = LABELS
         .into_iter()
@@ -77,7 +76,7 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
     rows.iter().map(|row| or_all(name(row))).collect()
 }
 
-/// Which rows ran out of memory, if any, and how much each would take.
+/// Returns a note on the rows that ran out of memory, with the bytes that each needs.
 pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
     let named = rows.iter().zip(names(rows));
@@ -98,7 +97,7 @@ pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     ))
 }
 
-/// Which rows are noisy, if any.
+/// Returns a note on the noisy rows, if there are any.
 pub fn noisy(rows: &[Fields]) -> Option<String> {
     let named = rows.iter().zip(names(rows));
     let noisy = named.filter(|(row, _)| row.get("noisy") == Some(&true.into()));
@@ -115,7 +114,7 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// `12.5% more`, `30.0% less` or `same`.
+/// Returns `12.5% more`, `30.0% less` or `same`.
 pub fn change(before: u64, after: u64) -> String {
     let percent = 100.0 * (after as f64 / before as f64 - 1.0);
     match percent {
@@ -125,7 +124,7 @@ pub fn change(before: u64, after: u64) -> String {
     }
 }
 
-/// At most `most` of the items: `a; b and 3 more in the table`.
+/// Joins at most `most` of the items: `a; b and 3 more in the table`.
 pub fn listed(items: &[String], most: usize) -> String {
     let shown = items[..items.len().min(most)].join("; ");
     match items.len().saturating_sub(most) {
@@ -134,11 +133,11 @@ pub fn listed(items: &[String], most: usize) -> String {
     }
 }
 
-/// Two peaks of a configuration, whose name is first: in the reference, and in what is compared with it.
+/// Two peaks of a configuration, in bytes: its name, the peak of the reference, and the compared peak.
 pub type Peaks = (String, u64, u64);
 
-/// In how many configurations `name` uses less memory than `reference`, the range, and why. `copies` are the bytes of
-/// weights in half precision.
+/// Returns in how many configurations `name` uses less memory than `reference`, the range, and the reason. `copies` is
+/// the size in bytes of the half-precision copies of weights.
 pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>) -> String {
     let mut counts = BTreeMap::new();
     for (_, before, after) in peaks {
@@ -181,7 +180,7 @@ pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>)
     format!("Of {total}, {name} uses {}.{range}{why}", counts.join(", "))
 }
 
-/// A time in ms as a cell of a table, without the unit.
+/// Formats a time in ms as a table cell, without the unit.
 pub fn ms(ms: f64) -> String {
     Column::ms("", "").cell(Some(&ms.into()))
 }

@@ -1,4 +1,4 @@
-//! What the times answer. Functions take plain figures, so that tests can give them made-up ones.
+//! Answers from the measured times. Functions take plain figures, so that tests can call them with made-up ones.
 
 use super::reasons::{Counted, reasons};
 use super::table::{By, Compared, Comparison, Row};
@@ -7,12 +7,12 @@ use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib};
 
-/// A phase of a run that was measured.
+/// A measured phase of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// The configuration's name among others; empty if there is one.
+    /// The name that distinguishes the configuration from the others; empty if there is only one.
     pub name: String,
-    /// The execution or precision, where several are compared.
+    /// The execution or precision; empty if these are not compared.
     pub value: String,
     pub row: EndToEndRow,
 }
@@ -26,12 +26,12 @@ impl Measured {
         self.row.time.as_ref().map_or(&[], |time| &time.warmup_ms)
     }
 
-    /// How many times as long this took as `other`.
+    /// Returns the ratio of this time to that of `other`.
     pub fn over(&self, other: &Self) -> Option<Speedup> {
         Speedup::new(self.row.statistics()?, other.row.statistics()?)
     }
 
-    /// `T 256 planned: `, or nothing where there is nothing to tell apart.
+    /// Returns the prefix `T 256 planned: `; empty if there is nothing to distinguish.
     pub fn title(&self) -> String {
         let parts = [self.name.as_str(), self.value.as_str()];
         let parts: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
@@ -42,7 +42,7 @@ impl Measured {
     }
 }
 
-/// The rows that were measured, with their names.
+/// Returns the rows that were measured, with their names.
 pub fn measured(rows: &[Row], compared: &Compared) -> Vec<Measured> {
     let labels = rows.iter().map(|row| compared.labels_of(row));
     let names = names(&labels.collect::<Vec<_>>());
@@ -57,15 +57,15 @@ pub fn measured(rows: &[Row], compared: &Compared) -> Vec<Measured> {
     named.filter(|own| own.row.time.is_some()).collect()
 }
 
-/// `12.8 ± 0.6 ms`.
+/// Formats samples as `12.8 ± 0.6 ms`.
 pub fn ms(samples_ms: &[f64]) -> String {
     Statistics::new(samples_ms).map_or("n/a".into(), |own| format!("{own} ms"))
 }
 
-/// At most this many items are named in an answer.
+/// The largest number of items that an answer lists.
 const NAMED: usize = 6;
 
-/// The answers on single runs: those with the longest warm-up.
+/// Returns the answers about single runs, from those with the longest warm-up.
 pub fn of_runs(all: &[Measured]) -> Vec<Answer> {
     let longest = all.iter().map(|own| own.row.warmup_steps).max();
     let all = all
@@ -85,7 +85,7 @@ pub fn of_runs(all: &[Measured]) -> Vec<Answer> {
         .collect()
 }
 
-/// How long forward and backward take, in the same steps where both ran.
+/// Describes the times of forward and backward, from the same steps if both ran.
 pub fn durations(all: &[&Measured]) -> Option<String> {
     let is_same = |a: &Measured, b: &Measured| (&a.name, &a.value) == (&b.name, &b.value);
     let mut items: Vec<String> = Vec::new();
@@ -125,10 +125,10 @@ pub fn durations(all: &[&Measured]) -> Option<String> {
     (!items.is_empty()).then(|| format!("{}.", words::listed(&items, NAMED)))
 }
 
-/// A standard deviation up to this part of the mean counts as small, in percent.
+/// The largest standard deviation, in percent of the mean, that counts as small.
 const SMALL_PERCENT: f64 = 5.0;
 
-/// Whether the times vary much between steps.
+/// Describes how much times vary between steps.
 pub fn variability(all: &[&Measured]) -> Option<String> {
     let cvs = all.iter().filter_map(|own| {
         let cv = own.row.statistics()?.cv_percent?;
@@ -153,7 +153,7 @@ pub fn variability(all: &[&Measured]) -> Option<String> {
     })
 }
 
-/// The answers on the compared values, each with the first: speed, its trend over sizes, memory, and what fits.
+/// Returns the answers that compare each value with the first: speed, its trend over sizes, memory, and what fits.
 pub fn of_values(all: &[Comparison], values: &[&str], by: By, counted: &[Counted]) -> Vec<Answer> {
     let mut answers = Vec::new();
     let mut answer = |question: String, text: Option<String>| {
@@ -218,10 +218,10 @@ pub fn of_values(all: &[Comparison], values: &[&str], by: By, counted: &[Counted
     answers
 }
 
-/// One phase in two of the compared values.
+/// One phase, measured with two of the compared values.
 #[derive(Clone, Debug)]
 pub struct Pair {
-    /// The configuration, and its phase.
+    /// The name of the configuration and its phase.
     pub name: String,
     pub phase: String,
     pub before_ms: f64,
@@ -230,7 +230,7 @@ pub struct Pair {
 }
 
 impl Comparison<'_> {
-    /// Pairs two values in a whole step, or in backward and optimizer together.
+    /// Pairs two values of a whole step, or of backward and optimizer together; `None` for other phases.
     fn pair(&self, before: &str, after: &str) -> Option<Pair> {
         let phase = &self.first().phase;
         let [before, after] = [before, after].map(|value| self.of(value)?.statistics());
@@ -245,7 +245,7 @@ impl Comparison<'_> {
     }
 }
 
-/// How each phase changes: of one configuration with its times, of several by the mean and the extremes.
+/// Describes the speed-up of each phase: with its times for one configuration, as mean and extremes for several.
 pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
     let mut phases: Vec<&str> = all.iter().map(|pair| pair.phase.as_str()).collect();
     let mut seen = Vec::new();
@@ -291,7 +291,7 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
     (!text.is_empty()).then(|| format!("{start}{text}"))
 }
 
-/// A sentence for each group of whole steps that differ in the model's size alone.
+/// Returns a sentence for each group of whole steps that differ only in the model's size.
 fn trends(all: &[Comparison], before: &str, after: &str) -> Option<String> {
     let group = |own: &Comparison| {
         let row = own.first();
@@ -318,7 +318,7 @@ fn trends(all: &[Comparison], before: &str, after: &str) -> Option<String> {
     (!sentences.is_empty()).then(|| sentences.join(" "))
 }
 
-/// What speed-ups at several numbers of parameters show together; `None` for fewer than three sizes.
+/// Describes how the speed-up depends on the number of parameters; `None` for fewer than three sizes.
 pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     let mut points = points.to_vec();
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -350,7 +350,7 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     })
 }
 
-/// What the longest training step in the second value does less of, and whether it is faster.
+/// Returns what the longest training step does less of when planned, and whether it is faster.
 fn of_longest(pairs: &[Pair], counted: &[Counted]) -> Option<String> {
     let steps = pairs.iter().filter(|pair| pair.phase == "train step");
     let longest = steps.max_by(|a, b| a.before_ms.total_cmp(&b.before_ms))?;

@@ -1,4 +1,4 @@
-//! Models by five sizes.
+//! Configurations in a short notation of five sizes.
 
 use std::str::FromStr;
 use tallow::model::TransformerConfig;
@@ -8,11 +8,11 @@ use tallow::model::TransformerConfig;
 pub struct Configuration {
     pub name: String,
     pub batch_size: usize,
-    /// Its `context_length` is the length of the batch.
+    /// The model, whose `context_length` is also the sequence length of the batch.
     pub model: TransformerConfig,
 }
 
-/// `B-T-D-L-H`: batch, tokens, width, layers, heads; the feed-forward network is four times as wide.
+/// `B-T-D-L-H`: batch, tokens, width, layers, heads. The feed-forward network is four times as wide as the model.
 impl FromStr for Configuration {
     type Err = String;
 

@@ -1,11 +1,11 @@
-//! Runs in processes of their own, each with a cold first step.
+//! Runs in separate processes, each with a cold first step.
 
 use super::common::stdout;
 use std::process::{Command, Stdio};
 use tallow::bench::EndToEndRow;
 use tallow::{Error, Result};
 
-/// Runs number `index` of the sweep in a child of this program, which measures no peak rate.
+/// Runs number `index` of the sweep in a child process of this program, which does not measure the peak FLOP/s.
 pub fn run(index: usize) -> Result<Vec<EndToEndRow>> {
     let program = std::env::current_exe().map_err(|e| Error::io("find", "this program", e))?;
     let mut child = Command::new(program);

@@ -1,5 +1,5 @@
-//! The benchmark of whole models that `e2e_benchmark`, `compiled_benchmark` and `mixed_precision_benchmark` share: the
-//! sweep, its table and its answers. The programs differ in the defaults of their flags.
+//! The end-to-end benchmark of models, shared by `e2e_benchmark`, `compiled_benchmark` and `mixed_precision_benchmark`:
+//! the sweep, its table and its answers. The programs differ in the defaults of their flags.
 
 mod answers;
 mod configuration;
@@ -118,18 +118,18 @@ enum View {
     Phases,
 }
 
-/// What a program does besides the benchmark.
+/// The settings in which the programs differ.
 #[derive(Clone, Copy, Default)]
 pub struct Program {
-    /// The models where no flag names one.
+    /// The models that are measured if no flag names one.
     pub models: &'static [&'static str],
-    /// Whether f32 is measured in any case, and casts that are dropped next to casts that are kept.
+    /// Whether f32 is always measured, and kept casts in addition to dropped casts.
     pub compares_precisions: bool,
-    /// Whether calls, traffic and allocations of training steps are counted.
+    /// Whether calls, memory traffic and allocations of training steps are counted.
     pub counts: bool,
 }
 
-/// Runs a program with its own help, and defaults of flags by their ids.
+/// Runs a program with its help texts and its defaults, which are listed by the flags' ids.
 pub fn main(
     program: Program,
     about: &'static str,
@@ -153,7 +153,6 @@ pub fn main(
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects(command: impl Fn(Command) -> Command + 'static) -> Effects<Self> {
         let runs_grid =
             |flags: &Self| flags.config.is_empty() || flags.grid.models.names_a_preset();
@@ -213,7 +212,7 @@ impl Flags {
             columns,
             ..Default::default()
         };
-        // New processes would find the machine warm from this measurement.
+        // New processes must not find the machine warmed up by this measurement.
         let measure_peak = || hardware::measure_peak_flops(&device, DType::F32);
         let mut peak_flops = if self.isolate { None } else { measure_peak() };
         runs.iter_mut()
@@ -306,8 +305,8 @@ impl Flags {
         self.isolate || self.warmup_steps.len() > 1
     }
 
-    /// The precisions of the flags; where a program compares them f32 first, and those that keep casts before those
-    /// that drop them.
+    /// Returns the precisions of the flags. If the program compares precisions, f32 comes first, and each precision
+    /// that drops casts follows the one that keeps them.
     fn precisions(&self, program: Program) -> Result<Vec<Precision>> {
         let named = self.grid.precision.precisions()?;
         if !program.compares_precisions {
@@ -340,7 +339,7 @@ impl Flags {
         Compared::new(executions, precisions, self.view == View::Phases)
     }
 
-    /// The notes on how to read the table, and on its rows.
+    /// Returns the notes on how to read the table, and on its rows.
     fn notes(&self, precisions: &[Precision], rows: &[Row], fields: &[Fields]) -> Vec<String> {
         let modes = self.grid.modes();
         let mut notes = vec![format!(
@@ -386,7 +385,7 @@ impl Flags {
         notes
     }
 
-    /// The answers on single runs.
+    /// Returns the answers about single runs.
     fn answers(&self, all: &[answers::Measured]) -> Vec<Answer> {
         let mut answers = of_runs(all);
         if self.is_about_warmup() {
@@ -395,7 +394,7 @@ impl Flags {
         answers
     }
 
-    /// The models, and every combination of the flags' lists.
+    /// Returns the models, and every combination of the flags' lists.
     fn runs(&self, precisions: &[Precision]) -> Result<(Vec<Model>, Vec<Run>)> {
         let mut models = match self.config.is_empty() || self.grid.models.names_a_preset() {
             true => self.grid.models()?,
@@ -467,7 +466,8 @@ impl Flags {
         fields
     }
 
-    /// Prints a line to stdout with the text report; in other formats stdout holds the document alone.
+    /// Prints a line to stdout with the text report. In other formats it goes to stderr: stdout holds only the
+    /// document.
     fn per_step_line(&self, line: &str) {
         if self.output.format != Format::Text {
             return common::say_aside(line);
@@ -479,7 +479,7 @@ impl Flags {
     }
 }
 
-/// Groups the indices of runs that differ in nothing but the compared label.
+/// Groups the indices of runs that differ only in the compared label.
 fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
     grouped(0..runs.len(), |i| {
         let mut labels = runs[*i].labels();
@@ -491,7 +491,7 @@ fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
     })
 }
 
-/// A run's name in progress and above its steps.
+/// Returns a run's name for progress messages and above its steps.
 fn title(run: &Run) -> String {
     format!("{}, warm-up {}", run.title(), run.run.warmup_steps)
 }

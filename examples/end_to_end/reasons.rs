@@ -1,4 +1,4 @@
-//! What a training step does besides its arithmetic: calls, bytes that they read and write, allocations.
+//! Counts of a training step: calls, bytes that they read and write, allocations.
 
 use super::answers::Pair;
 use super::words::{self, compared};
@@ -10,10 +10,10 @@ use tallow::profile::{Profiler, Recording, Span};
 use tallow::report::{Column, Fields, Report, Verdict, counted, format_mib, group_digits};
 use tallow::{Error, Result};
 
-/// What was counted in a training step, with its memory and the time that planning took.
+/// The counts of a training step, its memory, and the time of planning.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Counted {
-    /// The name of the configuration's training step.
+    /// The name of the configuration and its training step.
     pub configuration: String,
     pub execution: &'static str,
     pub calls: usize,
@@ -27,9 +27,9 @@ pub struct Counted {
     pub plan_ms: Option<f64>,
 }
 
-/// A row for each execution of a model.
+/// Returns the table of counts, a row for each execution of a model.
 pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
-    // What the process holds in addition to tensors; on a GPU, what its pool does.
+    // The memory of the process, which includes more than tensors; on a GPU, that of its pool.
     let held = match device.is_cpu() {
         true => Column::mib("resident_peak_bytes", "Resident peak"),
         false => Column::mib("reserved_peak_bytes", "Reserved peak"),
@@ -59,14 +59,14 @@ pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
     })
 }
 
-/// Steps that a profiler records.
+/// The number of steps that a profiler records.
 const PROFILED: usize = 3;
 
-/// Allocated bytes are summed over blocks of this size and larger.
+/// The smallest block that counts towards allocated bytes.
 const COUNTED_FROM_BYTES: u64 = 4096;
 
-/// Counts what the training step of `row` does, in a run of its own: of the first steps the third is recorded block by block, and
-/// some after it are profiled. On a GPU that records no blocks, allocations stay unknown.
+/// Counts calls, bytes and allocations of the training step of `row`, in a separate run. The third step is recorded
+/// block by block, and the next [`PROFILED`] are profiled. Without recorded blocks on a GPU, allocations are `None`.
 pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Counted> {
     let counting = EndToEnd {
         warmup_steps: 0,
@@ -130,7 +130,7 @@ pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Count
     Ok(counted)
 }
 
-/// What a planned training step does less of than an eager one, and whether it is faster.
+/// Describes what a planned training step does less of than an eager one, and whether it is faster.
 pub fn reasons(eager: &Counted, planned: &Counted, step: &Pair) -> String {
     let mut less = Vec::new();
     let mut not_less = Vec::new();
@@ -150,7 +150,7 @@ pub fn reasons(eager: &Counted, planned: &Counted, step: &Pair) -> String {
         }
     };
     let both = |of: fn(&Counted) -> Option<f64>| of(eager).zip(of(planned));
-    // What candle's graph does between eager ops is not counted: more in a planned step shows nothing.
+    // Traffic of candle's graph between eager ops is not counted, so more traffic in a planned step proves nothing.
     let traffic = both(|c| Some(c.operand_bytes)).filter(|(eager, planned)| planned < eager);
     compare("memory traffic", traffic, true);
     compare("allocations", both(|c| Some(c.allocations? as f64)), false);

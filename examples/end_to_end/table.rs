@@ -1,5 +1,5 @@
-//! The table: a line for each configuration with its phases next to each other. Where executions or precisions are
-//! compared, a line for each phase with the compared values next to each other.
+//! The table. It has a line for each configuration with its phases in columns. If executions or precisions are
+//! compared, it has a line for each phase with the compared values in columns.
 
 use super::words::{change, names, speedup_cell};
 use std::ops::Deref;
@@ -7,7 +7,7 @@ use tallow::bench::{EndToEndRow, Status, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Column, Fields, Report, Speedup};
 
-/// A row of the benchmark: the model's name and the device, which tallow's row does not have.
+/// A row of the benchmark: tallow's row, the model's name and the device.
 #[derive(Clone, Debug, Default)]
 pub struct Row {
     pub size: String,
@@ -31,13 +31,13 @@ impl Row {
         fields
     }
 
-    /// Mean and standard deviation, or the status of a run that has no times.
+    /// Returns mean and standard deviation, or `OOM` for a run without times.
     fn time_cell(&self) -> String {
         self.statistics()
             .map_or("OOM".into(), |own| own.to_string())
     }
 
-    /// The phase, with its mode unless it is a whole step: `step: backward`.
+    /// Returns the phase, with its mode unless it is a whole step: `step: backward`.
     pub fn part(&self) -> String {
         match (self.is_whole_step(), self.mode) {
             (true, _) => self.phase.clone(),
@@ -46,7 +46,7 @@ impl Row {
         }
     }
 
-    /// The label of this key, as text.
+    /// Returns the label of this key as text.
     fn label(&self, key: &str) -> String {
         match key {
             "size" => self.size.clone(),
@@ -61,7 +61,7 @@ impl Row {
     }
 }
 
-/// The labels that tell configurations apart.
+/// The labels that distinguish configurations.
 const LABELS: [(&str, &str); 8] = [
     ("size", "Model"),
     ("batch_size", "B"),
@@ -73,8 +73,8 @@ const LABELS: [(&str, &str); 8] = [
     ("execution", "Execution"),
 ];
 
-/// A time in the table: its heading, the modes that measure it (the first that ran counts), its phase, and how minor
-/// its column is.
+/// A time in the table: its heading, the modes that measure it (the first one that ran is used), its phase, and the
+/// rank of its column ([`Column::minor`]).
 struct Time(&'static str, &'static [Mode], &'static str, u8);
 
 const WITH_BACKWARD: &[Mode] = &[Mode::TrainStep, Mode::ForwardBackward];
@@ -93,7 +93,7 @@ const TIMES: [Time; 6] = [
     Time("B+O", &[Mode::TrainStep], UPDATE, 5),
 ];
 
-/// The label in which runs are compared.
+/// The label by which runs are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     Execution,
@@ -116,24 +116,24 @@ impl By {
     }
 }
 
-/// What the table compares, and in which values; one value if nothing is compared.
+/// The compared label and its values; a single value if nothing is compared.
 pub struct Compared {
     pub by: By,
     pub values: Vec<&'static str>,
-    /// Whether each phase has a line.
+    /// Whether each phase has its own line.
     by_phase: bool,
 }
 
-/// One phase of one configuration in each of the compared values.
+/// One phase of one configuration, with each of the compared values.
 pub struct Comparison<'r> {
-    /// The configuration's name among others, and the phase.
+    /// The name of the configuration and its phase.
     pub name: String,
     by: By,
     rows: Vec<&'r Row>,
 }
 
 impl Compared {
-    /// Compares executions, or precisions if there is one execution.
+    /// Compares executions, or precisions if there is only one execution.
     pub fn new(
         executions: Vec<&'static str>,
         precisions: Vec<&'static str>,
@@ -150,7 +150,7 @@ impl Compared {
         }
     }
 
-    /// Whether there is anything to compare.
+    /// Returns whether there is anything to compare.
     pub fn is_any(&self) -> bool {
         self.values.len() > 1
     }
@@ -160,14 +160,14 @@ impl Compared {
         LABELS.into_iter().filter(move |(key, _)| !own(*key))
     }
 
-    /// The labels of a row, apart from the compared one.
+    /// Returns the labels of a row, except the compared one.
     pub fn labels_of(&self, row: &Row) -> Fields {
         self.labels()
             .map(|(key, _)| (key, row.label(key)))
             .collect()
     }
 
-    /// Each phase of each configuration.
+    /// Returns each phase of each configuration.
     pub fn comparisons<'r>(&self, rows: &'r [Row]) -> Vec<Comparison<'r>> {
         let configurations = grouped(rows, |row: &&Row| self.labels_of(row)).into_iter();
         let phases = |own| grouped(own, |row: &&Row| (row.mode, row.phase.clone()));
@@ -189,13 +189,13 @@ impl Compared {
             .collect()
     }
 
-    /// Shows `rows` in a report, and their lines.
+    /// Sets the rows of a report and their lines.
     pub fn show(&self, rows: &[Row], report: &mut Report) {
         report.rows = rows.iter().map(Row::fields).collect();
         report.lines = self.lines(rows);
     }
 
-    /// The name of the comparison that has this row.
+    /// Returns the name of the comparison that contains this row.
     pub fn name_of(&self, row: &Row, all: &[Comparison]) -> String {
         let labels = self.labels_of(row);
         let is_own = |own: &&Comparison| {
@@ -205,7 +205,7 @@ impl Compared {
         own.map_or(String::new(), |own| own.name.clone())
     }
 
-    /// The lines of `rows`.
+    /// Returns the lines of `rows`.
     pub fn lines(&self, rows: &[Row]) -> Vec<Fields> {
         match self.by_phase {
             true => {
@@ -249,7 +249,8 @@ impl Compared {
         line
     }
 
-    /// The columns. The first step's time is needed if warm-up is varied, and models' sizes if there are several.
+    /// Returns the columns. The first step's time is always shown if warm-up varies, unless each phase has a line.
+    /// Models' sizes are included if there are several models.
     pub fn columns(&self, has_several_models: bool, is_about_warmup: bool) -> Vec<Column> {
         let mut columns: Vec<Column> = self
             .labels()
@@ -272,7 +273,7 @@ impl Compared {
         columns
     }
 
-    /// Each quantity in each value, with what compares it with the first value's.
+    /// Returns the columns of each quantity for each value, with speed-up and change relative to the first value.
     fn compared_columns(&self) -> Vec<Column> {
         let of_memory = [
             ("copies", "Copies of the weights", 3),
@@ -308,7 +309,7 @@ impl Compared {
     }
 }
 
-/// Groups items with the same `key`, in their order.
+/// Groups items with the same `key`, in order of first appearance.
 pub fn grouped<T, K: PartialEq>(
     items: impl IntoIterator<Item = T>,
     key: impl Fn(&T) -> K,
@@ -324,7 +325,7 @@ pub fn grouped<T, K: PartialEq>(
     groups.into_iter().map(|(_, group)| group).collect()
 }
 
-/// The key of a quantity of one compared value in a line.
+/// Returns the key of a quantity of one compared value.
 fn key(quantity: &str, value: &str) -> String {
     format!("{quantity} {value}")
 }
@@ -335,24 +336,24 @@ impl Comparison<'_> {
         rows.find(|row| self.by.value(row) == value)
     }
 
-    /// The first value's row, or another's if it has none.
+    /// Returns the row of the first value, or that of another if it is missing.
     pub fn first(&self) -> &Row {
         self.rows[0]
     }
 
-    /// How many times as fast `value` is as `other`; `None` of a value with itself.
+    /// Returns the speedup of `value` over `other`; `None` if they are the same.
     pub fn speedup(&self, other: &str, value: &str) -> Option<Speedup> {
         let of = |value| self.of(value)?.statistics();
         (other != value).then(|| Speedup::new(of(other)?, of(value)?))?
     }
 
-    /// The peaks in bytes of `other` and of `value`.
+    /// Returns the peaks of `other` and of `value`, in bytes.
     pub fn peaks(&self, other: &str, value: &str) -> Option<(u64, u64)> {
         let of = |value| self.of(value)?.peak_bytes();
         (other != value).then(|| of(other).zip(of(value)))?
     }
 
-    /// `ok`, or which values run out of memory: `bf16 avoids OOM` where the first value alone does.
+    /// Returns `ok`, or which values run out of memory; `bf16 avoids OOM` if only the first value does.
     pub fn outcome(&self) -> String {
         let named = |status: fn(&Row) -> bool| {
             let rows = self.rows.iter().filter(|row| status(row));
@@ -370,7 +371,7 @@ impl Comparison<'_> {
     }
 }
 
-/// All statistics of a phase, whose time has the key `time`.
+/// Returns the columns of all statistics of a phase. `time` is the key of its time.
 fn phase_columns(time: &str) -> Vec<Column> {
     vec![
         Column::ms(time, "Time"),
@@ -392,7 +393,7 @@ fn phase_columns(time: &str) -> Vec<Column> {
     ]
 }
 
-/// The times of a configuration, and its memory.
+/// Returns the columns of a configuration's times and memory.
 fn wide_columns(is_about_warmup: bool) -> Vec<Column> {
     let mut columns = Vec::new();
     for Time(title, _, _, minor) in TIMES {
@@ -413,7 +414,7 @@ fn wide_columns(is_about_warmup: bool) -> Vec<Column> {
     columns
 }
 
-/// The line of a configuration. Everything but times is of the longest mode measured.
+/// Returns the line of a configuration. Everything but times belongs to the longest mode measured.
 fn wide_line(rows: &[&Row]) -> Fields {
     let find = |modes: &[Mode], phase: &str| {
         let of = |mode: &Mode| {

@@ -1,9 +1,9 @@
-//! What warm-up changes: answers from runs of one configuration that differ in their number of warm-up steps.
+//! The effect of warm-up: answers from runs of one configuration with different numbers of warm-up steps.
 
 use super::answers::{Measured, ms};
 use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
-/// The answers for each configuration and mode. `is_isolated`: each run had its own process.
+/// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
     let mut groups: Vec<(String, Vec<Measured>)> = Vec::new();
     for run in all.iter().filter(|own| own.row.is_whole_step()) {
@@ -35,7 +35,7 @@ pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
     answers.collect()
 }
 
-/// The first of all steps, warm-up or not.
+/// Returns the time of the first step, warm-up or not.
 fn first_ms(run: &Measured) -> Option<f64> {
     run.warmup_ms()
         .first()
@@ -43,13 +43,13 @@ fn first_ms(run: &Measured) -> Option<f64> {
         .copied()
 }
 
-/// Mean plus two standard deviations.
+/// Returns the mean plus two standard deviations, the limit of a usual step.
 fn usual_ms(samples_ms: &[f64]) -> Option<f64> {
     let own = Statistics::new(samples_ms).ok()?;
     Some(own.mean_ms + 2.0 * own.std_ms.unwrap_or(0.0))
 }
 
-/// What the ratio shows. One outlier can make a ratio leave 1: without a small error it decides nothing.
+/// Returns the verdict on a ratio. One outlier can move a ratio away from 1, so a large error leaves it unclear.
 fn verdict(ratio: &Speedup) -> Verdict {
     match ratio.is_clear() {
         true => ratio.verdict(),
@@ -57,7 +57,7 @@ fn verdict(ratio: &Speedup) -> Verdict {
     }
 }
 
-/// What measuring the first step does to mean and standard deviation.
+/// Describes how measuring the first step changes mean and standard deviation.
 pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
     let cold = runs.first().filter(|run| run.row.warmup_steps == 0)?;
     let (first_ms, others) = cold.samples_ms().split_first()?;
@@ -81,7 +81,7 @@ pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
     ))
 }
 
-/// What the slowest first step did that later steps did not.
+/// Describes what the slowest first step did that later steps did not.
 pub fn why(runs: &[Measured]) -> Option<String> {
     let slowest = |a: &&Measured, b: &&Measured| {
         first_ms(a)
@@ -130,7 +130,7 @@ pub fn why(runs: &[Measured]) -> Option<String> {
     })
 }
 
-/// What steps 2 and 3 took, and whether the means after 1 and 2 warm-up steps differ.
+/// Describes steps 2 and 3, and whether the means after 1 and 2 warm-up steps differ.
 pub fn after_few(runs: &[Measured]) -> Option<String> {
     let longest = runs.last().filter(|run| run.row.warmup_steps > 2)?;
     let usual_ms = usual_ms(longest.samples_ms())?;
@@ -169,7 +169,7 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
     ))
 }
 
-/// From how many warm-up steps on the means agree with that after the longest warm-up.
+/// Describes how many warm-up steps are enough for means that agree with those after the longest warm-up.
 pub fn enough(runs: &[Measured]) -> Option<String> {
     let longest = runs.last()?;
     let most = longest.row.warmup_steps;

@@ -1,4 +1,4 @@
-//! The figures of one configuration, eager or planned, from which its row and the answers follow.
+//! The figures of one configuration, eager or planned, which its row and the answers use.
 
 use crate::answers::{self, Fits, Saved, Strategy};
 use crate::step::StepFlags;
@@ -14,17 +14,17 @@ use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::report::{Answer, Column, Fields, Report};
 
-/// One configuration, and the memory that it may use.
+/// A configuration, and the memory that is available to it.
 pub struct Question<'a> {
     pub config: &'a TransformerConfig,
     pub workload: Workload,
-    /// `None` for a planned step without `--memory-limit-gib`, since each size that is tried is a plan.
+    /// `None` for a planned step without `--memory-limit-gib`, because each size that is tried needs a plan.
     pub available_bytes: Option<u64>,
     /// The planned step and its device; `None` for an eager step.
     pub planned: Option<(&'a StepFlags, Target)>,
 }
 
-/// The number of times that T is doubled.
+/// The number of lengths, each twice the one before.
 const DOUBLINGS: u32 = 5;
 
 impl Question<'_> {
@@ -48,7 +48,7 @@ impl Question<'_> {
             let fits = fits.collect::<Result<Vec<_>>>()?;
             answers.push(answers::what_fits(available_bytes, sizes, &fits));
         }
-        // A budget has chosen the checkpointing of a planned step.
+        // A memory budget has already chosen the checkpointing of a planned step.
         if self.workload.mode == Mode::Forward || self.has_budget() {
             return Ok((answers, None));
         }
@@ -74,7 +74,7 @@ impl Question<'_> {
         Ok((answers, Some(table)))
     }
 
-    /// Adds what fits to the run's row, and returns what its peak consists of.
+    /// Adds the sizes that fit to the run's row, and returns the terms of its peak.
     pub fn add_to(&self, row: &mut Fields) -> Result<MemoryBreakdown> {
         let (breakdown, checkpointing) = self.breakdown(&self.workload)?;
         row.insert("checkpointing", checkpointing.to_string())
@@ -89,7 +89,7 @@ impl Question<'_> {
         Ok(breakdown)
     }
 
-    /// The size of a tensor of the residual stream, which autocast leaves in f32.
+    /// Returns the size of a tensor of the residual stream, in bytes. Autocast leaves it in f32.
     pub fn residual_stream_bytes(&self) -> u64 {
         let elements = self.workload.batch_size as f64 * self.workload.sequence_length as f64;
         let width = self.workload.precision.parameter_dtype().size_in_bytes();
@@ -100,7 +100,7 @@ impl Question<'_> {
         self.planned.is_some_and(|(step, _)| step.has_budget())
     }
 
-    /// The memory of a workload and its checkpointing, which a budget may have chosen.
+    /// Returns the memory of a workload and its checkpointing, which a memory budget may have chosen.
     fn breakdown(&self, workload: &Workload) -> Result<(MemoryBreakdown, Checkpointing)> {
         match self.planned {
             None => {
@@ -122,7 +122,7 @@ impl Question<'_> {
         config.validate().is_ok()
     }
 
-    /// The estimate with the whole graph of forward.
+    /// Returns the estimate of a forward that keeps its whole graph.
     fn whole_graph(&self, attention: Algorithm, sequence_length: usize) -> Result<Estimate> {
         let workload = Workload {
             attention,
@@ -172,7 +172,7 @@ impl Question<'_> {
         })
     }
 
-    /// The strategy of an eager step that fits and recomputes the fewest blocks.
+    /// Returns the strategy for an eager step that fits and recomputes the fewest blocks.
     fn recommended(&self) -> Result<Option<Checkpointing>> {
         match (self.planned, self.available_bytes) {
             (None, Some(bytes)) => recommend(self.config, &self.workload, bytes),
@@ -180,7 +180,8 @@ impl Question<'_> {
         }
     }
 
-    /// No checkpointing first, then each block, then ever longer segments, then what is recommended.
+    /// Returns the predictions of all strategies: none, each block, longer and longer segments, and the recommended
+    /// one.
     fn strategies(&self) -> Result<Vec<Strategy>> {
         let lengths = [2, 3, 4, 6, 8, 12].into_iter();
         let lengths = lengths.filter(|length| *length < self.config.num_layers);

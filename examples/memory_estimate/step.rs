@@ -1,4 +1,4 @@
-//! The planned step whose memory is asked for, and its flags.
+//! The planned step whose memory is predicted, and its flags.
 
 use crate::common::modes::CompileFlag;
 use crate::common::ranks::ExchangeFlags;
@@ -52,10 +52,10 @@ pub struct StepFlags {
     pub exchange: ExchangeFlags,
 }
 
-/// Plans of more tokens are not tried: the head's calls, some rows at a time, become many.
+/// The largest number of tokens that is planned: the head runs some rows at a time, so its calls become many.
 const MOST_TOKENS: usize = 1 << 20;
 
-/// Those that only a planned step has.
+/// The flags that only a planned step has.
 pub const NAMES: &[&str] = &[
     "accumulation",
     "clip-norm",
@@ -75,7 +75,7 @@ impl StepFlags {
         self.memory_budget_gib.is_some()
     }
 
-    /// The plan of the workload on a device, and the blocks' checkpointing, which a budget may have chosen.
+    /// Plans the workload on a device, and returns the blocks' checkpointing, which a memory budget may have chosen.
     pub fn plan(
         &self,
         config: &TransformerConfig,
@@ -115,7 +115,7 @@ impl StepFlags {
         Ok((plan.with_moments(workload.moments), checkpointing))
     }
 
-    /// The largest batch and the largest T that fit, of at most [`MOST_TOKENS`].
+    /// Returns the largest batch and the largest T that fit, with at most [`MOST_TOKENS`] tokens.
     pub fn largest(
         &self,
         config: &TransformerConfig,
@@ -152,7 +152,7 @@ impl StepFlags {
     }
 }
 
-/// Refuses what has no planned step.
+/// Refuses modes that have no planned step.
 pub fn check(modes: &[Mode]) -> Result<()> {
     let is_planned = |mode: &Mode| matches!(mode, Mode::Forward | Mode::TrainStep);
     match modes.iter().find(|mode| !is_planned(mode)) {

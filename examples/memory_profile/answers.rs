@@ -1,4 +1,4 @@
-//! The rows of runs, and what they answer. The tests read both.
+//! The rows of runs, and the answers from them, which tests call too.
 
 use super::labels::Labels;
 use super::words::{Peaks, change, listed, memory};
@@ -59,7 +59,7 @@ impl Row {
         self.estimate_error_percent = Some(100.0 * error);
     }
 
-    /// The peak in words, predicted where it was not run.
+    /// Formats the peak; for a run that was not measured, the predicted one.
     fn peak_words(&self) -> String {
         match self.peak_bytes {
             Some(bytes) => format_mib(bytes),
@@ -86,10 +86,10 @@ pub fn compare_with_f32(rows: &mut [Row]) {
     }
 }
 
-/// At most this many runs are named in an answer.
+/// The largest number of runs that an answer lists.
 const NAMED: usize = 8;
 
-/// Whatever the rows answer; `names` are the runs' names. A question without figures is left out.
+/// Returns the answers from the rows, except those without figures. `names` are the runs' names.
 pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     let named = || rows.iter().zip(names);
     let phases = named().filter_map(|(row, name)| Some(format!("{name}: {}", phases(row)?)));
@@ -151,7 +151,7 @@ fn phases(row: &Row) -> Option<String> {
     (peaks.len() > 1).then(|| format!("{highest} is highest ({words})"))
 }
 
-/// The strategies of runs that differ in nothing else, compared with no checkpointing; `None` where there is one.
+/// Compares checkpointing strategies with none, among runs that are otherwise equal; `None` without such runs.
 pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
     let is_whole = |row: &&Row| row.labels == row.without_checkpointing();
     let has_backward = |row: &&Row| row.labels.mode != Mode::Forward;

@@ -1,4 +1,5 @@
-//! The tables: a row a run, and for all runs their memory by kind, largest allocations and what is saved for backward.
+//! The tables: one row for each run; and over all runs memory by kind, largest allocations and tensors saved for
+//! backward.
 
 use crate::common::labels::{Labels, label_columns};
 use candle_core::Device;
@@ -8,7 +9,7 @@ use tallow::bench::MemoryProfile;
 use tallow::memory::{MemoryBreakdown, MemoryKind};
 use tallow::report::{Column, Fields, Report, format_mib};
 
-/// The table of peaks; a GPU's pool has two.
+/// Returns the columns of the table of peaks. On a GPU the reserved peak of its pool is added.
 pub fn columns(device: &Device) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
@@ -33,7 +34,7 @@ pub fn columns(device: &Device) -> Vec<Column> {
     columns
 }
 
-/// A row as people read it: a peak that was not measured is OOM.
+/// Returns a row for display: a peak that was not measured is shown as OOM.
 pub fn line(row: &Fields) -> Fields {
     let mut line = row.clone();
     let peak = row.get("peak_bytes").filter(|bytes| !bytes.is_null());
@@ -41,8 +42,7 @@ pub fn line(row: &Fields) -> Fields {
     line
 }
 
-/// The places at which a kind of memory is counted: at the peak of each phase, and at the highest peak, measured and
-/// predicted.
+/// The fields that count a kind of memory: at the peak of each phase, and at the highest peak, measured and predicted.
 const PLACES: [&str; 5] = [
     "forward_bytes",
     "backward_bytes",
@@ -51,10 +51,10 @@ const PLACES: [&str; 5] = [
     "estimate_bytes",
 ];
 
-/// A kind of memory, with its bytes at each of [`PLACES`].
+/// A kind of memory, with its bytes in each of [`PLACES`].
 type Kind = (&'static str, [Option<u64>; 5]);
 
-/// The row of a kind of memory.
+/// Returns the row of a kind of memory.
 fn kind_row((holds, bytes): Kind) -> Fields {
     let mut row = Fields::from_iter([("holds", holds)]);
     row.merge(PLACES.into_iter().zip(bytes).collect());
@@ -74,7 +74,7 @@ struct Largest {
     origin: String,
 }
 
-/// The largest allocations that are listed for each run.
+/// The number of largest allocations that are listed for each run.
 const LARGEST: usize = 5;
 
 /// Tables over all runs. Each row begins with its run's name.

@@ -1,4 +1,4 @@
-//! A whole model, timed by phase, with its memory.
+//! End-to-end benchmark of a model: time of each phase, and memory.
 
 use super::first_step::FirstStepCounter;
 use super::row::{LossScaling, PhaseTime, Status, StepMemory, UPDATE, whole_phase};
@@ -16,46 +16,45 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// One measurement of a model: which, on what batch, how much of a step, how often.
+/// Configuration of an end-to-end measurement: model, batch, mode and number of steps.
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
-    /// The model, its attention and its checkpointing. Its `context_length` is what may be run, not what is.
+    /// The model, its attention and its checkpointing. Its `context_length` is an upper bound of `sequence_length`.
     pub config: TransformerConfig,
-    /// B.
+    /// B, the batch size.
     pub batch_size: usize,
-    /// T.
+    /// T, the number of tokens in a sequence.
     pub sequence_length: usize,
-    /// How much of a training step.
+    /// How much of a training step is run.
     pub mode: Mode,
-    /// What forward and loss compute in, and with [`Regime::Full`](crate::precision::Regime::Full) what the parameters
-    /// are. The optimizer's state is f32.
+    /// The precision of forward and loss and, with [`Regime::Full`](crate::precision::Regime::Full), of the parameters.
+    /// The optimizer's state is f32.
     pub precision: Precision,
-    /// Steps before the measured ones.
+    /// The number of steps before the measured ones.
     pub warmup_steps: usize,
-    /// Measured steps.
+    /// The number of measured steps.
     pub steps: usize,
     /// The optimizer of a training step.
     pub optimizer: AdamWConfig,
-    /// Eager, or planned: on the CPU or a CUDA GPU, in f32 or under autocast.
+    /// Eager, or planned on the CPU or a CUDA GPU, in f32 or under autocast.
     pub execution: Execution,
-    /// Whether each parameter is updated as soon as its gradient is there
-    /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)): for planned training
-    /// steps.
+    /// Whether each parameter is updated as soon as its gradient is computed
+    /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)). Planned training
+    /// steps only.
     pub optimizer_in_backward: bool,
-    /// The most bytes that the arena may have
-    /// ([`StepConfig::memory_budget_bytes`](crate::compile::StepConfig::memory_budget_bytes)): for planned training
-    /// steps.
+    /// The limit of the arena, in bytes
+    /// ([`StepConfig::memory_budget_bytes`](crate::compile::StepConfig::memory_budget_bytes)). Planned training steps
+    /// only.
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
-    /// The most FLOP/s the device can do, for the MFU; `None` where it is not known.
+    /// The device's peak FLOP/s, for the MFU; `None` if unknown.
     pub peak_flops: Option<f64>,
-    /// Bytes that may be used; a step that wants more is a row `OOM`. `None` asks nothing.
+    /// The available memory in bytes. A step that needs more becomes a row `OOM`. `None` skips this check.
     pub available_bytes: Option<u64>,
 }
 
-/// A training step of the default model on 4 sequences of 256 tokens, eager and in f32, with 5 warm-up and 10 measured
-/// steps.
+/// Eager training steps of the default model in f32 on 4 sequences of 256 tokens: 5 for warm-up and 10 measured.
 impl Default for EndToEnd {
     fn default() -> Self {
         Self {
@@ -77,19 +76,19 @@ impl Default for EndToEnd {
     }
 }
 
-/// How a model is run.
+/// The execution of a model: eager or planned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Execution {
-    /// Op by op, with candle's graph.
+    /// Op by op, recording candle's graph.
     #[default]
     Eager,
-    /// As planned beforehand, by [`compile`](crate::compile).
+    /// By a plan that [`compile`](crate::compile) made beforehand.
     Planned,
 }
 
 impl Execution {
-    /// As reports name it.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Eager => "eager",
@@ -97,15 +96,14 @@ impl Execution {
         }
     }
 
-    /// Whether `mode` so executed is a planned training step: only that may have its
-    /// [optimizer in backward](EndToEnd::optimizer_in_backward) and a
-    /// [memory budget](EndToEnd::memory_budget_bytes).
+    /// Returns whether `mode` in this execution is a planned training step. Only such a step supports the [optimizer in
+    /// backward](EndToEnd::optimizer_in_backward) and a [memory budget](EndToEnd::memory_budget_bytes).
     pub fn is_planned_step(self, mode: Mode) -> bool {
         self == Self::Planned && mode == Mode::TrainStep
     }
 }
 
-/// What is alive after an eager step.
+/// The results of an eager step that stay alive after it.
 pub(super) enum Left {
     Nothing,
     Output(#[expect(dead_code, reason = "held")] Tensor),
@@ -114,7 +112,7 @@ pub(super) enum Left {
 
 pub(super) struct Measured {
     timings: LapTimings,
-    /// Of the first round.
+    /// The counter of the first round.
     first_step: FirstStepCounter,
     memory: StepMemory,
     loss_scaling: Option<LossScaling>,
@@ -124,7 +122,7 @@ impl Measured {
     /// Adds another round of the same run.
     pub fn join(&mut self, later: Self) {
         self.timings.join(later.timings);
-        // The last round's: in the first of all, kernels also take what they keep for as long as the process runs.
+        // Memory of the last round: in the first one, kernels also allocate what they keep until the process ends.
         self.memory = later.memory;
         if let (Some(sum), Some(scaling)) = (&mut self.loss_scaling, later.loss_scaling) {
             sum.loss_scale = scaling.loss_scale;
@@ -134,25 +132,26 @@ impl Measured {
 }
 
 impl EndToEnd {
-    /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
-    /// the step as a whole, `forward+backward` or `train step`. The phases of a planned step are its
-    /// [`PhaseTimes`](crate::compile::PhaseTimes). Memory is the whole mode's:
-    /// `peak_bytes` of the model and its steps, and `allocated_bytes` that are still there after the last one. So is
-    /// what the first step did, warm-up or not: its time, the pages that it met for the first time, the threads that it
-    /// started and, on a GPU, the kernels that it compiled and the modules of kernels that it loaded.
+    /// Runs the benchmark, and returns a row for each phase of the mode (`forward`, `backward`, `optimizer`) and one
+    /// for the whole step (`forward+backward` or `train step`). The phases of a planned step are its
+    /// [`PhaseTimes`](crate::compile::PhaseTimes).
     ///
-    /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
-    /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower
-    /// bound is not planned, and the row says so as its `reason`. `on_step` is called after every step with the whole
-    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason` and
-    /// what is there once the run has given back what it had.
+    /// Memory belongs to the whole mode: `peak_bytes` of the model and its steps, and `allocated_bytes` that remain
+    /// after the last step. The figures of the first step, warm-up or not, do so too: its time, its page faults, the
+    /// threads that it started and, on a GPU, the kernels that it compiled and the kernel modules that it loaded.
     ///
-    /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
-    /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale`
-    /// at the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
+    /// Before anything is allocated, the predicted memory ([`memory::estimate`] or the plan) is compared with the
+    /// available memory. If it does not fit, the only row says `OOM`, with the needed and the available bytes. If even
+    /// a lower bound does not fit, nothing is planned, and the row's `reason` reports that. A device that runs out of
+    /// memory all the same also results in such a row, with its error as the `reason` and the bytes available after the
+    /// run has freed its memory. `on_step` is called after every step with the time of the whole step in ms.
+    ///
+    /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Scaling counts as forward;
+    /// unscaling and the check for infinities count as optimizer. Its rows have the final `loss_scale` and the number
+    /// of `skipped_steps`, warm-up included, that overflowed and made no update.
     ///
     /// # Errors
-    /// A configuration that cannot run; what is for planned training steps, with anything else; the ops' errors.
+    /// A configuration that is not valid; settings for planned training steps in any other run; errors of the ops.
     pub fn run(
         &self,
         device: &Device,
@@ -163,9 +162,9 @@ impl EndToEnd {
         Ok(rows.into_iter().flatten().collect())
     }
 
-    /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads,
-    /// their scratch for matmuls, pages of the allocator. What is [available](crate::hardware::available_bytes)
-    /// afterwards is a run's own.
+    /// Runs one step of this kind at the smallest sizes. Afterwards the process has allocated what it keeps at any
+    /// size: threads, their scratch for matmuls, pages of the allocator. The memory that is then
+    /// [available](crate::hardware::available_bytes) is available to a run.
     ///
     /// # Errors
     /// Those of [`run`](Self::run).
@@ -194,7 +193,7 @@ impl EndToEnd {
         Ok(())
     }
 
-    /// The most memory it takes at once.
+    /// Returns the predicted peak, in bytes.
     pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {
             Execution::Eager => Ok(self.estimate(device)?.peak_bytes),
@@ -202,7 +201,7 @@ impl EndToEnd {
         }
     }
 
-    /// The breakdown of the eager run on `device`, before anything is allocated.
+    /// Estimates the memory of the eager run on `device`, without allocating anything.
     ///
     /// # Errors
     /// Those of [`memory::estimate`].
@@ -241,8 +240,7 @@ impl EndToEnd {
         })
     }
 
-    /// Returns the row of a run that was estimated to fit and did not, with the bytes available once it has freed its
-    /// memory.
+    /// Returns the row of a run that ran out of memory, with the bytes available once it has freed its memory.
     pub(super) fn out_of_memory(
         &self,
         device: &Device,
@@ -293,7 +291,7 @@ impl EndToEnd {
         phases.into_iter().map(row).collect()
     }
 
-    /// Statistics and rates of a phase. The optimizer multiplies no matrices.
+    /// Returns statistics and rates of a phase. The optimizer has no matmuls.
     fn time_of(&self, phase: &str, timing: Timing) -> Result<PhaseTime> {
         let (b, t) = (self.batch_size, self.sequence_length);
         let flops = match phase {
@@ -328,7 +326,7 @@ impl EndToEnd {
         let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
         let before = meter.current_bytes();
         let model = self.model(device)?;
-        // Drawing the weights takes more than they do, and is no part of a step.
+        // Initializing the weights needs more memory than they do, and is not part of a step.
         meter.reset_peak();
         let resident_resets = system::reset_resident_peak();
         let mut after_step = None;
@@ -339,7 +337,7 @@ impl EndToEnd {
             on_step(step, ms);
         })?;
         let own = |bytes: Option<u64>| Some(bytes?.saturating_sub(before?));
-        // Where the system cannot reset the peak it is the process's, and no row's.
+        // If the system cannot reset the peak, it belongs to the whole process and to no row.
         let resident_peak_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,
@@ -375,7 +373,7 @@ impl EndToEnd {
         Ok((timings, update.and_then(|update| update.loss_scaling())))
     }
 
-    /// What a training step ends with; `None` for less than a step.
+    /// Returns optimizer and loss scale of a training step; `None` in other modes.
     pub(super) fn update(&self, model: &TransformerLM) -> Result<Option<Update>> {
         let is_step = self.mode == Mode::TrainStep;
         let update =
@@ -383,7 +381,7 @@ impl EndToEnd {
         update.transpose()
     }
 
-    /// One eager step in its phases, with what it leaves alive.
+    /// Runs one eager step in its phases, and returns what it leaves alive.
     pub(super) fn step(
         &self,
         lap: &mut Lap<'_>,
@@ -411,7 +409,7 @@ impl EndToEnd {
         }
     }
 
-    /// The model, its parameters in the precision's dtype.
+    /// Creates the model, with parameters in the dtype of the precision.
     pub(super) fn model(&self, device: &Device) -> Result<TransformerLM> {
         match self.precision.parameter_dtype() {
             DType::F32 => TransformerLM::new(&self.config, self.seed, device),
@@ -422,7 +420,7 @@ impl EndToEnd {
         }
     }
 
-    /// Uniform ids, (B, T); `stream` sets inputs and targets apart.
+    /// Returns uniformly random ids, (B, T), u32. Different `stream`s give independent inputs and targets.
     pub(super) fn random_tokens(&self, stream: u64, device: &Device) -> Result<Tensor> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(stream);
@@ -439,7 +437,7 @@ impl EndToEnd {
         Ok(Tensor::from_vec(ids, shape, device)?.to_dtype(DType::U32)?)
     }
 
-    /// The run's labels as a row that was not measured.
+    /// Returns a row with the labels of this run and without measurements.
     fn row(&self, estimate_bytes: u64, phase: &str) -> EndToEndRow {
         let config = &self.config;
         EndToEndRow {
@@ -467,13 +465,25 @@ impl EndToEnd {
         }
     }
 
-    /// What the region's copies of the weights take: 2 bytes for each element of a matrix that is multiplied by. Null
-    /// where none is kept.
+    /// Returns the size of the autocast region's copies of weights: 2 bytes for each element of a matrix that is
+    /// multiplied by. `None` if no copies are kept.
     fn weight_cast_bytes(&self) -> Option<u64> {
         let keeps = self.precision.policy().is_some() && !self.precision.drops_casts();
-        let c = &self.config;
-        let [d, f, v, layers] = [c.d_model, c.d_ff, c.vocab_size, c.num_layers].map(|n| n as f64);
-        let elements = layers * (4.0 * d * d + 3.0 * d * f) + v * d;
-        keeps.then_some((2.0 * elements) as u64)
+        let elements = |num_layers| {
+            let config = TransformerConfig {
+                num_layers,
+                ..self.config.clone()
+            };
+            let is_multiplied = |name: &str| match name {
+                "token_embeddings.weight" => config.tie_embeddings,
+                name => name != "position_embeddings.weight",
+            };
+            let shapes = config.parameter_shapes().into_iter();
+            let matrices = shapes.filter(|(name, shape)| shape.rank() == 2 && is_multiplied(name));
+            matrices.map(|(_, shape)| shape.elem_count() as f64).sum()
+        };
+        let (outside, one_layer): (f64, f64) = (elements(0), elements(1));
+        let layers = self.config.num_layers as f64 * (one_layer - outside);
+        keeps.then_some((2.0 * (outside + layers)) as u64)
     }
 }

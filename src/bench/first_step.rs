@@ -3,20 +3,20 @@
 use crate::memory::system;
 use serde::{Deserialize, Serialize};
 
-/// The first step of a run, warm-up or not. Counts are `None` where the system or device does not report them.
+/// Costs of a run's first step, warm-up or not. Counts are `None` if the system or device does not report them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FirstStep {
-    /// Its time.
+    /// Time of the first step, in ms.
     pub first_step_ms: Option<f64>,
-    /// Page faults of the process during it.
+    /// Page faults of the process during the first step.
     pub first_step_page_faults: Option<u64>,
-    /// Threads that it started.
+    /// Threads started by the first step.
     pub first_step_threads: Option<u64>,
-    /// CUDA sources that it compiled.
+    /// CUDA sources compiled by the first step.
     pub first_step_kernels_compiled: Option<u64>,
-    /// CUDA modules that it loaded.
+    /// CUDA modules loaded by the first step.
     pub first_step_kernels_loaded: Option<u64>,
-    /// The mean of page faults in later steps.
+    /// Page faults of a later step, as a mean.
     pub later_step_page_faults: Option<f64>,
 }
 
@@ -31,7 +31,7 @@ fn counts() -> Counts {
     [system::page_faults(), system::threads(), compiled, loaded]
 }
 
-/// Counts between the steps of a run.
+/// Takes the counts after each step of a run.
 #[derive(Clone, Debug)]
 pub(super) struct FirstStepCounter {
     before: Counts,
@@ -41,7 +41,7 @@ pub(super) struct FirstStepCounter {
 }
 
 impl FirstStepCounter {
-    /// Begins before the first step.
+    /// Takes the counts before the first step.
     pub fn begin() -> Self {
         Self {
             before: counts(),
@@ -51,7 +51,7 @@ impl FirstStepCounter {
         }
     }
 
-    /// Counts after each step, with its time.
+    /// Takes the counts after a step, which took `ms`.
     pub fn stepped(&mut self, ms: f64) {
         let now = counts();
         let added = |i: usize| Some(now[i]?.saturating_sub(self.before[i]?));

@@ -1,9 +1,8 @@
-//! Running work repeatedly and measuring it.
+//! Benchmarks: repeated runs with time and memory.
 //!
-//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's, [`AttentionRun`]
-//! those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time and an
-//! out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. [`report`](crate::report) has their
-//! statistics and tables.
+//! [`Stopwatch`] times steps on a device and their phases. [`EndToEnd`] times a whole model, [`AttentionRun`]
+//! attention, and [`SelfAttentionRun`] the layer around it; these also measure memory, and return an out-of-memory row
+//! instead of failing. [`alternate()`] measures runs in turns. [`report`](crate::report) has statistics and tables.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

@@ -1,4 +1,4 @@
-//! What of a run is planned.
+//! The planned execution of a run.
 
 use super::row::LossScaling;
 use super::update::Update;
@@ -11,7 +11,7 @@ use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
 
 impl EndToEnd {
-    /// Refuses what is not planned, and what would be ignored.
+    /// Refuses runs that cannot be planned, and settings that would be ignored.
     pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
         self.check_step_settings()?;
         if self.execution == Execution::Eager {
@@ -55,11 +55,11 @@ impl EndToEnd {
         })
     }
 
-    /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
+    /// Plans this run on `device`, whatever its execution; [`Execution::Planned`] executes this plan.
     ///
     /// # Errors
-    /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that
-    /// may be used: nothing is planned then, which would take long for sizes like that.
+    /// A configuration that is not valid. [`Error::OutOfMemory`] if a lower bound already exceeds the available bytes;
+    /// nothing is planned then, because planning takes long at such sizes.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
         let least_bytes = self.least_planned_bytes()?;
         match self.available_bytes {
@@ -102,14 +102,14 @@ impl EndToEnd {
         matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph)
     }
 
-    /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that
-    /// is beyond the bytes that may be used.
+    /// Returns the memory of a planned run on `device` in bytes, including parameters, state and batch. It is exact, or
+    /// a lower bound if that exceeds the available bytes.
     pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
         let planned_bytes = match self.plan(device) {
             Err(Error::OutOfMemory { wanted_bytes, .. }) => wanted_bytes,
             plan => plan?.total_bytes(),
         };
-        // Tokens, targets, and the model's own cosines and sines.
+        // Tokens, targets, and the model's rotary cosines and sines.
         let ids = self.batch_size.saturating_mul(self.sequence_length);
         let angles = self.config.angle_elements(self.config.context_length);
         let beside = ids
@@ -129,7 +129,7 @@ impl EndToEnd {
         }
     }
 
-    /// Runs the planned steps, in f16 with a loss scale.
+    /// Runs the planned steps; training steps in f16 have a loss scale.
     pub(super) fn time_planned(
         &self,
         model: &TransformerLM,

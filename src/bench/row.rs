@@ -12,25 +12,25 @@ use serde::{Deserialize, Serialize};
 
 /// One phase of a measured [`EndToEnd`](super::EndToEnd) run, or a run that is out of memory.
 ///
-/// [`fields`](Self::fields) makes it the row of a [`Report`](crate::report::Report): nested structs are flattened, and
-/// what was not measured is absent.
+/// [`fields`](Self::fields) converts it to a row of a [`Report`](crate::report::Report). Nested structs are flattened,
+/// and those that were not measured are absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EndToEndRow {
-    /// D.
+    /// D, the width of the residual stream.
     pub d_model: usize,
     /// Width of the feed-forward network.
     pub d_ff: usize,
-    /// L.
+    /// L, the number of layers.
     pub num_layers: usize,
-    /// H.
+    /// H, the number of attention heads.
     pub num_heads: usize,
-    /// V.
+    /// V, the vocabulary size.
     pub vocab_size: usize,
     /// Number of parameters.
     pub parameters: usize,
-    /// B.
+    /// B, the batch size.
     pub batch_size: usize,
-    /// T.
+    /// T, the number of tokens in a sequence.
     pub context_length: usize,
     /// The algorithm of attention.
     pub attention: Algorithm,
@@ -42,9 +42,9 @@ pub struct EndToEndRow {
     pub execution: Execution,
     /// Whether parameters are updated during backward.
     pub optimizer_in_backward: bool,
-    /// The limit of a planned step's arena.
+    /// The limit of a planned step's arena, in bytes.
     pub memory_budget_bytes: Option<u64>,
-    /// Copies of the weights in half precision, part of the peak; `None` where autocast keeps none.
+    /// Half-precision copies of the weights, in bytes, which are part of the peak; `None` if autocast keeps none.
     pub weight_cast_bytes: Option<u64>,
     /// Steps before the measured ones.
     pub warmup_steps: usize,
@@ -58,15 +58,15 @@ pub struct EndToEndRow {
     /// Times and rates; `None` if the run is out of memory.
     #[serde(flatten)]
     pub time: Option<PhaseTime>,
-    /// The first of all steps, warm-up included.
+    /// Costs of the first step, warm-up or not.
     #[serde(flatten)]
     pub first_step: FirstStep,
     /// The memory of the whole mode.
     #[serde(flatten)]
     pub memory: Option<StepMemory>,
-    /// The predicted peak, from sizes alone.
+    /// The predicted peak, in bytes.
     pub estimate_bytes: u64,
-    /// The memory that the run may use.
+    /// The memory available to the run, in bytes.
     pub available_bytes: Option<u64>,
     /// The loss scale of training in f16.
     #[serde(flatten)]
@@ -76,7 +76,7 @@ pub struct EndToEndRow {
     pub reason: Option<String>,
 }
 
-/// Backward and optimizer together: the phase whose samples are the sums of theirs, step by step.
+/// The phase of backward and optimizer together. Its samples are the sums of theirs, step by step.
 pub const UPDATE: &str = "backward+optimizer";
 
 /// Whether a run was measured.
@@ -109,20 +109,20 @@ pub struct PhaseTime {
     pub flops: Option<f64>,
     /// FLOP/s at the median.
     pub flops_per_s: Option<f64>,
-    /// Percent of the peak FLOP/s; `None` where the peak is unknown.
+    /// Model FLOPs utilization: percent of the peak FLOP/s; `None` if the peak is unknown.
     pub mfu_percent: Option<f64>,
 }
 
-/// The memory of a run's steps, in bytes; `None` where the device or system does not report it.
+/// The memory of a run's steps, in bytes; `None` if the device or system does not report it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMemory {
-    /// Allocated after the last step, including what stays from step to step.
+    /// Memory allocated after the last step, including what is kept between steps.
     pub allocated_bytes: Option<u64>,
-    /// The highest sum of allocations: model and steps.
+    /// The peak of allocated memory, for the model and its steps.
     pub peak_bytes: Option<u64>,
-    /// The highest size of the GPU's memory pool.
+    /// The peak size of the GPU's memory pool.
     pub reserved_peak_bytes: Option<u64>,
-    /// The highest resident memory of the process.
+    /// The peak resident memory of the process.
     pub resident_peak_bytes: Option<u64>,
 }
 

@@ -80,6 +80,19 @@ fn kept_copies_of_weights_are_counted() {
     assert_eq!(of(Precision::F32), None);
     assert_eq!(of(Precision::BF16.with_dropped_casts(true)), None);
     assert_eq!(of(Precision::BF16.with_regime(Regime::Full)), None);
+    // Fewer heads of k and v, and a head that multiplies the token embeddings; the run does not fit and is not run.
+    let mut grouped = EndToEnd {
+        precision: Precision::BF16,
+        available_bytes: Some(1),
+        ..run(Mode::Forward)
+    };
+    grouped.config.num_kv_heads = Some(1);
+    grouped.config.tie_embeddings = true;
+    let shapes = grouped.config.parameter_shapes();
+    let matrices = shapes.iter().filter(|(_, shape)| shape.rank() == 2);
+    let elements: usize = matrices.map(|(_, shape)| shape.elem_count()).sum();
+    let row = &grouped.run(&Device::Cpu, |_, _| ()).unwrap()[0];
+    assert_eq!(row.weight_cast_bytes, Some(2 * elements as u64));
 }
 
 #[test]

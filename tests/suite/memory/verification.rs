@@ -7,6 +7,7 @@ mod answers;
 #[allow(dead_code)]
 mod labels;
 #[path = "../../../examples/memory_profile/answers.rs"]
+#[allow(dead_code)]
 mod profiled;
 
 use super::cases;
