@@ -1,7 +1,7 @@
 //! Several hosts: a job on two hosts with eight NVIDIA GPUs each.
 //!
 //! **Several hosts are untried.** tallow's collectives and steps have run on two GPUs of one host. Rendezvous, secret
-//! and failures are tested with processes of one host. Everything below follows from the code of
+//! and failures are tested on one host. Everything below follows from the code of
 //! [`distributed`](crate::distributed); nobody has run it on two hosts yet.
 //!
 //! # The program
