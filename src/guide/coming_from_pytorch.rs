@@ -146,7 +146,7 @@
 //!   [`Replicated::average`](crate::distributed::Replicated::average) runs after backward, because candle has no hooks.
 //! - Fully sharded models run only in planned steps. Elsewhere their weights are meta tensors.
 //! - [`TrainConfig::accumulation`](crate::train::TrainConfig::accumulation) counts the batches of all ranks together. A
-//!   run therefore has the same steps on one GPU and on four.
+//!   step therefore has the same batches on one GPU and on four.
 //!
 //! **What is missing**
 //!
