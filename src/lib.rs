@@ -80,7 +80,7 @@
 //! | plan my model's steps | [`compile::Step::of`] |
 //! | plan my own loss | [`compile::Step::new`] |
 //! | predict memory | [`memory::estimate`], [`memory::planned_breakdown`] |
-//! | find a batch or a strategy that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
+//! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
 //! | see which tensor uses the memory | [`memory::record()`], [`memory::timeline()`], the example `memory_profile` |
 //! | profile a step | [`profile::Profiler`], [the guide](guide::reading_a_profile) |
