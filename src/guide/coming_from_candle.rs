@@ -36,8 +36,8 @@
 //! These have gradients in candle; tallow's versions have kernels for forward and backward:
 //! `candle_nn::loss::cross_entropy` ([`ops::cross_entropy`](crate::ops::cross_entropy()), or
 //! [`ops::linear_cross_entropy`](crate::ops::linear_cross_entropy()) together with the head), `Linear`, `Embedding`,
-//! `silu`, `gelu`, `swiglu`, dropout ([`ops`](crate::ops) lists all). Each op has the same formula in plain candle ops
-//! in [`ops::reference`](mod@crate::ops::reference).
+//! `silu`, `gelu`, `swiglu`, dropout ([`ops`](crate::ops) lists all). Ops with kernels have the same formula in plain
+//! candle ops in [`ops::reference`](mod@crate::ops::reference).
 //!
 //! # Gradients
 //!
