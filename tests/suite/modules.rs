@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Every module of `src`, lower ones first.
-const ORDER: [&str; 29] = [
+const ORDER: [&str; 30] = [
     "error",
     "grad",
     "init",
@@ -34,6 +34,7 @@ const ORDER: [&str; 29] = [
     "profile",
     "bench",
     "train",
+    "guide",
     "internals",
 ];
 
