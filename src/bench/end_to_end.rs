@@ -17,6 +17,24 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 /// One measurement of a model: which, on what batch, how much of a step, how often.
+///
+/// ```
+/// use tallow::bench::EndToEnd;
+/// use tallow::model::TransformerConfig;
+///
+/// let run = EndToEnd {
+///     config: TransformerConfig {
+///         vocab_size: 10, context_length: 8, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///         ..Default::default()
+///     },
+///     batch_size: 2, sequence_length: 8, warmup_steps: 1, steps: 2,
+///     ..Default::default()
+/// };
+/// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
+/// assert_eq!((rows[0].phase.as_str(), rows[1].phase.as_str()), ("forward", "backward"));
+/// assert_eq!(rows.last().map(|row| row.phase.as_str()), Some("train step"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
     /// The model, its attention and its checkpointing. Its `context_length` is what may be run, not what is.

@@ -6,6 +6,13 @@ use candle_core::Device;
 
 /// The header of a report, as far as a library knows it: the device, this crate's version and features, the threads; of
 /// a CPU also the [half-precision arithmetic](hardware::half_arithmetic) that it has.
+///
+/// ```
+/// let fields = tallow::bench::environment(&tallow::device("cpu")?);
+/// assert_eq!(fields.get("device"), Some(&"cpu".into()));
+/// assert!(fields.get("threads").is_some());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn environment(on: &Device) -> Fields {
     let features: Vec<&str> = [
         ("train", cfg!(feature = "train")),
