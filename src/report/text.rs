@@ -10,6 +10,8 @@ use std::iter::once;
 /// A column of names whose cells all agree moves into the header, and one of quantities without any value is left out.
 /// Where the table is still wider than `width`, columns are left out, the most minor first, and a note names them.
 /// Text in a cell is never wrapped.
+///
+/// [`Report::to_text`] has an example.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layout {
     /// The most characters of a line; `None` for as many as it takes.

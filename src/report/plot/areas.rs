@@ -21,6 +21,8 @@ pub struct AreaLayer {
 }
 
 /// A stretch of the horizontal axis with a name.
+///
+/// [`AreaChart`] has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TimeSpan {
     /// What it is called.

@@ -38,6 +38,8 @@ use draw::{COLOURS, Frame, Look, WIDTH};
 const MAX_MARKERS: usize = 40;
 
 /// One line of a [`LineChart`].
+///
+/// [`LineChart`] has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Series {
     /// What the legend calls it.
@@ -98,6 +100,8 @@ pub struct LineChart {
 }
 
 /// Charts below each other in one picture.
+///
+/// The [module](self) has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Figure {
     /// From top to bottom.
