@@ -14,6 +14,8 @@ mod workload;
 use workload::Measurable;
 
 /// How a forward and backward is measured: how often, for how long, within what.
+///
+/// [`AttentionRun`] has an example.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// Steps before the measured ones.

@@ -17,6 +17,24 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 /// Configuration of an end-to-end measurement: model, batch, mode and number of steps.
+///
+/// ```
+/// use tallow::bench::EndToEnd;
+/// use tallow::model::TransformerConfig;
+///
+/// let run = EndToEnd {
+///     config: TransformerConfig {
+///         vocab_size: 10, context_length: 8, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///         ..Default::default()
+///     },
+///     batch_size: 2, sequence_length: 8, warmup_steps: 1, steps: 2,
+///     ..Default::default()
+/// };
+/// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
+/// assert_eq!((rows[0].phase.as_str(), rows[1].phase.as_str()), ("forward", "backward"));
+/// assert_eq!(rows.last().map(|row| row.phase.as_str()), Some("train step"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
     /// The model, its attention and its checkpointing. Its `context_length` is an upper bound of `sequence_length`.
@@ -132,9 +150,9 @@ impl Measured {
 }
 
 impl EndToEnd {
-    /// Runs the benchmark, and returns a row for each phase of the mode (`forward`, `backward`, `optimizer`) and one
-    /// for the whole step (`forward+backward` or `train step`). The phases of a planned step are its
-    /// [`PhaseTimes`](crate::compile::PhaseTimes).
+    /// Runs the benchmark, and returns a row for each phase of the mode (`forward`, `backward`, `optimizer`), one for
+    /// backward and optimizer together ([`UPDATE`]), and one for the whole step (`forward+backward` or `train step`). The
+    /// phases of a planned step are its [`PhaseTimes`](crate::compile::PhaseTimes).
     ///
     /// Memory belongs to the whole mode: `peak_bytes` of the model and its steps, and `allocated_bytes` that remain
     /// after the last step. The figures of the first step, warm-up or not, do so too: its time, its page faults, the

@@ -6,6 +6,13 @@ use candle_core::Device;
 
 /// Returns the environment for the header of a report: device, version and features of this crate, number of threads;
 /// for a CPU also its [half-precision arithmetic](hardware::half_arithmetic).
+///
+/// ```
+/// let fields = tallow::bench::environment(&tallow::device("cpu")?);
+/// assert_eq!(fields.get("device"), Some(&"cpu".into()));
+/// assert!(fields.get("threads").is_some());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn environment(on: &Device) -> Fields {
     let features: Vec<&str> = [
         ("train", cfg!(feature = "train")),

@@ -15,6 +15,18 @@ pub(super) const D_OUTPUT: &str = "d_output";
 /// Converts from `[("x", &x), ("y", &y)]`; for the step of a [`TransformerLM`](crate::model::TransformerLM) also from
 /// `(&tokens, &targets)`, (accumulation * B, T) each. To get a plan alone, the tensors may be [meta
 /// tensors](crate::graph::input()).
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use tallow::compile::Batch;
+///
+/// let device = tallow::device("cpu")?;
+/// let x = Tensor::zeros((4, 3), DType::F32, &device)?; // two micro-batches of two rows
+/// let y = Tensor::zeros(4, DType::U32, &device)?;
+/// let batch = Batch::from([("x", &x), ("y", &y)]).counting(3); // a target is ignored
+/// assert_eq!(batch.counted(), Some(3));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Batch {
     inputs: Vec<(String, Tensor)>,

@@ -15,6 +15,8 @@ use std::ops::Range;
 const MOST_RANKS: usize = 1 << 17;
 
 /// Measured rates of one GPU and of the network between GPUs.
+///
+/// [`Plan::timeline`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// Matmul FLOPs per second.

@@ -7,6 +7,16 @@ use candle_core::{Device, Tensor};
 use std::fmt;
 
 /// Sequences of ids, and a target for each position; in windows of a token sequence, the next token.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::data::Batch;
+///
+/// let ids = Tensor::new(&[[5u32, 6, 7, 8]], &Device::Cpu)?; // a window of four tokens
+/// let batch = Batch { inputs: ids.narrow(1, 0, 3)?, targets: ids.narrow(1, 1, 3)? };
+/// assert_eq!(batch.num_targets(), 3);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Batch {
     /// Input ids (B, T), u32 or i64.

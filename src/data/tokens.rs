@@ -28,6 +28,16 @@ const SCAN_TOKENS: usize = 1 << 14;
 /// checked whenever they are read, so an id outside the vocabulary is never returned; [`validate`](Self::validate)
 /// checks all of them beforehand. If a file is shortened while in use, reading it is an error from then on. If it is
 /// replaced by a rename, as [`write_tokens`](super::write_tokens) does, the old content stays in use.
+///
+/// ```
+/// use tallow::data::Tokens;
+///
+/// let tokens = Tokens::from_bytes("to be or not to be")?; // a token is a byte
+/// assert_eq!((tokens.len(), tokens.vocab_size()), (18, 256));
+/// assert_eq!(tokens.slice(3..5)?.to_vec()?, [u32::from(b'b'), u32::from(b'e')]);
+/// assert!(Tokens::from_ids([0, 1, 7], 5).is_err()); // 7 is outside the vocabulary
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Tokens {
     source: Arc<Source>,

@@ -13,6 +13,20 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 /// only its step number. The starts are specified, and will not change between versions: row `b` of step `s` starts at
 /// `floor(x * num_starts / 2^64)`, where `x` is the `b`-th 64-bit word of the ChaCha8 stream with the seed
 /// (little-endian, padded with zeros) as key and `s` as nonce.
+///
+/// ```
+/// use candle_core::Device;
+/// use tallow::data::{RandomBatches, Tokens};
+///
+/// let ids: Vec<u32> = (0..100).collect();
+/// let batches = RandomBatches::new(&Tokens::from_ids(ids, 100)?, 2, 3, 1234)?; // B = 2, T = 3
+/// let batch = batches.batch(7, &Device::Cpu)?; // of step 7
+/// for (row, start) in batch.inputs.to_vec2::<u32>()?.into_iter().zip(batches.starts(7)) {
+///     let start = start as u32;
+///     assert_eq!(row, [start, start + 1, start + 2]);
+/// }
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct RandomBatches {
     tokens: Tokens,
@@ -99,6 +113,18 @@ impl RandomBatches {
 /// All rows of a batch have the same length. Full batches come first, then one with the remaining rows, then the tokens
 /// that are fewer than a window as a batch of one row. Batches therefore differ in size; the mean over the data is
 /// `sum(loss * num_targets) / sum(num_targets)` with [`Batch::num_targets`].
+///
+/// ```
+/// use candle_core::Device;
+/// use tallow::data::{SequentialBatches, Tokens};
+///
+/// let ids: Vec<u32> = (0..9).collect();
+/// let batches = SequentialBatches::new(&Tokens::from_ids(ids, 9)?, 4, 3)?; // B = 4, T = 3
+/// let all = batches.iter(&Device::Cpu).collect::<tallow::Result<Vec<_>>>()?;
+/// assert_eq!(all[0].targets.to_vec2::<u32>()?, [[1, 2, 3], [4, 5, 6]]);
+/// assert_eq!(all[1].targets.to_vec2::<u32>()?, [[7, 8]]); // the remainder
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct SequentialBatches {
     tokens: Tokens,

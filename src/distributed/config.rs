@@ -6,6 +6,14 @@ use std::fmt;
 use std::time::Duration;
 
 /// Configuration with which a process joins its job.
+///
+/// ```
+/// use std::time::Duration;
+/// use tallow::distributed::DistConfig;
+///
+/// let config = DistConfig { timeout: Duration::from_secs(60), ..Default::default() };
+/// assert_eq!(config.device, "cpu");
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct DistConfig {
     /// `cuda`, where each rank uses the GPU of its local rank, or `cpu`. In a job of one rank any
@@ -79,6 +87,16 @@ impl fmt::Display for Exchange {
 /// Data parallelism: every rank has the full model and a part of the batch, and gradients are averaged.
 ///
 /// The default is that of PyTorch's `DistributedDataParallel`: buckets of 25 MiB, in the dtype of the gradients.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::distributed::{Exchange, ReplicatedConfig};
+///
+/// let config = ReplicatedConfig { exchange: Exchange::Flat, dtype: Some(DType::BF16) };
+/// config.validate()?;
+/// assert!(ReplicatedConfig { dtype: Some(DType::F16), ..config }.validate().is_err());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReplicatedConfig {
     /// The way in which gradients are averaged.
@@ -113,6 +131,16 @@ impl ReplicatedConfig {
 }
 
 /// Fully sharded data parallelism: every rank has a shard of each weight.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::distributed::FullyShardConfig;
+///
+/// let config = FullyShardConfig { dtype: Some(DType::BF16), ..Default::default() };
+/// config.validate()?;
+/// assert_eq!(config.bucket_bytes, 128 << 20);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FullyShardConfig {
     /// The dtype to which gradients are rounded for the exchange, as in [`ReplicatedConfig::dtype`].

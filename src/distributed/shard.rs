@@ -7,6 +7,8 @@ use std::ops::Range;
 const PART_ELEMENTS: usize = 8;
 
 /// One of several ranks, each of which has a part of a tensor or model.
+///
+/// [`part`](Self::part) has an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     /// The rank, from 0.

@@ -65,6 +65,16 @@ impl Role {
 
 /// Creates a meta tensor called `name`, to pass to a function that is traced.
 ///
+/// ```
+/// use candle_core::DType;
+/// use tallow::graph;
+///
+/// let tokens = graph::input("tokens", (4, 256), DType::U32)?; // (B, T)
+/// assert_eq!(tokens.dims(), [4, 256]);
+/// assert!(tokens.to_vec2::<u32>().is_err()); // it has no data
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A dtype other than u8, u32, i64 and the floats f16, bf16, f32 and f64.
 pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
@@ -108,6 +118,16 @@ pub(crate) fn gives_hollow(vb: &VarBuilder<'_>) -> bool {
 const PROBE: &str = "\u{0}hollow?";
 
 /// Returns whether `x` is a meta tensor or a view of one.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::graph;
+///
+/// let x = graph::input("x", (4, 256), DType::F32)?;
+/// assert!(graph::is_hollow(&x) && graph::is_hollow(&x.narrow(0, 1, 2)?));
+/// assert!(!graph::is_hollow(&Tensor::zeros((4, 256), DType::F32, &Device::Cpu)?));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn is_hollow(x: &Tensor) -> bool {
     Role::of(x).is_some()
 }

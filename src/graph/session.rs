@@ -272,6 +272,18 @@ impl Outputs for Vec<Tensor> {
 /// that graph. If a value is read after its recorded drop (a tensor taken out of its graph outlives it), the recorded
 /// drop is removed.
 ///
+/// ```
+/// use candle_core::DType;
+/// use tallow::graph::{self, Target};
+/// use tallow::ops;
+///
+/// let x = graph::input("x", (2, 3), DType::F32)?;
+/// let graph = graph::trace(Target::Cpu, || ops::sum(&ops::exp(&x)?))?;
+/// let ops: Vec<&str> = graph.nodes().map(|node| node.op).collect();
+/// assert_eq!(ops, ["exp", "sum"]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Errors of `f`; arithmetic by candle itself on a meta tensor (the error names the op before it); a trace inside a
 /// trace.
@@ -334,6 +346,21 @@ fn explained(error: Error) -> Error {
 }
 
 /// Names the weight or input `x` in the open trace. Only needed for real variables, which have no name of their own.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::graph::{self, Target};
+/// use tallow::ops;
+///
+/// let w = Var::ones((5, 3), DType::F32, &Device::Cpu)?;
+/// let x = graph::input("x", (2, 3), DType::F32)?;
+/// let graph = graph::trace(Target::Cpu, || {
+///     graph::name(&w, "head.weight")?;
+///     ops::linear(&x, &w)
+/// })?;
+/// assert_eq!(graph.weights().next().map(|(_, name)| name), Some("head.weight"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// No open trace; a name that another value has; a tensor that an op has made.

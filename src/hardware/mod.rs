@@ -102,6 +102,14 @@ pub fn device(name: &str) -> Result<Device> {
 }
 
 /// Returns the name of a device, as [`device`] accepts it.
+///
+/// ```
+/// use tallow::hardware;
+///
+/// let device = hardware::device("cpu")?;
+/// assert_eq!(hardware::device_name(&device), "cpu");
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn device_name(device: &Device) -> String {
     match device.location() {
         DeviceLocation::Cpu => "cpu".into(),
@@ -112,6 +120,12 @@ pub fn device_name(device: &Device) -> String {
 
 /// Describes a device: the processor's model and number of threads for the CPU; model, memory and compute capability
 /// for a GPU.
+///
+/// ```
+/// let device = tallow::device("cpu")?;
+/// assert!(tallow::hardware::description(&device).ends_with(" threads"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[cfg(feature = "report")]
 pub fn description(device: &Device) -> String {
     if !device.is_cpu() {
@@ -131,6 +145,8 @@ pub fn description(device: &Device) -> String {
 /// Returns the memory of the machine in bytes, or this process's limit if that is less. On Linux the limits are those
 /// of its control group and all of that group's ancestors (versions 1 and 2), and `ulimit -v` and `-d`. Read once.
 /// `None` if the system does not report it.
+///
+/// [`available_bytes`] has an example.
 pub fn total_bytes() -> Option<u64> {
     static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
     *TOTAL.get_or_init(|| Some(host_memory::room(Path::new("/"))?.total_bytes))
@@ -144,12 +160,28 @@ pub fn total_bytes() -> Option<u64> {
 /// A system that overcommits grants more memory than it has, and kills the process when it writes to it. Work is
 /// therefore refused beforehand if it needs more than this. After `memory::system::reserve_scratch` the buffers that
 /// threads keep are already subtracted. Under `ulimit -v` an allocator may need more address space than it returns.
+///
+/// ```
+/// use tallow::hardware::{available_bytes, total_bytes};
+///
+/// if let (Some(available), Some(total)) = (available_bytes(), total_bytes()) {
+///     assert!(available <= total);
+/// }
+/// ```
 pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }
 
 /// Like [`available_bytes`], for the memory of tensors on `device`. On CUDA it is the driver's free memory plus the
 /// pool's unused memory, after waiting for the device. Metal shares the host's memory.
+///
+/// ```
+/// use tallow::hardware::{available_bytes, available_bytes_on};
+///
+/// let device = tallow::device("cpu")?;
+/// assert_eq!(available_bytes_on(&device).is_some(), available_bytes().is_some());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn available_bytes_on(device: &Device) -> Option<u64> {
     match device {
         Device::Cuda(_) => cuda::available_bytes(device),
@@ -218,6 +250,17 @@ pub fn bf16_products() -> Option<HalfArithmetic> {
 /// It takes about 0.1 s. `None` for other dtypes and devices.
 ///
 /// Use it as the denominator of an MFU on a CPU: no data sheet has the clock rate under vector load.
+///
+/// ```no_run
+/// use candle_core::{DType, Device};
+/// use tallow::hardware::measure_peak_flops;
+///
+/// let (flops, seconds) = (2.5e11, 1.0); // of a measured step
+/// if let Some(peak) = measure_peak_flops(&Device::Cpu, DType::F32) {
+///     println!("MFU {:.1}%", 100.0 * flops / seconds / peak);
+/// }
+/// assert_eq!(measure_peak_flops(&Device::Cpu, DType::BF16), None);
+/// ```
 pub fn measure_peak_flops(device: &Device, dtype: DType) -> Option<f64> {
     let known = device.is_cpu() && dtype == DType::F32;
     known.then(crate::kernels::cpu::simd::measure_multiply_add_rate)

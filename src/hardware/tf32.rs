@@ -6,6 +6,8 @@ use candle_core::Device;
 use candle_core::cuda::{gemm_reduced_precision_f32, set_gemm_reduced_precision_f32};
 
 /// Returns whether f32 matmuls on `device` are computed in TF32; see [`set_tf32`]. False on devices without TF32.
+///
+/// [`set_tf32`] has an example.
 pub fn tf32(device: &Device) -> bool {
     gemm_reduced_precision_f32() && cuda::has_tf32(device)
 }

@@ -13,6 +13,14 @@ use std::{env, fs};
 /// `XDG_CACHE_HOME/huggingface/hub`, else `~/.cache/huggingface/hub`. In these variables `~`, `$NAME` and `${NAME}` are
 /// expanded.
 ///
+/// ```no_run
+/// use tallow::hf;
+///
+/// let folder = hf::find("HuggingFaceTB/SmolLM2-135M")?;
+/// let model = hf::load(folder, &tallow::device("cpu")?)?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Those of [`find_in`].
 pub fn find(name: impl AsRef<Path>) -> Result<PathBuf> {
@@ -25,6 +33,18 @@ pub fn find(name: impl AsRef<Path>) -> Result<PathBuf> {
 /// The revision is `main`: `models--org--name/refs/main` contains the commit whose files are in
 /// `models--org--name/snapshots/<commit>`. A commit downloaded by its hash has no `refs/main`; its snapshot must then
 /// be the only one.
+///
+/// ```
+/// use tallow::hf;
+///
+/// # let cache = std::env::temp_dir().join(format!("tallow-find-in-{}", std::process::id()));
+/// let snapshot = cache.join("models--org--name/snapshots/1a2b3c");
+/// std::fs::create_dir_all(&snapshot).map_err(|e| tallow::Error::io("write", &snapshot, e))?;
+/// assert_eq!(hf::find_in("org/name", Some(&cache))?, snapshot);
+/// assert!(hf::find_in("org/other", Some(&cache)).is_err());
+/// # let _ = std::fs::remove_dir_all(&cache);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::Data`] if the model is in neither place, with the command that downloads it, and if there are several

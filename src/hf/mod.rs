@@ -59,6 +59,18 @@ const GENERATION: &str = "generation_config.json";
 /// Reads the configuration of the model in a folder from its `config.json`, without reading weights. Its attention is
 /// flash unless heads are too wide.
 ///
+/// ```
+/// use tallow::hf;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-hf-config-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 2}"#;
+/// std::fs::write(folder.join("config.json"), text).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// assert_eq!(hf::config(&folder)?.num_layers, 3);
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A file that cannot be read or is not JSON; an unknown architecture or setting (keys that `transformers` ignores are
 /// allowed); sizes that are not those of a valid model. Each error names the file.
@@ -109,6 +121,22 @@ fn config_text(folder: &Path) -> Result<String> {
 /// `tie_word_embeddings` is set and the files have a head that differs from the embedding. `transformers` then keeps
 /// both, and so does this crate (`tie_embeddings` is false). Both weights are read to compare them.
 ///
+/// ```
+/// use tallow::hf;
+/// use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-loaded-config-{}", std::process::id()));
+/// let config = TransformerConfig {
+///     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///     rope_pairs: RotaryPairs::Halves, ..Default::default()
+/// };
+/// hf::save(&TransformerLM::new(&config, 0, &tallow::device("cpu")?)?, &folder)?;
+/// assert!(!hf::loaded_config(&folder, &LoadOptions::default())?.tie_embeddings);
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Those of [`config()`]; weight files that are missing or incomplete.
 pub fn loaded_config(folder: impl AsRef<Path>, options: &LoadOptions) -> Result<TransformerConfig> {
@@ -148,6 +176,8 @@ pub fn name_of(architecture: Architecture, weight: &str) -> Option<String> {
 
 /// Loads the model in a folder, in f32.
 ///
+/// The [module](self) has an example.
+///
 /// # Errors
 /// Those of [`load_with`].
 pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<TransformerLM> {
@@ -159,6 +189,26 @@ pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<TransformerLM> 
 /// model. The model remembers the settings of the folder, for [`save()`].
 ///
 /// Whether the output head is tied to the embedding is decided as in [`loaded_config`].
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::hf;
+/// use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-load-with-{}", std::process::id()));
+/// let device = tallow::device("cpu")?;
+/// let config = TransformerConfig {
+///     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///     rope_pairs: RotaryPairs::Halves, ..Default::default()
+/// };
+/// hf::save(&TransformerLM::new(&config, 0, &device)?, &folder)?; // in f32
+/// let options = LoadOptions { dtype: DType::BF16, ..Default::default() };
+/// let model = hf::load_with(&folder, &options, &device)?;
+/// assert!(model.parameters().iter().all(|(_, weight)| weight.dtype() == DType::BF16));
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// Those of [`config()`]; a folder without safetensors, or with an adapter; a file or shard that is missing or

@@ -90,6 +90,8 @@ const MODEL_FILES: [&str; 6] = [
 /// A model that was loaded from such a folder keeps its settings: the keys of `config.json` that this crate does not
 /// use (ids of special tokens, the model's class) and `generation_config.json` are written as they were read.
 ///
+/// The [module](super) has an example.
+///
 /// # Errors
 /// Those of [`save_with`].
 pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
@@ -102,6 +104,24 @@ pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
 /// settings stay the same, the switch is one rename. Otherwise `config.json` is removed before the switch and written
 /// after it. A process that dies in between leaves a folder that cannot be loaded, never a mix of two models. The rest
 /// of the old model and of interrupted saves is removed last.
+///
+/// ```
+/// use tallow::hf::{self, SaveOptions};
+/// use tallow::model::{TransformerConfig, TransformerLM};
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-save-with-{}", std::process::id()));
+/// let config = TransformerConfig {
+///     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///     rope_pairs: RotaryPairs::Halves, ..Default::default()
+/// };
+/// let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?;
+/// hf::save(&model, &folder)?;
+/// assert!(hf::save(&model, &folder).is_err()); // there is a model already
+/// hf::save_with(&model, &folder, &SaveOptions { overwrite: true, ..Default::default() })?;
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A folder with a model, or with files that would be replaced, without [`overwrite`](SaveOptions::overwrite); a folder
@@ -154,6 +174,19 @@ pub fn save_with(
 
 /// Creates the folder, and checks whether [`save_with`] could write a model of this configuration there, as far as can
 /// be known without its weights: call it before a training, not after it.
+///
+/// ```
+/// use tallow::hf::{self, SaveOptions};
+/// use tallow::model::TransformerConfig;
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-check-save-{}", std::process::id()));
+/// let adjacent = TransformerConfig::tiny(); // rotates adjacent pairs, which no family does
+/// let halves = TransformerConfig { rope_pairs: RotaryPairs::Halves, ..adjacent.clone() };
+/// assert!(hf::check_save(&halves, &folder, &SaveOptions::default()).is_ok());
+/// assert!(hf::check_save(&adjacent, &folder, &SaveOptions::default()).is_err());
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// ```
 ///
 /// # Errors
 /// Those of [`save_with`].

@@ -14,6 +14,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 
 /// The sizes of one attention, forward and backward: q, k, v (B, H, T, Dh).
+///
+/// [`attention_breakdown`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionWorkload {
     /// The algorithm that computes it.
@@ -228,6 +230,8 @@ pub fn attention_breakdown(
 
 /// The sizes of one [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x
 /// (B, T, D).
+///
+/// [`self_attention_breakdown`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SelfAttentionWorkload {
     /// The algorithm that computes attention.

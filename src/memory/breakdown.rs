@@ -197,6 +197,18 @@ impl fmt::Display for MemoryBreakdown {
 
 /// Returns the smallest power of two whose breakdown needs more than `available_bytes`, with the breakdown: the first
 /// configuration that does not fit. Returns `None` if a smaller power of two has no breakdown.
+///
+/// ```
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown, smallest_beyond};
+///
+/// let breakdown = |sequence_length| {
+///     let workload = AttentionWorkload { sequence_length, ..Default::default() };
+///     attention_breakdown(&workload, Kernels::Cuda).ok()
+/// };
+/// let (sequence_length, breakdown) = smallest_beyond(16 << 30, breakdown).unwrap();
+/// assert_eq!(sequence_length, 32_768);
+/// assert!(breakdown.peak_bytes() > 16 << 30);
+/// ```
 pub fn smallest_beyond(
     available_bytes: u64,
     breakdown: impl Fn(usize) -> Option<MemoryBreakdown>,

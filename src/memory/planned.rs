@@ -16,6 +16,17 @@ use candle_core::Device;
 /// The whole arena is allocated from the first run on. The part of it that is used before backward counts as
 /// activations, the rest as scratch.
 ///
+/// ```
+/// use tallow::attention::Algorithm;
+/// use tallow::memory::{AttentionWorkload, Kernels, planned_attention_breakdown};
+///
+/// let naive = AttentionWorkload { sequence_length: 512, ..Default::default() };
+/// let flash = AttentionWorkload { algorithm: Algorithm::Flash, ..naive };
+/// let [naive, flash] = [naive, flash].map(|workload| planned_attention_breakdown(&workload, Kernels::Cpu));
+/// assert!(flash?.before_backward_bytes < naive?.before_backward_bytes);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Those of [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor larger than the address space.
 pub fn planned_attention_breakdown(
@@ -87,6 +98,17 @@ pub fn planned_attention_breakdown(
 ///
 /// The plan's sizes are exact. Weights (f32), the input and the output's gradient are included, and on a GPU the 32 MiB
 /// workspace of cuBLASLt. There is no optimizer. The packing buffers of matmuls on the CPU are not included.
+///
+/// ```
+/// use tallow::memory::{SelfAttentionWorkload, planned_self_attention_breakdown};
+///
+/// let device = tallow::device("cpu")?;
+/// let short = SelfAttentionWorkload { sequence_length: 64, ..Default::default() };
+/// let long = SelfAttentionWorkload { sequence_length: 256, ..short };
+/// let [short, long] = [short, long].map(|workload| planned_self_attention_breakdown(&workload, &device));
+/// assert!(short?.peak_bytes() < long?.peak_bytes());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// Those of [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor larger than the address space.

@@ -50,6 +50,8 @@ impl Mode {
 }
 
 /// A pass or step of a model: its sizes, mode, dtypes and kernels.
+///
+/// [`memory`](super) has an example.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Workload {
     /// Batch size B.

@@ -22,6 +22,18 @@ pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 /// Casts between f32, f16 and bf16 run as a kernel, on a GPU or on all threads of the CPU; others are candle's own
 /// conversion.
 ///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[1.001f32, 2.5], &Device::Cpu)?;
+/// let y = ops::cast(&x, DType::BF16)?;
+/// assert_eq!(y.to_dtype(DType::F32)?.to_vec1::<f32>()?, [1.0, 2.5]); // 8 bits of a number are kept
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().dtype(), DType::F32);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an
 /// integer.

@@ -42,6 +42,17 @@ thread_local! {
 static FALLBACKS: Mutex<BTreeSet<Fallback>> = Mutex::new(BTreeSet::new());
 
 /// Runs `f` under `policy` on this thread, then restores the previous policy, also after a panic.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, KernelPolicy};
+///
+/// let x = Tensor::new(&[[0.5f32, 1.0, -2.0]], &Device::Cpu)?;
+/// let kernel = ops::with_kernel_policy(KernelPolicy::Strict, || ops::log_softmax(&x))?;
+/// let reference = ops::with_kernel_policy(KernelPolicy::Reference, || ops::log_softmax(&x))?;
+/// assert!((kernel - reference)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
     holding(|policy| POLICY.replace(policy), policy, f)
 }
@@ -51,6 +62,16 @@ pub(crate) fn current_kernel_policy() -> KernelPolicy {
 }
 
 /// Returns every op, dtype and device whose reference ran because there is no kernel, since the process began; sorted.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::new(&[0.5f32, 1.0], &Device::Cpu)?;
+/// ops::exp(&x)?;
+/// assert!(ops::fallbacks().is_empty()); // the CPU has a kernel for it
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn fallbacks() -> Vec<Fallback> {
     let seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());
     seen.iter().cloned().collect()

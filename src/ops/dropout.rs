@@ -1,18 +1,4 @@
 //! Dropout: elements are zeroed at random in training.
-//!
-//! ```
-//! use candle_core::{DType, Device, Tensor};
-//! use tallow::ops::{self, Dropout, DropoutKey};
-//!
-//! let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
-//! let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? });
-//! let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
-//! let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! let other = ops::dropout(&x, &dropout(1)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! assert!(y == again && y != other);
-//! # Ok::<(), tallow::Error>(())
-//! ```
 
 use super::cast::cast_for;
 use super::info::OpInfo;
@@ -30,6 +16,8 @@ use std::ops::Range;
 const OP: &str = "dropout";
 
 /// The parameters of dropout: the probability, and the key that selects the elements.
+///
+/// [`dropout()`] has an example.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dropout {
     /// p: from 0, which drops nothing, to under 1. It is rounded to the nearest multiple of 2^-16.
@@ -46,6 +34,19 @@ pub struct Dropout {
 /// same elements: give each its own [site](Self::at).
 ///
 /// In a plan a key is an [input](Self::input), so that each run has a new one.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::ops::{self, Dropout, DropoutKey};
+///
+/// let x = Tensor::ones((4, 64), DType::F32, &Device::Cpu)?;
+/// let dropped = |key| ops::dropout(&x, &Dropout { probability: 0.5, key })?.to_vec2::<f32>();
+/// let key = DropoutKey::new(42, 7)?; // seed 42, step 7
+/// let first = dropped(key.clone())?;
+/// assert_eq!(first, dropped(DropoutKey::new(42, 7)?)?);
+/// assert_ne!(first, dropped(key.at(1))?); // the next site
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct DropoutKey {
     /// u32 (1, 4): seed, seed >> 32, step, micro-batch.
@@ -144,6 +145,20 @@ impl DropoutKey {
 ///
 /// Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014, section 10
 /// (scaled in training).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::ops::{self, Dropout, DropoutKey};
+///
+/// let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
+/// let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? });
+/// let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
+/// let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
+/// let other = ops::dropout(&x, &dropout(1)?)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(y == again && y != other);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A probability that is not from 0 to under 1; a dtype that is not a float.

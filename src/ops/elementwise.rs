@@ -20,6 +20,15 @@ use candle_core::{DType, Shape, Tensor};
 /// once, forward and backward, unless an autocast policy demands an f32 output, as CUDA's does. Saved for backward: y
 /// for `exp`, x for the others.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[f32::NEG_INFINITY, 0.0, 1.0], &Device::Cpu)?;
+/// let y = tallow::ops::exp(&x)?.to_vec1::<f32>()?;
+/// assert_eq!(y[..2], [0.0, 1.0]);
+/// assert!((y[2] - std::f32::consts::E).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A dtype that is not a float.
 pub fn exp(x: &Tensor) -> Result<Tensor> {
@@ -27,6 +36,15 @@ pub fn exp(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Computes `y = ln(x)`, elementwise; otherwise like [`exp`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[0f32, 1.0, 10.0], &Device::Cpu)?;
+/// let y = tallow::ops::log(&x)?.to_vec1::<f32>()?;
+/// assert_eq!(y[..2], [f32::NEG_INFINITY, 0.0]);
+/// assert!((y[2] - std::f32::consts::LN_10).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`exp`].
@@ -36,6 +54,18 @@ pub fn log(x: &Tensor) -> Result<Tensor> {
 
 /// Computes `y = x^exponent`, elementwise; otherwise like [`exp`].
 ///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[1f32, -2.0, 3.0], &Device::Cpu)?;
+/// let y = ops::pow(&x, 2.0)?;
+/// assert_eq!(y.to_vec1::<f32>()?, [1.0, 4.0, 9.0]);
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [2.0, -4.0, 6.0]); // 2 x
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`exp`].
 pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
@@ -44,6 +74,13 @@ pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
 }
 
 /// Computes `y = 1 / sqrt(x)`, elementwise; otherwise like [`exp`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[0.25f32, 1.0, 4.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::rsqrt(&x)?.to_vec1::<f32>()?, [2.0, 1.0, 0.5]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`exp`].

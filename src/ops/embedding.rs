@@ -33,6 +33,15 @@ use candle_core::{DType, Tensor};
 /// precision the sums are f32, rounded once. Saved for backward: the ids. They are checked on the host before any
 /// kernel runs. Autocast: follows the table.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let table = Tensor::new(&[[0f32, 1.0], [2.0, 3.0], [4.0, 5.0]], &Device::Cpu)?; // (V, D)
+/// let tokens = Tensor::new(&[2u32, 0], &Device::Cpu)?;
+/// let y = tallow::ops::embedding(&tokens, &table)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[4.0, 5.0], [0.0, 1.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// An id outside the vocabulary (reported with its position), ids of another dtype, or a table that is not a matrix.
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {

@@ -33,6 +33,14 @@ use candle_core::Tensor;
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let gate = Tensor::new(&[-1000f32, 0.0, 1000.0], &Device::Cpu)?;
+/// let up = Tensor::new(&[3f32, 3.0, 3.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::swiglu(&gate, &up)?.to_vec1::<f32>()?, [0.0, 0.0, 3000.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Shapes that differ; mixed dtypes or devices.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {

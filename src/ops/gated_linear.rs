@@ -40,6 +40,19 @@ use candle_core::{DType, Shape, Tensor};
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without the output matmul.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (2, 3, 8), &Device::Cpu)?; // (..., D)
+/// let w1 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?; // (F, D)
+/// let w3 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?;
+/// let y = ops::swiglu_linear(&x, &w1, &w3)?;
+/// let by_three = ops::swiglu(&ops::linear(&x, &w1)?, &ops::linear(&x, &w3)?)?;
+/// assert!((y - by_three)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Weights that are not matrices of one shape; a last dimension that is not their `in`; mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
@@ -47,6 +60,19 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
 }
 
 /// Computes `y = gelu(x W1^T) * (x W3^T)`, with this [form](Gelu) of GELU; otherwise like [`swiglu_linear()`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, Gelu};
+///
+/// let x = Tensor::randn(0f32, 1.0, (2, 3, 8), &Device::Cpu)?; // (..., D)
+/// let w1 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?; // (F, D)
+/// let w3 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?;
+/// let y = ops::geglu_linear(&x, &w1, &w3, Gelu::Tanh)?;
+/// let by_three = ops::geglu(&ops::linear(&x, &w1)?, &ops::linear(&x, &w3)?, Gelu::Tanh)?;
+/// assert!((y - by_three)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`swiglu_linear()`].

@@ -29,6 +29,16 @@ use {
 
 /// Splits (B, T, H*Dh) into heads (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is saved for it.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[[1f32, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]], &Device::Cpu)?; // (B, T, H*Dh)
+/// let heads = tallow::ops::split_heads(&x, 2)?;
+/// assert_eq!(heads.dims(), [1, 2, 2, 2]);
+/// let second = heads.get(0)?.get(1)?; // (T, Dh)
+/// assert_eq!(second.to_vec2::<f32>()?, [[3.0, 4.0], [7.0, 8.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A tensor that is not (B, T, D), or a D that `heads` does not divide.
 pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
@@ -54,6 +64,16 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
 }
 
 /// Merges heads (B, H, T, Dh) into (B, T, H*Dh), contiguous. Backward is [`split_heads`]; nothing is saved for it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (2, 5, 12), &Device::Cpu)?; // (B, T, H*Dh)
+/// let merged = ops::merge_heads(&ops::split_heads(&x, 3)?)?;
+/// assert_eq!(merged.to_vec3::<f32>()?, x.to_vec3::<f32>()?);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A tensor that is not (B, H, T, Dh).

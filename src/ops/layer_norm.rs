@@ -41,6 +41,18 @@ use candle_core::{D, Tensor};
 ///
 /// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[5f32, 7.0], [-100.0, 100.0]], &Device::Cpu)?; // (..., D)
+/// let w = Tensor::new(&[1f32, 2.0], &Device::Cpu)?; // (D)
+/// let b = Tensor::new(&[0f32, 10.0], &Device::Cpu)?; // (D)
+/// let y = tallow::ops::layer_norm(&x, &w, &b, 1e-5)?.to_vec2::<f32>()?;
+/// for row in y {
+///     assert!((row[0] + 1.0).abs() < 1e-4 && (row[1] - 12.0).abs() < 1e-4);
+/// }
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A weight or bias that is not (D); mixed devices; mixed dtypes, except for f32 weights with x in half precision.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {

@@ -38,6 +38,19 @@ use candle_core::{DType, Shape, Tensor};
 /// overwrites the logits, and a second backward recomputes them. Autocast: the matmul is lower under both policies, as
 /// [`linear()`] is; the loss is computed from its logits in f32, and returned in f32.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (3, 4), &Device::Cpu)?; // (..., D)
+/// let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
+/// let targets = Tensor::new(&[1u32, 0, 9], &Device::Cpu)?;
+/// let loss = ops::linear_cross_entropy(&x, &weight, &targets)?;
+/// let by_two = ops::cross_entropy(&ops::linear(&x, &weight)?, &targets)?;
+/// assert!((loss - by_two)?.to_scalar::<f32>()?.abs() < 1e-5);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {

@@ -28,6 +28,14 @@ use candle_core::{DType, Shape, Tensor};
 /// Backward: `da = dc b^T`, `db = a^T dc`. Saved for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
 /// backward. Autocast: lower under both policies.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?; // (M, K)
+/// let b = Tensor::new(&[[5f32], [6.0]], &Device::Cpu)?; // (K, N)
+/// assert_eq!(tallow::ops::matmul(&a, &b)?.to_vec2::<f32>()?, [[17.0], [39.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// Ranks under 2; leading dimensions or depths that differ; mixed dtypes or devices.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
@@ -38,6 +46,14 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// Backward: `da = dc b`, `db = dc^T a`. Saved for backward: a and b. b is used transposed by its strides, without a
 /// copy. Autocast: as [`matmul`](fn@matmul).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let q = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?; // (M, K)
+/// let k = Tensor::new(&[[5f32, 6.0]], &Device::Cpu)?; // (N, K)
+/// assert_eq!(tallow::ops::matmul_transposed(&q, &k)?.to_vec2::<f32>()?, [[17.0], [39.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`matmul`](fn@matmul).

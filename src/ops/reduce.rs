@@ -33,6 +33,18 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 /// Computes the mean of all elements, a scalar. It is summed in at least f32 and returned in x's dtype under both of
 /// PyTorch's policies. Backward: dx is dy / n everywhere, with n elements. Saved for backward: nothing.
 ///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[[1f32, 2.0], [3.0, 6.0]], &Device::Cpu)?;
+/// let y = ops::mean(&x)?;
+/// assert_eq!(y.to_scalar::<f32>()?, 3.0);
+/// let gradients = tallow::backward(y)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec2::<f32>()?, [[0.25, 0.25], [0.25, 0.25]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A dtype that is not a float; an empty tensor.
 pub fn mean(x: &Tensor) -> Result<Tensor> {
@@ -48,6 +60,15 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
 ///
 /// Half precision is computed in f32 and rounded once. Backward: `dx = dy - softmax(x) sum(dy)`. Saved for backward: x.
 /// For a loss, [`cross_entropy`](super::cross_entropy()) needs far less memory.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[0f32, 0.0], [1000.0, 0.0]], &Device::Cpu)?; // (..., V)
+/// let y = tallow::ops::log_softmax(&x)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] + std::f32::consts::LN_2).abs() < 1e-6);
+/// assert_eq!(y[1], [0.0, -1000.0]); // no overflow
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A dtype that is not a float.

@@ -26,6 +26,13 @@ use candle_core::Tensor;
 /// Backward: `dx = 0` where y is 0, else dy. Saved for backward: y, which the next op usually saves too. Autocast:
 /// follows x.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[-1f32, 0.0, 2.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::relu(&x)?.to_vec1::<f32>()?, [0.0, 0.0, 2.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A dtype that is not a float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {

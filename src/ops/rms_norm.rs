@@ -39,6 +39,15 @@ use candle_core::{D, Tensor};
 ///
 /// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[3f32, 4.0, 0.0, 0.0]], &Device::Cpu)?; // (..., D), of mean square 6.25
+/// let w = Tensor::new(&[1f32, 1.0, 1.0, 10.0], &Device::Cpu)?; // (D)
+/// let y = tallow::ops::rms_norm(&x, &w, 1e-6)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] - 1.2).abs() < 1e-5 && (y[0][1] - 1.6).abs() < 1e-5);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// A weight that is not (D); mixed devices; mixed dtypes, except for an f32 weight with x in half precision.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {

@@ -51,6 +51,16 @@ pub enum RotaryPairs {
 ///
 /// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 2.0, 3.0, 4.0]], &Device::Cpu)?; // (T, Dh)
+/// let cos = Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?; // (T, Dh/2)
+/// let sin = Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?;
+/// let y = tallow::ops::rope(&x, &cos, &sin)?; // a quarter turn of 1 and 2
+/// assert_eq!(y.to_vec2::<f32>()?, [[-2.0, 1.0, 3.0, 4.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// An odd Dh; tables of another size than (T, Dh/2); mixed devices; mixed dtypes, except for f32 tables with x in half
 /// precision.

@@ -164,6 +164,8 @@ thread_local! {
 pub struct Listening(u64);
 
 /// Calls `listener` for the events of all threads from now on.
+///
+/// The [module](self) has an example.
 pub fn listen(listener: Arc<dyn Listener>) -> Listening {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -182,6 +184,20 @@ impl Drop for Listening {
 }
 
 /// Returns whether there is a listener.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// assert!(!probe::is_listening());
+/// let listening = probe::listen(Arc::new(Silent));
+/// assert!(probe::is_listening());
+/// drop(listening);
+/// assert!(!probe::is_listening());
+/// ```
 #[inline]
 pub fn is_listening() -> bool {
     LISTENING.load(Ordering::Relaxed) > 0
@@ -203,6 +219,21 @@ pub(crate) fn replayed(ops: usize, kernels: &[usize]) {
 }
 
 /// Returns this thread's current path.
+///
+/// Ranges are entered only while there is a listener:
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener, Path};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// let _listening = probe::listen(Arc::new(Silent));
+/// assert_eq!(probe::current(), Path::ROOT);
+/// let _range = probe::range("encoder");
+/// assert_eq!(probe::current().to_string(), "encoder");
+/// ```
 pub fn current() -> Path {
     CURRENT.get()
 }
@@ -221,6 +252,8 @@ impl Drop for AtRoot {
 }
 
 /// Returns this thread's current phase; empty if none.
+///
+/// [`phase`] has an example.
 pub fn current_phase() -> &'static str {
     PHASE.get()
 }

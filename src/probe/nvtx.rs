@@ -34,6 +34,15 @@ pub fn emit_nvtx() -> Result<Listening> {
 
 /// Passes ranges to NVTX, in a build with the feature `nvtx`.
 ///
+/// ```
+/// use tallow::probe;
+///
+/// match probe::emit_nvtx() {
+///     Ok(emitting) => drop(emitting), // end of the ranges on the profiler's timeline
+///     Err(error) => assert!(error.to_string().contains("--features nvtx")),
+/// }
+/// ```
+///
 /// # Errors
 /// Always in this build: [`Error::Config`](crate::Error::Config).
 #[cfg(not(feature = "nvtx"))]

@@ -128,11 +128,26 @@ fn begin(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
 }
 
 /// Opens a user's range inside of this thread's current ranges.
+///
+/// The [module](super) has an example.
 pub fn range(name: impl Into<Cow<'static, str>>) -> RangeGuard {
     enter(Kind::Range, || named(name.into()))
 }
 
 /// Opens a layer's range; its name is made only if there is a listener.
+///
+/// ```
+/// use std::cell::Cell;
+/// use tallow::probe;
+///
+/// let is_made = Cell::new(false);
+/// let name = |layer: usize| {
+///     is_made.set(true);
+///     format!("layers.{layer}")
+/// };
+/// let _range = probe::module(|| name(3));
+/// assert!(!is_made.get()); // nobody listens
+/// ```
 pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> RangeGuard {
     enter(Kind::Module, || named(name().into()))
 }
@@ -143,17 +158,46 @@ fn named(name: Cow<'static, str>) -> (Cow<'static, str>, Path, &'static str) {
 }
 
 /// Runs `f` in the range of the layer called `name`.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// let _listening = probe::listen(Arc::new(Silent));
+/// let path = probe::in_module("attn", || probe::in_module("q_proj", probe::current));
+/// assert_eq!(path.to_string(), "attn/q_proj");
+/// ```
 pub fn in_module<T>(name: &'static str, f: impl FnOnce() -> T) -> T {
     let _range = module(|| name);
     f()
 }
 
 /// Opens a part of a step: `forward`, `backward`, `optimizer`. The path is unchanged.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// let _listening = probe::listen(Arc::new(Silent));
+/// {
+///     let _phase = probe::phase("forward");
+///     assert_eq!(probe::current_phase(), "forward");
+/// }
+/// assert_eq!(probe::current_phase(), "");
+/// ```
 pub fn phase(name: &'static str) -> RangeGuard {
     enter(Kind::Phase, || (name.into(), current(), name))
 }
 
 /// Opens a step of a loop. Benchmarks and the trainer open one around each of theirs. Path and phase are unchanged.
+///
+/// [`profile`](crate::profile) has an example of a loop with steps and phases.
 pub fn step() -> RangeGuard {
     enter(Kind::Step, || ("step".into(), current(), PHASE.get()))
 }

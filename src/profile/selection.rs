@@ -5,6 +5,25 @@ use crate::Error;
 use crate::probe::{Kind, Path};
 
 /// Filter for the ranges of a report. The default selects every op of every step.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::profile::{self, Grouping, ProfileReport, Profiler, Selection};
+/// use tallow::ops;
+///
+/// let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
+/// let profiler = Profiler::start()?;
+/// let y = {
+///     let _range = profile::range("encoder");
+///     ops::exp(&x)?
+/// };
+/// ops::sum(&y)?; // not in the range
+/// let encoder = Selection { within: Some("encoder".into()), ..Default::default() };
+/// let report = ProfileReport::new(&profiler.finish()?, &encoder, Grouping::Name)?;
+/// assert_eq!(report.rows.len(), 1);
+/// assert_eq!(report.rows[0].name, "exp");
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Selection {
     /// Only ranges in this phase: `forward`, `backward`, `optimizer`.

@@ -198,6 +198,15 @@ pub fn pivot(
 
 /// Formats `mean_ms` and `std_ms` of a row as one cell, `9.14 ± 0.38`, with three or four digits of the mean. Without a
 /// mean, it returns the row's `status` if that is not `ok`, else null.
+///
+/// ```
+/// use tallow::report::{Fields, mean_and_std};
+///
+/// let measured = Fields::from_iter([("mean_ms", 9.138), ("std_ms", 0.381)]);
+/// assert_eq!(mean_and_std(&measured), "9.14 ± 0.38");
+/// let failed = Fields::from_iter([("status", "OOM")]);
+/// assert_eq!(mean_and_std(&failed), "OOM");
+/// ```
 pub fn mean_and_std(row: &Fields) -> Value {
     let number = |key: &str| row.get(key)?.as_f64();
     let Some(mean) = number("mean_ms") else {
@@ -210,6 +219,16 @@ pub fn mean_and_std(row: &Fields) -> Value {
 }
 
 /// Returns the speedup of `row` over `before`, from `mean_ms`, `std_ms` and `n`; `None` if one of them is missing.
+///
+/// ```
+/// use tallow::report::{Statistics, speedup};
+///
+/// let eager = Statistics::new(&[10.0, 10.1, 9.9, 10.0])?.fields();
+/// let planned = Statistics::new(&[5.0, 5.1, 4.9, 5.0])?.fields();
+/// assert_eq!(speedup(&eager, &planned).unwrap().ratio, 2.0);
+/// assert!(speedup(&eager, &Default::default()).is_none());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn speedup(before: &Fields, row: &Fields) -> Option<Speedup> {
     let part = |row: &Fields| {
         let number = |key: &str| row.get(key)?.as_f64();

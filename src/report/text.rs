@@ -10,6 +10,8 @@ use std::iter::once;
 /// A column of names whose cells are all equal moves into the header, and a column of quantities without any value is
 /// left out. If the table is still wider than `width`, columns are left out, the most minor first, and a note lists
 /// them. Text in a cell is never wrapped.
+///
+/// [`Report::to_text`] has an example.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layout {
     /// The maximum line length in characters; `None` for no limit.

@@ -5,6 +5,10 @@ use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
 
 /// Converts bytes to MiB: `bytes / 2^20`.
+///
+/// ```
+/// assert_eq!(tallow::report::bytes_to_mib(3 << 19), 1.5);
+/// ```
 pub fn bytes_to_mib(bytes: u64) -> f64 {
     bytes as f64 / BYTES_PER_MIB
 }

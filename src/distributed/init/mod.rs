@@ -24,6 +24,15 @@ use candle_core::Device;
 /// GPUs use NCCL, which is loaded here (`libnccl.so.2`, from `LD_LIBRARY_PATH` or the path in `TALLOW_NCCL_LIBRARY`;
 /// PyTorch's wheels contain one). CPUs use MPI, in builds with the feature `mpi`; `mpirun` starts them.
 ///
+/// ```no_run
+/// use tallow::distributed::{self, DistConfig};
+///
+/// let config = DistConfig { device: "cuda".into(), ..Default::default() };
+/// let communicator = distributed::init(&config)?;
+/// println!("rank {} of {}", communicator.rank(), communicator.world_size());
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::Config`] for invalid variables, or a missing secret; [`Error::Device`] for a missing device, or one without
 /// collectives; [`Error::Order`] if NCCL or MPI cannot be used, or rank 0 refuses this rank; [`Error::Rank`] for ranks

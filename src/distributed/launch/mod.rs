@@ -58,6 +58,22 @@ impl fmt::Display for FailedRank {
 /// The ranks meet on a port of 127.0.0.1 that was free just before. They share this host's cores, and each starts as
 /// many threads as the environment says (`RAYON_NUM_THREADS`).
 ///
+/// The program starts two ranks of itself, each of which joins the job:
+///
+/// ```no_run
+/// use tallow::distributed::{self, DistConfig, Ranks};
+///
+/// # fn main() -> tallow::Result<()> {
+/// if Ranks::from_env()?.is_none() {
+///     let failed = distributed::launch(2)?;
+///     std::process::exit(failed.map_or(0, |failed| failed.exit_code().into()));
+/// }
+/// let config = DistConfig { device: "cuda".into(), ..Default::default() };
+/// let communicator = distributed::init(&config)?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// [`Error::Config`] for a world size of 0; [`Error::Io`] if the program cannot be started again.
 pub fn launch(world_size: usize) -> Result<Option<FailedRank>> {

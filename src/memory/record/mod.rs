@@ -26,6 +26,8 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 /// The configuration of a recording.
+///
+/// [`record_on()`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordConfig {
     /// Blocks from this size on are recorded. Smaller ones are in the sums only, as [`MemoryKind::Other`].
@@ -141,6 +143,26 @@ pub fn record(config: RecordConfig) -> Result<Recorder> {
 /// ([`Meter`](crate::memory::Meter) reads its counters). A block lives from the call that allocates it to the call that
 /// frees it. Times are the host's, which runs ahead of the GPU. Allocations outside of the pool, such as cuBLAS's
 /// workspace, are not seen.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use std::alloc::System;
+/// use tallow::memory::{self, RecordConfig, tracker::Tracker};
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Tracker<System> = Tracker::new(System); // a GPU needs none
+///
+/// let device = tallow::device("cpu")?;
+/// let config = RecordConfig { threshold_bytes: 1 << 20, ..Default::default() };
+/// let recorder = memory::record_on(&device, config)?;
+/// let large = Tensor::zeros((512, 1024), DType::F32, &device)?; // 2 MiB
+/// let small = Tensor::zeros(1024, DType::F32, &device)?; // 4 KiB, in the sums only
+/// let recording = recorder.finish();
+/// assert_eq!(recording.blocks().len(), 1);
+/// assert_eq!(recording.blocks()[0].bytes, 2 << 20);
+/// # drop((large, small));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// Those of [`record()`], except that a GPU needs no tracker; on a GPU also a missing CUPTI, or one that another tool

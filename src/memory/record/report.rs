@@ -127,6 +127,23 @@ const MOMENTS: usize = 1200;
 ///
 /// The chart has at most 1,200 points in time. With more events, each point stands for a stretch of events and shows
 /// its worst, so the peak is always drawn.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use std::alloc::System;
+/// use tallow::memory::{self, RecordConfig, tracker::Tracker};
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Tracker<System> = Tracker::new(System);
+///
+/// let recorder = memory::record(RecordConfig::default())?;
+/// let x = Tensor::zeros((512, 1024), DType::F32, &Device::Cpu)?;
+/// drop(x);
+/// let chart = memory::timeline(&recorder.finish(), "A tensor");
+/// assert_eq!(chart.y_label, "memory in use (MiB)");
+/// assert!(chart.to_svg()?.contains("A tensor"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaChart {
     let holdings = recording.holdings();
     let stretch = holdings.len().div_ceil(MOMENTS).max(1);

@@ -44,6 +44,14 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Computes `a - b`, elementwise; otherwise like [`add`].
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?;
+/// let b = Tensor::new(&[1f32, 0.5], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::sub(&a, &b)?.to_vec2::<f32>()?, [[0.0, 1.5], [2.0, 3.5]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`add`].
 pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
@@ -52,6 +60,14 @@ pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Computes `a * b`, elementwise; otherwise like [`add`].
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?;
+/// let b = Tensor::new(10f32, &Device::Cpu)?; // a scalar
+/// assert_eq!(tallow::ops::mul(&a, &b)?.to_vec2::<f32>()?, [[10.0, 20.0], [30.0, 40.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`add`].
 pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
@@ -59,6 +75,14 @@ pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 /// Computes `a / b`, elementwise; otherwise like [`add`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let sums = Tensor::new(&[6f32, 9.0], &Device::Cpu)?;
+/// let counts = Tensor::new(&[4u32, 2], &Device::Cpu)?; // takes the float's dtype
+/// assert_eq!(tallow::ops::div(&sums, &counts)?.to_vec1::<f32>()?, [1.5, 4.5]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`add`].

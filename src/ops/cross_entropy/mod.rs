@@ -59,6 +59,18 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// `ignore_index` may be a class, or an id outside the classes. A negative one (PyTorch's default is -100) needs
 /// targets in i64.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let logits = Tensor::new(&[[2f32, 0.0, 0.0], [0.0, 5.0, 1.0]], &Device::Cpu)?; // (N, V)
+/// let targets = Tensor::new(&[0i64, -100], &Device::Cpu)?; // (N)
+/// let loss = ops::cross_entropy_ignoring(&logits, &targets, -100)?;
+/// let of_first = ops::cross_entropy(&logits.narrow(0, 0, 1)?, &targets.narrow(0, 0, 1)?)?;
+/// assert!((loss - of_first)?.to_scalar::<f32>()?.abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`cross_entropy()`]; also if every target is ignored, because the mean would be NaN.
 pub fn cross_entropy_ignoring(

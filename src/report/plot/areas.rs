@@ -21,6 +21,8 @@ pub struct AreaLayer {
 }
 
 /// A named span of the horizontal axis.
+///
+/// [`AreaChart`] has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TimeSpan {
     /// The name above the plot.

@@ -38,6 +38,8 @@ use draw::{COLOURS, Frame, Look, WIDTH};
 const MAX_MARKERS: usize = 40;
 
 /// One line of a [`LineChart`].
+///
+/// [`LineChart`] has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Series {
     /// The name in the legend.
@@ -98,6 +100,8 @@ pub struct LineChart {
 }
 
 /// Several charts in one picture, one below the other.
+///
+/// The [module](self) has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Figure {
     /// The charts, from top to bottom.
