@@ -27,8 +27,8 @@ use std::fmt;
 /// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, the input and output of every op once each.
 /// - Half precision throughout: the same number of elements in half precision, except that S and the N of the norms
 ///   stay f32. The rotary tables add `L 2 T D / H` in f32.
-/// - Autocast: the residual stream, the outputs of the norms and the second operands of sums are f32, `L (6 N D + 2 N)
-///   + 2 N D + N`. Everything between is half precision, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
+/// - Autocast: the residual stream, the outputs of the norms and the second operands of sums are f32,
+///   `L (6 N D + 2 N) + 2 N D + N`. Everything between is half precision, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
 ///   and the outputs of both branches. S is as above, and all layers share tables, `T D / H`. In addition there are
 ///   casts of the linear weights, 2 bytes a weight. They live until the graph is freed or, without a graph, until the
 ///   region ends. With casts dropped, they live until their op is done, and each layer has its own tables, as above.
