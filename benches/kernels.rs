@@ -19,7 +19,7 @@ use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::{
-    Activation, Gate, Norm, Seen, Stored, Update, activation, adamw, cross_entropy, embedding,
+    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, adamw, cross_entropy, embedding,
     flash, gated, multiply_adds, norm, relu, rope, softmax,
 };
 
@@ -297,7 +297,7 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let (x, dp): (Vec<T>, Vec<T>) = (values(n), values(n));
     let (mut p, mut dx) = (vec![T::zero(); n], vec![T::zero(); n]);
     for (name, mask) in [("full", Mask::Full), ("causal", Mask::Causal)] {
-        let seen = Seen::by_mask(mask, t, t);
+        let seen = KeyRanges::by_mask(mask, t, t);
         bench.memory::<T>(&format!("softmax forward {name}"), 2 * n, || {
             softmax::forward(&x, seen, 0.2, &mut p);
         });

@@ -56,7 +56,7 @@ impl Training {
             precision,
             ..Default::default()
         };
-        Step::of(&self.model, &self.optimizer, &config)
+        Step::for_model(&self.model, &self.optimizer, &config)
     }
 }
 

@@ -507,14 +507,14 @@ impl Flags {
             ..config.step()
         };
         let least_bytes =
-            Step::least_bytes(model, &step, [config.batch_size, config.sequence_length])?;
+            Step::memory_lower_bound(model, &step, [config.batch_size, config.sequence_length])?;
         let wanted_bytes = match available_bytes {
             // Planning what cannot fit would take too long.
             Some(available_bytes) if least_bytes > available_bytes => least_bytes,
             _ => {
                 let rows = config.batch_size.saturating_mul(step.accumulation);
-                let batch = Batch::hollow(rows, config.sequence_length)?;
-                let (plan, _) = Step::plan_of(device, model, &step, batch)?;
+                let batch = Batch::meta(rows, config.sequence_length)?;
+                let (plan, _) = Step::plan_for_model(device, model, &step, batch)?;
                 plan.with_moments(config.optimizer.moments).total_bytes()
             }
         };

@@ -77,7 +77,7 @@
 //! | use only some ops | [`ops`] |
 //! | pack documents into one sequence | [`attention::FirstKeys`], [`TrainConfig::separator`][separator] |
 //! | train in bf16 or f16 | [`autocast`], [`optim::GradScaler`] |
-//! | plan my model's steps | [`compile::Step::of`] |
+//! | plan my model's steps | [`compile::Step::for_model`] |
 //! | plan my own loss | [`compile::Step::new`] |
 //! | predict memory | [`memory::estimate`], [`memory::planned_breakdown`] |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |

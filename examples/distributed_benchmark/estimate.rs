@@ -33,8 +33,8 @@ pub fn estimates(
 ) -> Result<Vec<Estimate>> {
     let rows = batch_size.saturating_mul(alone.accumulation);
     let planned = |config: &StepConfig| -> Result<Plan> {
-        let batch = Batch::hollow(rows, length)?;
-        Ok(Step::plan_of(Target::Cuda, model, config, batch)?.0)
+        let batch = Batch::meta(rows, length)?;
+        Ok(Step::plan_for_model(Target::Cuda, model, config, batch)?.0)
     };
     let plan_alone = planned(&StepConfig {
         memory_budget_bytes: None, // there may be no GPU with room for all of it

@@ -113,8 +113,8 @@ impl Flags {
             let config = with_attention(&model.config, self.attention);
             let mut ranks = self.paper.rates()?;
             if let Some(ms) = self.paper.alone_ms(place, models.len())? {
-                let batch = Batch::hollow(self.batch_size, self.length())?;
-                let (alone, _) = Step::plan_of(Target::Cuda, &config, &step, batch)?;
+                let batch = Batch::meta(self.batch_size, self.length())?;
+                let (alone, _) = Step::plan_for_model(Target::Cuda, &config, &step, batch)?;
                 for (_, rates) in &mut ranks {
                     *rates = rates.fitted_to(&alone, ms / 1e3)?;
                 }
@@ -183,7 +183,7 @@ impl PaperFlags {
         let sizes = self.world_size.iter().enumerate();
         let rates = sizes.map(|(place, world_size)| {
             let rates = Rates {
-                product_flops,
+                matmul_flops: product_flops,
                 memory_bytes,
                 kernel_seconds: KERNEL_US / 1e6,
                 reduce_bytes: bus_bytes("--reduce-gb-s", &self.reduce_gb_s, place)?,

@@ -350,10 +350,10 @@ impl Job {
         let model = &self.model;
         match (&self.replicated, &self.sharded) {
             (Some(replicated), _) => {
-                Step::of(model, optimizer, config)?.replicated(optimizer, replicated)
+                Step::for_model(model, optimizer, config)?.replicated(optimizer, replicated)
             }
-            (_, Some(sharded)) => Step::of_fully_sharded(model, optimizer, config, sharded),
-            _ => Step::of(model, optimizer, config),
+            (_, Some(sharded)) => Step::fully_sharded_for_model(model, optimizer, config, sharded),
+            _ => Step::for_model(model, optimizer, config),
         }
     }
 }

@@ -122,8 +122,9 @@ pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Count
     if run.execution == Execution::Planned {
         let (plan, plan_ms) = time_once(device, || run.plan(device))?;
         let calls = plan.calls().iter().enumerate();
-        let bytes = calls
-            .filter_map(|(i, call)| Some(plan.times(i) as f64 * plan.bytes_moved(call)? as f64));
+        let bytes = calls.filter_map(|(i, call)| {
+            Some(plan.runs_per_step(i) as f64 * plan.bytes_moved(call)? as f64)
+        });
         counted.operand_bytes = bytes.sum();
         counted.plan_ms = Some(plan_ms);
     }

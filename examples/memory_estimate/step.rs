@@ -110,8 +110,8 @@ impl StepFlags {
             return Ok((plan, workload.checkpointing));
         }
         let rows = workload.batch_size.saturating_mul(self.accumulation);
-        let batch = Batch::hollow(rows, workload.sequence_length)?;
-        let (plan, checkpointing) = Step::plan_of(target, &model, &step, batch)?;
+        let batch = Batch::meta(rows, workload.sequence_length)?;
+        let (plan, checkpointing) = Step::plan_for_model(target, &model, &step, batch)?;
         Ok((plan.with_moments(workload.moments), checkpointing))
     }
 

@@ -228,7 +228,7 @@ impl Profiled {
                 _ => {}
             }
             figures.softmax_flops += cost.softmax_flops / steps;
-            figures.matmul_flops += cost.product_flops / steps;
+            figures.matmul_flops += cost.matmul_flops / steps;
         }
         let ms = |ns| report.ms_per_step(ns);
         figures.softmax_ms = ms(parts.softmax_ns);

@@ -392,8 +392,8 @@ impl Alive {
         let resident = self.resident.saturating_sub(plan.peak_bytes());
         Self {
             resident,
-            before_backward: resident + plan.alive_bytes(plan.backward_begins()),
-            after_backward: resident + plan.alive_bytes(plan.backward_ends()),
+            before_backward: resident + plan.live_bytes_before(plan.backward_begins()),
+            after_backward: resident + plan.live_bytes_before(plan.backward_ends()),
             ..self
         }
     }

@@ -3,7 +3,7 @@
 use super::row::LossScaling;
 use super::update::Update;
 use super::{EndToEnd, Execution, LapTimings, Stopwatch};
-use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, least_of_forward};
+use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, forward_lower_bound};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
@@ -70,7 +70,7 @@ impl EndToEnd {
             }),
             _ if self.is_forward() => {
                 let length = self.sequence_length;
-                let model = crate::compile::hollow_model(&self.config, length)?;
+                let model = crate::compile::meta_model(&self.config, length)?;
                 let tokens = graph::input("tokens", (self.batch_size, length), DType::U32)?;
                 let (kind, config) = (PlanKind::Forward, self.step_config());
                 let batch = [("tokens", &tokens)];
@@ -79,8 +79,9 @@ impl EndToEnd {
                 })
             }
             _ => {
-                let batch = Batch::hollow(self.batch_size, self.sequence_length)?;
-                let (plan, _) = Step::plan_of(device, &self.config, &self.step_config(), batch)?;
+                let batch = Batch::meta(self.batch_size, self.sequence_length)?;
+                let (plan, _) =
+                    Step::plan_for_model(device, &self.config, &self.step_config(), batch)?;
                 Ok(plan.with_moments(self.optimizer.moments))
             }
         }
@@ -89,8 +90,8 @@ impl EndToEnd {
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
-            true => least_of_forward(config, tokens, self.precision),
-            false => Step::least_bytes(config, &self.step_config(), tokens),
+            true => forward_lower_bound(config, tokens, self.precision),
+            false => Step::memory_lower_bound(config, &self.step_config(), tokens),
         }
     }
 
@@ -149,7 +150,7 @@ impl EndToEnd {
             return Ok((timings?, None));
         }
         let mut update = Update::new(self.optimizer, model.parameters(), self.precision)?;
-        let mut step = Step::of(model, &update.optimizer, &self.step_config())?;
+        let mut step = Step::for_model(model, &update.optimizer, &self.step_config())?;
         step.time_phases(true);
         let batch = (tokens, targets);
         let timings = stopwatch.measure_phases(self.steps, |lap| {
@@ -158,7 +159,7 @@ impl EndToEnd {
                     optimizer, scaler, ..
                 } = &mut update;
                 let done = step.run_scaled(optimizer, scaler, batch)?;
-                update.count(done.stepped());
+                update.count(done.updated());
             } else {
                 step.forward_backward(batch)?;
             }

@@ -39,12 +39,12 @@ enum Argument {
         /// is read in place.
         copy: Option<Tensor>,
     },
-    Held(Held),
+    Constant(Constant),
 }
 
 /// A tensor that the function reads and that is neither a parameter nor an input.
 #[derive(Debug)]
-struct Held {
+struct Constant {
     value: ValueId,
     /// The view that is read, made contiguous; `None` if the whole value is.
     view: Option<View>,
@@ -54,7 +54,7 @@ struct Held {
     tensor: Tensor,
 }
 
-impl Held {
+impl Constant {
     /// Returns the tensor of a trace. With `narrow`, ids in i64 are converted to the u32 that kernels read.
     fn read(&self, function: &TracedFunction, device: &Device, narrow: bool) -> Result<Tensor> {
         let dtype = function.graph.value(self.value).dtype;
@@ -79,7 +79,7 @@ impl Arguments {
         let all = all.map(|(number, (id, view))| {
             let value = function.graph.value(*id);
             if let Source::Input(name) = &value.source
-                && graph::is_hollow(&function.tensors[id.0])
+                && graph::is_meta(&function.tensors[id.0])
             {
                 let micro_batches = lowered.plan.micro_batches();
                 let shape = stacked(function.op, name, &value.shape, micro_batches)?;
@@ -96,14 +96,14 @@ impl Arguments {
             }
             let location = super::Location::Argument(number);
             let buffer = lowered.plan.at_location(location);
-            let mut held = Held {
+            let mut constant = Constant {
                 value: *id,
                 view: view.clone(),
                 elements: buffer.map(Buffer::elements),
                 tensor: Tensor::zeros(0, value.dtype, device)?,
             };
-            held.tensor = held.read(function, device, true)?;
-            Ok(Argument::Held(held))
+            constant.tensor = constant.read(function, device, true)?;
+            Ok(Argument::Constant(constant))
         });
         let all = all.collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -125,10 +125,10 @@ impl Arguments {
         device: &Device,
     ) -> Result<()> {
         for argument in &self.all {
-            if let Argument::Held(held) = argument
-                && !are_equal(&held.read(function, device, true)?, &held.tensor)?
+            if let Argument::Constant(constant) = argument
+                && !are_equal(&constant.read(function, device, true)?, &constant.tensor)?
             {
-                return Err(changed(function, held.value));
+                return Err(constant_changed(function, constant.value));
             }
         }
         for ((operand, dtype), table) in self.tables.iter().zip(plan.tables()) {
@@ -138,7 +138,7 @@ impl Arguments {
                 .map(|x| x.to_bits())
                 .eq(table.iter().map(|x| x.to_bits()))
             {
-                return Err(changed(function, operand.value));
+                return Err(constant_changed(function, operand.value));
             }
         }
         Ok(())
@@ -149,36 +149,41 @@ impl Arguments {
             Argument::Input {
                 name, shape, dtype, ..
             } => Some((name.as_str(), (&shape[..], *dtype))),
-            Argument::Held(_) => None,
+            Argument::Constant(_) => None,
         })
     }
 
-    pub fn reads(&self, name: &str) -> bool {
+    pub fn reads_input(&self, name: &str) -> bool {
         self.inputs().any(|(input, _)| input == name)
     }
 
     /// Returns whether a batch has exactly the inputs that the plan reads, in the planned shapes and dtypes (i64 is
     /// also accepted for ids).
-    pub fn take(&self, batch: &Batch) -> bool {
-        let are_read = batch.inputs().all(|(name, _)| self.reads(name));
+    pub fn accepts(&self, batch: &Batch) -> bool {
+        let are_read = batch.inputs().all(|(name, _)| self.reads_input(name));
         are_read
             && self.inputs().all(|(name, planned)| {
                 let mut given = batch.inputs();
                 let is_it = |(other, tensor): (&str, &Tensor)| {
-                    other == name && self.takes(name, planned, tensor)
+                    other == name && self.accepts_input(name, planned, tensor)
                 };
                 name == DROPOUT || given.any(is_it)
             })
     }
 
-    fn takes(&self, name: &str, (shape, dtype): (&[usize], DType), tensor: &Tensor) -> bool {
+    fn accepts_input(
+        &self,
+        name: &str,
+        (shape, dtype): (&[usize], DType),
+        tensor: &Tensor,
+    ) -> bool {
         let are_ids =
             |(input, check): &(String, Check)| input == name && matches!(check, Check::Ids { .. });
         let may_be_wide = || self.checks.iter().any(are_ids) && tensor.dtype() == DType::I64;
         tensor.dims() == shape && (tensor.dtype() == dtype || may_be_wide())
     }
 
-    /// Checks that the plan [accepts](Self::take) the batch that it was made for. The shape of the output's gradient is
+    /// Checks that the plan [accepts](Self::accepts) the batch that it was made for. The shape of the output's gradient is
     /// not known before the plan is made.
     ///
     /// # Errors
@@ -189,7 +194,7 @@ impl Arguments {
         let shape_of = |dims: &[usize], dtype: DType| format!("{dims:?} in {}", dtype.as_str());
         for (name, planned) in self.inputs() {
             if let Some((_, tensor)) = batch.inputs().find(|(other, _)| *other == name)
-                && !self.takes(name, planned, tensor)
+                && !self.accepts_input(name, planned, tensor)
             {
                 return Err(Error::Shape {
                     op: self.op,
@@ -197,7 +202,7 @@ impl Arguments {
                     got: shape_of(tensor.dims(), tensor.dtype()),
                     hint: match name {
                         D_OUTPUT => "pass a gradient of the output's shape and dtype".into(),
-                        _ => "pass what the function reads of it, or plan for another shape".into(),
+                        _ => "pass the planned shape and dtype, or plan for this one".into(),
                     },
                 });
             }
@@ -210,24 +215,24 @@ impl Arguments {
     /// # Errors
     /// [`Error::Order`].
     fn check_names(&self, batch: &Batch) -> Result<()> {
-        let Some((other, _)) = batch.inputs().find(|(name, _)| !self.reads(name)) else {
+        let Some((other, _)) = batch.inputs().find(|(name, _)| !self.reads_input(name)) else {
             return Ok(());
         };
         let names: Vec<&str> = self.inputs().map(|(name, _)| name).collect();
         Err(Error::Order {
             op: self.op,
-            problem: format!("{other:?} is no input that the loss reads"),
+            problem: format!("{other:?} is not an input of the loss"),
             hint: format!("it reads {}", names.join(", ")),
         })
     }
 
-    /// Returns the argument tensors of a run with a batch that the plan [accepts](Self::take). On a GPU an input is
+    /// Returns the argument tensors of a run with a batch that the plan [accepts](Self::accepts). On a GPU an input is
     /// copied to its fixed address. Otherwise it is used in place if it is contiguous, 16-byte aligned and not part of
     /// a parameter.
     ///
     /// # Errors
     /// Another device than planned; ids out of bounds.
-    pub fn given(
+    pub fn run_tensors(
         &self,
         batch: &Batch,
         device: &Device,
@@ -242,11 +247,11 @@ impl Arguments {
                     hint: "pass it to run".into(),
                 });
             };
-            if graph::is_hollow(tensor) {
+            if graph::is_meta(tensor) {
                 return Err(Error::Order {
                     op,
-                    problem: format!("the input {name:?} is hollow"),
-                    hint: "hollow tensors are for plans; pass a real one to run".into(),
+                    problem: format!("the input {name:?} is a meta tensor"),
+                    hint: "meta tensors are for plans; pass a tensor with data to run".into(),
                 });
             }
             if !tensor.device().is_cpu() {
@@ -261,7 +266,7 @@ impl Arguments {
         let mut inputs = inputs.collect::<Result<Vec<_>>>()?.into_iter(); // all are checked before one is copied
         let all = self.all.iter().map(|argument| {
             let (dtype, copy, tensor) = match (argument, &mut inputs) {
-                (Argument::Held(held), _) => return Ok(held.tensor.clone()),
+                (Argument::Constant(constant), _) => return Ok(constant.tensor.clone()),
                 (Argument::Input { dtype, copy, .. }, inputs) => (*dtype, copy, inputs.next()),
             };
             let Some(tensor) = tensor else {
@@ -276,10 +281,10 @@ impl Arguments {
                 let tensor = tensor.to_device(device)?;
                 let storage = storage_address(&tensor);
                 let mut parameters = parameters.iter();
-                let is_lent = parameters.any(|(_, var)| storage_address(var) == storage);
+                let shares_parameter = parameters.any(|(_, var)| storage_address(var) == storage);
                 let start = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
                 // Parameters are borrowed mutably, and kernels move 16 bytes at a time.
-                return Ok(match is_lent || !start.is_multiple_of(16) {
+                return Ok(match shares_parameter || !start.is_multiple_of(16) {
                     true => tensor.force_contiguous()?,
                     false => tensor,
                 });
@@ -305,12 +310,12 @@ fn are_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(least.to_scalar::<u8>()? == 1)
 }
 
-fn changed(function: &TracedFunction, id: ValueId) -> Error {
+fn constant_changed(function: &TracedFunction, id: ValueId) -> Error {
     let value = function.graph.value(id);
     let mut nodes = function.graph.nodes();
     let reader = nodes.find(|node| node.reads_value(id));
     let reader = reader.map_or("the output", |node| &node.path);
-    changed_since(
+    changed_since_trace(
         function.op,
         format!(
             "the constant {:?} in {} that {reader} reads",
@@ -321,7 +326,7 @@ fn changed(function: &TracedFunction, id: ValueId) -> Error {
 }
 
 /// Returns the error for a captured value that differs from the one that was planned with.
-pub(super) fn changed_since(op: &'static str, what: String) -> Error {
+pub(super) fn changed_since_trace(op: &'static str, what: String) -> Error {
     Error::Order {
         op,
         problem: format!("the function has changed since it was traced: {what}"),
@@ -395,7 +400,9 @@ fn checks(
                         inputs.push(check);
                     }
                 }
-                Argument::Held(held) => checked(op, &held.read(function, device, false)?, *check)?,
+                Argument::Constant(constant) => {
+                    checked(op, &constant.read(function, device, false)?, *check)?
+                }
             }
         }
     }

@@ -30,7 +30,7 @@ pub(super) const D_OUTPUT: &str = "d_output";
 #[derive(Clone, Debug)]
 pub struct Batch {
     inputs: Vec<(String, Tensor)>,
-    counted: Option<usize>,
+    counted_targets: Option<usize>,
 }
 
 impl Batch {
@@ -39,16 +39,16 @@ impl Batch {
         let inputs = inputs.into_iter();
         Self {
             inputs: inputs.map(|(name, x)| (name.into(), x.clone())).collect(),
-            counted: None,
+            counted_targets: None,
         }
     }
 
     /// Sets the number of targets that count, that is, that are not ignored. The loss must then be a sum over these.
     /// The step's loss is the mean over all targets that count, of all micro-batches and ranks; gradients are those of
     /// this mean.
-    pub fn counting(self, targets: usize) -> Self {
+    pub fn with_counted_targets(self, targets: usize) -> Self {
         Self {
-            counted: Some(targets),
+            counted_targets: Some(targets),
             ..self
         }
     }
@@ -65,7 +65,7 @@ impl Batch {
     /// let device = tallow::device("cpu")?;
     /// let tokens = Tensor::new(&[[1u32, 2, 0, 3]], &device)?; // (B, T)
     /// let targets = Tensor::new(&[[2i64, 0, 3, -100]], &device)?; // (B, T)
-    /// assert_eq!(Batch::masked(&tokens, &targets, Some(0), Some(-100))?.counted(), Some(2));
+    /// assert_eq!(Batch::masked(&tokens, &targets, Some(0), Some(-100))?.counted_targets(), Some(2));
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
@@ -79,8 +79,8 @@ impl Batch {
         separator: Option<u32>,
         ignore_index: Option<i64>,
     ) -> Result<Self> {
-        if graph::is_hollow(tokens) {
-            return Self::masked_hollow(tokens, targets, separator, ignore_index);
+        if graph::is_meta(tokens) {
+            return Self::masked_meta(tokens, targets, separator, ignore_index);
         }
         let Some(masked) = MaskedTargets::of(tokens, targets, separator, ignore_index)? else {
             return Ok((tokens, targets).into());
@@ -88,10 +88,10 @@ impl Batch {
         let first_keys = masked.first_keys.as_ref();
         let first_keys = first_keys.map(|keys| ("first_keys", keys.tensor()));
         let inputs = [("tokens", tokens), ("targets", &masked.targets)];
-        Ok(Self::new(inputs.into_iter().chain(first_keys)).counting(masked.counted))
+        Ok(Self::new(inputs.into_iter().chain(first_keys)).with_counted_targets(masked.counted))
     }
 
-    fn masked_hollow(
+    fn masked_meta(
         tokens: &Tensor,
         targets: &Tensor,
         separator: Option<u32>,
@@ -106,7 +106,7 @@ impl Batch {
             None => batch,
         };
         Ok(match separator.is_some() || ignore_index.is_some() {
-            true => batch.counting(0), // the plan does not depend on the number
+            true => batch.with_counted_targets(0), // the plan does not depend on the number
             false => batch,
         })
     }
@@ -115,14 +115,14 @@ impl Batch {
     ///
     /// # Errors
     /// Those of [`graph::input`](crate::graph::input()).
-    pub fn hollow(batch_size: usize, sequence_length: usize) -> Result<Self> {
+    pub fn meta(batch_size: usize, sequence_length: usize) -> Result<Self> {
         let input = |name| graph::input(name, (batch_size, sequence_length), DType::U32);
         Ok((&input("tokens")?, &input("targets")?).into())
     }
 
-    /// Returns the number of targets that count, if it was [set](Self::counting).
-    pub fn counted(&self) -> Option<usize> {
-        self.counted
+    /// Returns the number of targets that count, if it was [set](Self::with_counted_targets).
+    pub fn counted_targets(&self) -> Option<usize> {
+        self.counted_targets
     }
 
     pub(super) fn inputs(&self) -> impl Iterator<Item = (&str, &Tensor)> {
@@ -179,9 +179,9 @@ impl From<&Batch> for Batch {
 #[derive(Debug)]
 pub struct Inputs {
     op: &'static str,
-    hollow: Vec<(String, Tensor)>,
+    meta: Vec<(String, Tensor)>,
     drops: bool,
-    are_counted: bool,
+    sums_targets: bool,
 }
 
 impl Inputs {
@@ -193,7 +193,7 @@ impl Inputs {
         micro_batches: usize,
         drops: bool,
     ) -> Result<Self> {
-        let hollow = batch.inputs().map(|(name, x)| {
+        let meta = batch.inputs().map(|(name, x)| {
             let mut shape = x.dims().to_vec();
             match shape.first_mut() {
                 _ if micro_batches == 1 => {}
@@ -211,9 +211,9 @@ impl Inputs {
         });
         Ok(Self {
             op,
-            hollow: hollow.collect::<Result<_>>()?,
+            meta: meta.collect::<Result<_>>()?,
             drops,
-            are_counted: batch.counted.is_some(),
+            sums_targets: batch.counted_targets.is_some(),
         })
     }
 
@@ -223,7 +223,7 @@ impl Inputs {
     /// [`Error::Order`] if the batch has none.
     pub fn get(&self, name: &str) -> Result<Tensor> {
         self.find(name).ok_or_else(|| {
-            let names: Vec<&str> = self.hollow.iter().map(|(name, _)| name.as_str()).collect();
+            let names: Vec<&str> = self.meta.iter().map(|(name, _)| name.as_str()).collect();
             Error::Order {
                 op: self.op,
                 problem: format!("no tensor for the input {name:?}"),
@@ -234,7 +234,7 @@ impl Inputs {
 
     /// Returns the input with this name, or `None` if the batch has none.
     pub fn find(&self, name: &str) -> Option<Tensor> {
-        let mut all = self.hollow.iter();
+        let mut all = self.meta.iter();
         all.find(|(other, _)| other == name).map(|(_, x)| x.clone())
     }
 
@@ -248,8 +248,8 @@ impl Inputs {
         key.transpose()
     }
 
-    /// Returns whether the loss must be a sum over targets, because the batch [counts them](Batch::counting).
-    pub fn are_counted(&self) -> bool {
-        self.are_counted
+    /// Returns whether the loss must be a sum over targets, because the batch [counts them](Batch::with_counted_targets).
+    pub fn sums_targets(&self) -> bool {
+        self.sums_targets
     }
 }

@@ -15,7 +15,7 @@ use candle_core::DType;
 ///
 /// If the configured plan does not fit, these are tried in order: recompute the sums of as few norms as possible;
 /// recompute the sums of all norms, and gate and up of as few blocks as possible; recompute the blocks of each of
-/// `others`. `least_bytes` is a lower bound of every plan.
+/// `others`. `lower_bound` is a lower bound of every plan.
 ///
 /// # Errors
 /// Errors of `plan`; a budget that no plan fits.
@@ -23,15 +23,15 @@ pub(super) fn plan(
     config: &StepConfig,
     configured: Checkpointing,
     others: impl IntoIterator<Item = Checkpointing>,
-    least_bytes: u64,
+    lower_bound: u64,
     plan: impl Fn(Checkpointing, Recompute) -> Result<Planned>,
 ) -> Result<(Planned, Checkpointing)> {
     let nothing = Checkpointing::None;
     if let Some(budget_bytes) = config.memory_budget_bytes
-        && budget_bytes < least_bytes
+        && budget_bytes < lower_bound
     {
         let what =
-            format!("at least {least_bytes}, a lower bound of what a plan for these sizes needs");
+            format!("at least {lower_bound}, a lower bound of what a plan for these sizes needs");
         return Err(refused(config, what, budget_bytes));
     }
     let first = plan(configured, Recompute::default())?;
@@ -95,20 +95,20 @@ fn refused(config: &StepConfig, expected: String, budget_bytes: u64) -> Error {
 }
 
 /// Returns a lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a training step on tokens (B, T).
-pub(super) fn least_of_step(
+pub(super) fn step_lower_bound(
     model: &TransformerConfig,
     config: &StepConfig,
     tokens: [usize; 2],
 ) -> Result<u64> {
-    let least = least(model, config, tokens)?;
+    let least = lower_bounds(model, config, tokens)?;
     // 8 bytes: a parameter in f32 and its two moments, in bf16 at least.
-    let total = 8.0 * least.parameters + least.of_step + least.ids_and_tables;
+    let total = 8.0 * least.parameters + least.step_bytes + least.ids_and_tables;
     Ok(total as u64) // saturates
 }
 
 /// Returns a lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a forward pass to logits alone.
 #[cfg(feature = "report")]
-pub(crate) fn least_of_forward(
+pub(crate) fn forward_lower_bound(
     model: &TransformerConfig,
     tokens: [usize; 2],
     precision: crate::precision::Precision,
@@ -117,31 +117,35 @@ pub(crate) fn least_of_forward(
         precision,
         ..Default::default()
     };
-    let least = least(model, &config, tokens)?;
-    let total = 4.0 * least.parameters + least.of_forward + least.ids_and_tables;
+    let least = lower_bounds(model, &config, tokens)?;
+    let total = 4.0 * least.parameters + least.forward_bytes + least.ids_and_tables;
     Ok(total as u64) // saturates
 }
 
 /// Returns a lower bound of [`Plan::peak_bytes`](super::Plan::peak_bytes) of a training step on tokens (B, T).
-pub(super) fn arena_of_step(
+pub(super) fn step_arena_lower_bound(
     model: &TransformerConfig,
     config: &StepConfig,
     tokens: [usize; 2],
 ) -> Result<u64> {
-    Ok(least(model, config, tokens)?.of_step as u64) // saturates
+    Ok(lower_bounds(model, config, tokens)?.step_bytes as u64) // saturates
 }
 
 /// Lower bounds: the number of parameter elements, and bytes of the rest.
-struct Least {
+struct LowerBounds {
     parameters: f64,
     /// The larger of gradients and of activations of the blocks that are not recomputed.
-    of_step: f64,
+    step_bytes: f64,
     /// The residual stream and logits.
-    of_forward: f64,
+    forward_bytes: f64,
     ids_and_tables: f64,
 }
 
-fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> Result<Least> {
+fn lower_bounds(
+    model: &TransformerConfig,
+    config: &StepConfig,
+    tokens: [usize; 2],
+) -> Result<LowerBounds> {
     model.validate()?;
     let [b, t] = tokens.map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
@@ -179,11 +183,11 @@ fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> 
         false => 4.0 * parameters,
         true => 0.0,
     };
-    Ok(Least {
+    Ok(LowerBounds {
         parameters,
         // Gradients reuse the memory of activations.
-        of_step: gradients.max(kept_blocks as f64 * block) + 4.0 * rows,
-        of_forward: 4.0 * rows * d + width * rows * model.vocab_size as f64,
+        step_bytes: gradients.max(kept_blocks as f64 * block) + 4.0 * rows,
+        forward_bytes: 4.0 * rows * d + width * rows * model.vocab_size as f64,
         ids_and_tables,
     })
 }

@@ -104,17 +104,17 @@ fn run_probed(
     let operands = |operands: &Named<BufferRange>| operands.map(|operand| shape(plan, operand));
     let (reads, writes) = (operands(&call.reads), operands(&call.writes));
     if let Some(written) = writes.first() {
-        let inputs: Vec<probe::Operand<'_>> = reads.iter().map(probed).collect();
+        let inputs: Vec<probe::Operand<'_>> = reads.iter().map(operand_of).collect();
         let operands = probe::Operands {
             inputs: &inputs,
-            output: probed(written),
+            output: operand_of(written),
         };
         range.leave_costing(operands, plan.cost_of(call));
     }
     Ok(next)
 }
 
-fn probed((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
+fn operand_of((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
     probe::Operand {
         dims,
         dtype: *dtype,
@@ -236,8 +236,8 @@ mod tests {
                     ranks,
                     ..Default::default()
                 };
-                let batch = Batch::hollow(4 * accumulation, 256).unwrap();
-                let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch).unwrap();
+                let batch = Batch::meta(4 * accumulation, 256).unwrap();
+                let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch).unwrap();
                 let all = plan.per_micro_batch().start..plan.calls().len();
                 let whole = [plan.per_micro_batch(), plan.per_micro_batch().end..all.end];
                 let expected = groups(&plan, whole.clone());

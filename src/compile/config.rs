@@ -115,7 +115,7 @@ pub struct StepConfig {
     /// [`Step::run_scaled`](super::Step::run_scaled).
     pub loss_scaling: bool,
     /// The number of micro-batches of a step. Each input has them stacked in its first dimension. The step's loss is
-    /// the mean of their losses with equal weights. For a [batch that counts its targets](super::Batch::counting) it is
+    /// the mean of their losses with equal weights. For a [batch that counts its targets](super::Batch::with_counted_targets) it is
     /// the mean over all targets that count.
     pub accumulation: usize,
     /// The maximum size of the arena in training. If a plan needs more, backward recomputes as little as possible, in
@@ -141,7 +141,7 @@ pub struct StepConfig {
     pub retrace_every: Option<NonZeroUsize>,
     /// The ranks that run the step together. Several ranks are not supported with an optimizer in backward.
     /// [`Step::replicated`](super::Step::replicated) and [`fully_sharded`](super::Step::fully_sharded) set this field.
-    /// For [`Step::plan_of`](super::Step::plan_of) it selects the rank to plan for.
+    /// For [`Step::plan_for_model`](super::Step::plan_for_model) it selects the rank to plan for.
     pub ranks: StepRanks,
 }
 
@@ -211,13 +211,13 @@ impl StepConfig {
         }
         check_precision(CONFIG, self.precision)?;
         self.ranks.validate()?;
-        let beside = [
+        let conflicts = [
             (self.clip_norm.is_some(), "false with clip_norm"),
             (self.accumulation > 1, "false with accumulation"),
             (self.loss_scaling, "false with loss_scaling"),
             (self.ranks != StepRanks::Alone, "false with several ranks"),
         ];
-        let beside = beside.into_iter().find(|(is_there, _)| *is_there);
+        let beside = conflicts.into_iter().find(|(is_there, _)| *is_there);
         match beside {
             Some((_, expected)) if self.optimizer_in_backward => {
                 let hint = "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients \
@@ -235,8 +235,8 @@ pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Res
     if precision.regime() != Regime::Full && !precision.drops_casts() {
         return Ok(());
     }
-    let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
-                your own by backward and AdamW::step";
+    let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train with an eager \
+                loop: backward and AdamW::step";
     Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", hint))
 }
 

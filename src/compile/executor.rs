@@ -18,7 +18,7 @@ use candle_core::{Device, Shape, Storage, Tensor, Var, WithDType};
 pub(super) enum Executor {
     Cpu(cpu::Executor),
     #[cfg(feature = "cuda")]
-    Gpu(Box<cuda::Undisturbed>),
+    Gpu(Box<cuda::SerializedDrop>),
 }
 
 impl Executor {
@@ -29,7 +29,7 @@ impl Executor {
     pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::Undisturbed::new(plan, gpu)?))),
+            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::SerializedDrop::new(plan, gpu)?))),
             _ => Ok(Self::Cpu(cpu::Executor::new(plan)?)),
         }
     }
@@ -52,13 +52,13 @@ impl Executor {
     /// Runs the calls before the micro-batches and those of every micro-batch: all except the update.
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         match self {
-            Self::Cpu(executor) => on_cpu(tensors, |lent| {
+            Self::Cpu(executor) => on_cpu(tensors, |external| {
                 let controls = Controls {
                     communicator: tensors.communicator,
                     loss_divisor: tensors.loss_divisor,
                     ..Default::default()
                 };
-                executor.run_micro_batches(plan, lent, &controls)
+                executor.run_micro_batches(plan, external, &controls)
             }),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run_micro_batches(plan, tensors),
@@ -85,7 +85,9 @@ impl Executor {
             loss_divisor: tensors.loss_divisor,
         };
         match self {
-            Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),
+            Self::Cpu(executor) => {
+                on_cpu(tensors, |external| executor.run(plan, external, &controls))
+            }
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run(plan, tensors, &controls),
         }
@@ -219,8 +221,8 @@ fn on_cpu<R>(
     let updates = tensors.updates.iter();
     let moments = updates.flat_map(|planned| &planned.moments).flatten();
     let all: Vec<&Tensor> = parameters.chain(moments).chain(tensors.output).collect();
-    with_all_mut_bytes(&all, |lent| {
-        let (parameters, mut rest) = lent.split_at(tensors.parameters.len());
+    with_all_mut_bytes(&all, |external| {
+        let (parameters, mut rest) = external.split_at(tensors.parameters.len());
         let moments = tensors.updates.iter().map(|planned| {
             let (own, others) = rest.split_at(planned.moments.iter().flatten().count());
             rest = others;

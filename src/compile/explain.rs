@@ -64,20 +64,20 @@ impl Plan {
         let bytes: f64 = calls()
             .map(|(i, call)| {
                 let bytes: u64 = self.bytes_read_and_written(call).iter().sum();
-                self.times(i) as f64 * bytes as f64
+                self.runs_per_step(i) as f64 * bytes as f64
             })
             .sum();
-        let products = calls().filter(|(_, call)| call.op.is_product());
+        let products = calls().filter(|(_, call)| call.op.is_matmul());
         let mut notes = vec![
             format!(
-                "{} calls, {} of them matrix products; {:.2} GFLOP and {:.2} GB of operands a step.",
+                "{} calls, {} of them matmuls; {:.2} GFLOP and {:.2} GB of operands a step.",
                 self.calls().len(),
                 products.count(),
                 self.flops() / 1e9,
                 bytes / 1e9,
             ),
             format!(
-                "Besides products {:.2} GFLOP: norms, softmax and the like, by the ops' formulas, without the update.",
+                "Without matmuls {:.2} GFLOP: norms, softmax and the like, by the ops' formulas, without the update.",
                 self.other_flops() / 1e9
             ),
             format!(
@@ -91,14 +91,14 @@ impl Plan {
                         .map(|b| b.bytes())
                         .sum()
                 ),
-                format_mib(self.busiest_bytes()),
+                format_mib(self.max_live_bytes()),
             ),
         ];
         if self.workspace_bytes() > 0 {
             let workspace = format_mib(self.workspace_bytes());
             notes.push(format!(
-                "Workspace: {workspace} beside the arena, for what cuBLASLt, an update's tables or a forward's logits \
-                 take."
+                "Workspace: {workspace} outside of the arena, for cuBLASLt, an update's tables or a forward's \
+                 logits."
             ));
         }
         if self.micro_batches() > 1 {
@@ -115,7 +115,7 @@ impl Plan {
             format!("{} {}", category.name(), format_mib(bytes))
         });
         let categories: Vec<String> = categories.collect();
-        notes.push(format!("At most at once: {}.", categories.join(", ")));
+        notes.push(format!("Maximum live: {}.", categories.join(", ")));
         notes
     }
 }
@@ -127,7 +127,7 @@ fn columns() -> Vec<Column> {
         Column::text("path", "Where"),
         Column::text("op", "Op"),
         Column::text("sizes", "Sizes"),
-        Column::number("flops", "Products", "MFLOP", 1).scaled(1e6),
+        Column::number("flops", "Matmuls", "MFLOP", 1).scaled(1e6),
         Column::number("bytes", "Operands", "MB", 2).scaled(1e6),
         Column::text("reads", "Reads (@ offset in the arena)"),
         Column::text("writes", "Writes"),

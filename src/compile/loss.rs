@@ -41,7 +41,7 @@ impl Loss<'_> {
                 false => None,
             },
         };
-        match inputs.are_counted() {
+        match inputs.sums_targets() {
             true => model.sum_of_losses(&tokens, &targets, &context),
             false => model.loss_with(&tokens, &targets, &context, None),
         }
@@ -78,7 +78,7 @@ impl fmt::Debug for Loss<'_> {
     }
 }
 
-pub(super) struct Job<'j> {
+pub(super) struct PlanRequest<'j> {
     pub op: &'static str,
     pub kind: PlanKind,
     pub target: Target,
@@ -89,7 +89,7 @@ pub(super) struct Job<'j> {
     pub config: &'j StepConfig,
 }
 
-impl Job<'_> {
+impl PlanRequest<'_> {
     /// Returns the plan for a batch of these shapes, and the blocks that it recomputes: those that the model
     /// configures, or others to fit the budget.
     ///
@@ -121,7 +121,7 @@ impl Job<'_> {
             self.config,
             configured,
             others,
-            self.least_bytes(batch)?,
+            self.memory_lower_bound(batch)?,
             |checkpointing, recompute| {
                 traced(checkpointing)?.plan(self.kind, self.config, recompute)
             },
@@ -138,7 +138,7 @@ impl Job<'_> {
     }
 
     /// Returns a lower bound of the arena, in bytes, or 0 if the loss is not a known model's.
-    fn least_bytes(&self, batch: &Batch) -> Result<u64> {
+    fn memory_lower_bound(&self, batch: &Batch) -> Result<u64> {
         let tokens = batch.inputs().find(|(name, _)| *name == "tokens");
         match (
             self.loss,
@@ -147,7 +147,7 @@ impl Job<'_> {
         ) {
             (Loss::Model(model), PlanKind::TrainStep, Some([rows, length])) => {
                 let sizes = [rows / self.config.accumulation, *length];
-                budget::arena_of_step(model.config(), self.config, sizes)
+                budget::step_arena_lower_bound(model.config(), self.config, sizes)
             }
             _ => Ok(0),
         }
@@ -174,9 +174,9 @@ impl Job<'_> {
                 let weights = weights.map(|(name, var)| (name.as_str(), var.as_tensor()));
                 TracedFunction::new(self.op, self.target, weights, loss)
             }
-            None => TracedFunction::of_hollow_weights(self.op, self.target, loss),
+            None => TracedFunction::with_meta_weights(self.op, self.target, loss),
         })?;
-        if inputs.are_counted() {
+        if inputs.sums_targets() {
             function.reduction = Reduction::Sum;
         }
         Ok(function)
@@ -187,7 +187,7 @@ impl Job<'_> {
 ///
 /// # Errors
 /// An invalid configuration; a sequence that is longer than the model's context.
-pub(crate) fn hollow_model(
+pub(crate) fn meta_model(
     model: &TransformerConfig,
     sequence_length: usize,
 ) -> Result<TransformerLM> {

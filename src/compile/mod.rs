@@ -18,7 +18,7 @@
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?;
 //! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-//! let mut step = Step::of(&model, &optimizer, &StepConfig { clip_norm: Some(1.0), ..Default::default() })?;
+//! let mut step = Step::for_model(&model, &optimizer, &StepConfig { clip_norm: Some(1.0), ..Default::default() })?;
 //!
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
@@ -29,7 +29,7 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! A plan is made from a [trace](crate::graph::trace()). [`Step::of`] traces a
+//! A plan is made from a [trace](crate::graph::trace()). [`Step::for_model`] traces a
 //! [`TransformerLM`](crate::model::TransformerLM), [`Step::new`] any loss. [`Step::forward`] runs forward alone, for
 //! evaluation. [`Step::without_optimizer`] accepts any function; [`Step::forward_backward_from`] is then passed the
 //! gradient of its output.
@@ -133,14 +133,14 @@ pub use crate::graph::Target;
 pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use batch::{Batch, Inputs};
 #[cfg(feature = "report")]
-pub(crate) use budget::least_of_forward;
+pub(crate) use budget::forward_lower_bound;
 pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanKind, StepConfig, StepRanks};
 #[cfg(feature = "train")]
 pub(crate) use config::{check_clip_value, check_precision};
-pub use costs::PartCost;
+pub use costs::GroupCost;
 #[cfg(feature = "report")]
-pub(crate) use loss::hollow_model;
+pub(crate) use loss::meta_model;
 pub use op::Op;
 pub use phase_times::PhaseTimes;
 pub use plan::{BufferRange, Call, Phase, Plan};

@@ -145,8 +145,8 @@ impl Op {
     }
 
     /// Returns whether it is a matmul and nothing else.
-    pub fn is_product(&self) -> bool {
-        self.kernel().is_some_and(Kernel::is_product)
+    pub fn is_matmul(&self) -> bool {
+        self.kernel().is_some_and(Kernel::is_matmul)
     }
 
     /// Returns the FLOPs of its matmuls: the model's work as counted by [`flops`](crate::model::flops), whatever the
@@ -258,7 +258,7 @@ pub struct Call {
     pub phase: Phase,
     /// The index of its entry in [`Plan::costs`](super::Plan::costs). `None` for the mean loss and its gradient, for
     /// initial copies of weights, and for the update.
-    pub part: Option<usize>,
+    pub cost_index: Option<usize>,
     /// The operands that are read, by the op's names.
     pub reads: Named<BufferRange>,
     /// The operands that are written, by the op's names.

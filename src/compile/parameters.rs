@@ -53,7 +53,7 @@ pub(super) fn check(
 
 /// Checks that every tensor that is borrowed mutably is alone on its storage; otherwise locking the second would
 /// deadlock. Arguments must not share these storages either.
-pub(super) fn check_apart(
+pub(super) fn check_disjoint(
     op: &'static str,
     parameters: &[(String, Var)],
     updates: &[PlannedUpdate],
@@ -66,8 +66,8 @@ pub(super) fn check_apart(
         .iter()
         .flat_map(|planned| &planned.moments)
         .flatten();
-    let mut lent = parameters.chain(state);
-    if !lent.all(|tensor| storages.insert(storage_address(tensor))) {
+    let mut exclusive = parameters.chain(state);
+    if !exclusive.all(|tensor| storages.insert(storage_address(tensor))) {
         let problem = "parameters or their optimizer state share a storage";
         return refuse(problem, "give each a variable of its own");
     }

@@ -33,14 +33,14 @@ pub(super) struct PhaseClock<M> {
     /// The phase of each call, by index.
     parts: Vec<Part>,
     /// The start of each piece and its phase; `None` marks the end of the pieces before it.
-    moments: Vec<(Option<Part>, M)>,
+    times: Vec<(Option<Part>, M)>,
 }
 
 impl<M> PhaseClock<M> {
     pub fn new(plan: &Plan) -> Self {
         Self {
             parts: parts(plan),
-            moments: Vec::new(),
+            times: Vec::new(),
         }
     }
 
@@ -55,22 +55,22 @@ impl<M> PhaseClock<M> {
     }
 
     pub fn start(&mut self) {
-        self.moments.clear();
+        self.times.clear();
     }
 
     pub fn begins(&mut self, first: usize, now: M) {
-        self.moments.push((Some(self.parts[first]), now));
+        self.times.push((Some(self.parts[first]), now));
     }
 
     /// Marks the end of the last piece, if no other follows immediately.
     pub fn ends(&mut self, now: M) {
-        self.moments.push((None, now));
+        self.times.push((None, now));
     }
 
     /// Returns the phase times of the last run, or `None` before the first.
     pub fn times(&self, ms: impl Fn(&M, &M) -> Result<f64>) -> Result<Option<PhaseTimes>> {
         let mut times = PhaseTimes::default();
-        for pair in self.moments.windows(2) {
+        for pair in self.times.windows(2) {
             let [(part, begin), (_, end)] = pair else {
                 continue;
             };
@@ -82,7 +82,7 @@ impl<M> PhaseClock<M> {
             };
             *sum += ms(begin, end)?;
         }
-        Ok((!self.moments.is_empty()).then_some(times))
+        Ok((!self.times.is_empty()).then_some(times))
     }
 }
 
@@ -123,8 +123,8 @@ mod tests {
             ..Default::default()
         };
         let (batch_size, sequence_length) = (2, 400);
-        let batch = Batch::hollow(batch_size, sequence_length).unwrap();
-        let plan = Step::plan_of(&Device::Cpu, &config, &Default::default(), batch);
+        let batch = Batch::meta(batch_size, sequence_length).unwrap();
+        let plan = Step::plan_for_model(&Device::Cpu, &config, &Default::default(), batch);
         let (plan, _) = plan.unwrap();
         let losses = plan.calls().iter();
         let losses = losses.filter(|call| call.phase == Phase::LossGradient);
@@ -148,7 +148,7 @@ mod tests {
                 Part::Forward,
                 Part::Optimizer,
             ],
-            moments: Vec::new(),
+            times: Vec::new(),
         };
         let ms = |from: &f64, to: &f64| Ok(to - from);
         assert_eq!(clock.times(ms).unwrap(), None);

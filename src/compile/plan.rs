@@ -2,7 +2,7 @@
 
 use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Location};
-use super::costs::{self, PartCost};
+use super::costs::{self, GroupCost};
 use super::op::Op;
 pub use super::op::{BufferRange, Call, Phase};
 use crate::ops::lowering::Workspace;
@@ -14,7 +14,7 @@ use std::ops::Range;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     calls: Vec<Call>,
-    pub(super) parts: Vec<PartCost>,
+    pub(super) group_costs: Vec<GroupCost>,
     buffers: Vec<Buffer>,
     tables: Vec<Vec<f32>>,
     runs: Runs,
@@ -37,7 +37,7 @@ impl Plan {
     /// plan and the new id of each buffer.
     pub(super) fn new(
         mut calls: Vec<Call>,
-        parts: Vec<PartCost>,
+        group_costs: Vec<GroupCost>,
         mut buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
         runs: Runs,
@@ -91,12 +91,12 @@ impl Plan {
                 buffer.category = Category::Activation;
             }
         }
-        let parts = costs::of_calls(parts, &mut calls);
-        let (calls, numbers) = leave_out_unused(calls, &mut buffers);
+        let group_costs = costs::remove_unused_groups(group_costs, &mut calls);
+        let (calls, numbers) = remove_unused_buffers(calls, &mut buffers);
         let arena_bytes = arena::place(&mut buffers);
         let plan = Self {
             calls,
-            parts,
+            group_costs,
             buffers,
             tables,
             runs,
@@ -213,25 +213,28 @@ impl Plan {
         let buffers = || self.buffers.iter().filter(|b| b.category == category);
         let elsewhere = buffers().filter(|buffer| !buffer.is_in_arena());
         elsewhere.map(Buffer::bytes).sum::<u64>()
-            + self.most_alive(|buffer| buffer.category == category)
+            + self.max_live(|buffer| buffer.category == category)
     }
 
     /// Returns the maximum of arena bytes that are live at one call: a lower bound for any placement.
-    pub fn busiest_bytes(&self) -> u64 {
-        self.most_alive(|_| true)
+    pub fn max_live_bytes(&self) -> u64 {
+        self.max_live(|_| true)
     }
 
-    pub(crate) fn busiest_call(&self) -> usize {
-        self.alive(|_| true)
+    pub(crate) fn max_live_call(&self) -> usize {
+        self.live_by_call(|_| true)
             .max_by_key(|(_, bytes)| *bytes)
             .map_or(0, |(call, _)| call)
     }
 
-    fn most_alive(&self, of: impl Fn(&Buffer) -> bool) -> u64 {
-        self.alive(of).map(|(_, bytes)| bytes).max().unwrap_or(0)
+    fn max_live(&self, of: impl Fn(&Buffer) -> bool) -> u64 {
+        self.live_by_call(of)
+            .map(|(_, bytes)| bytes)
+            .max()
+            .unwrap_or(0)
     }
 
-    fn alive(&self, of: impl Fn(&Buffer) -> bool) -> impl Iterator<Item = (usize, u64)> {
+    fn live_by_call(&self, of: impl Fn(&Buffer) -> bool) -> impl Iterator<Item = (usize, u64)> {
         let mut change = vec![0i64; self.calls.len() + 1];
         for buffer in self.buffers.iter().filter(|b| b.is_in_arena() && of(b)) {
             let bytes = arena::taken_bytes(buffer) as i64;
@@ -247,23 +250,26 @@ impl Plan {
 
     /// Returns the FLOPs of all matmuls of a step.
     pub fn flops(&self) -> f64 {
-        let times = |index: usize| self.times(index) as f64;
+        let times = |index: usize| self.runs_per_step(index) as f64;
         let calls = self.calls.iter().enumerate();
         calls
             .map(|(index, call)| times(index) * call.op.flops())
             .sum()
     }
 
-    /// Returns whether a call's operands and part exist in this plan.
+    /// Returns whether a call's operands and cost index exist in this plan.
     pub(super) fn has(&self, call: &Call) -> bool {
         let is_inside = |operand: &BufferRange| {
             let buffer = self.buffer(operand.buffer);
             buffer.is_some_and(|buffer| operand.elements.end <= buffer.elements())
         };
-        call.operands().all(is_inside) && call.part.is_none_or(|part| part < self.parts.len())
+        call.operands().all(is_inside)
+            && call
+                .cost_index
+                .is_none_or(|index| index < self.group_costs.len())
     }
 
-    /// Returns the bytes of a call's operands, or `None` if its operands or part are not in this plan. Operands that
+    /// Returns the bytes of a call's operands, or `None` if its operands or cost index are not in this plan. Operands that
     /// are read and written count twice.
     pub fn bytes_moved(&self, call: &Call) -> Option<u64> {
         let bytes = || self.bytes_read_and_written(call).iter().sum();
@@ -289,7 +295,7 @@ impl Plan {
     }
 
     /// Returns how often a step runs the call with this index, the first step excepted; 0 if the index is out of range.
-    pub fn times(&self, index: usize) -> usize {
+    pub fn runs_per_step(&self, index: usize) -> usize {
         match index {
             _ if index >= self.calls.len() => 0,
             _ if self.runs.first_run_only.contains(&index) => 0,
@@ -313,7 +319,7 @@ impl Plan {
         }
     }
 
-    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or part
+    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or cost index
     /// are not in this plan.
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))
@@ -335,8 +341,8 @@ impl Plan {
     /// Returns the number of parameters that calls access.
     #[cfg(feature = "cuda")]
     pub(super) fn parameters(&self) -> usize {
-        let homes = self.buffers.iter().map(|buffer| buffer.location);
-        homes
+        let locations = self.buffers.iter().map(|buffer| buffer.location);
+        locations
             .filter(|location| matches!(location, Location::Parameter(_)))
             .count()
     }
@@ -374,7 +380,7 @@ impl Plan {
 impl Plan {
     /// Returns the bytes of the arena that are live between the call with this index and the one before it: written by
     /// earlier calls, and read by this or later ones or left by the run.
-    pub fn alive_bytes(&self, call: usize) -> u64 {
+    pub fn live_bytes_before(&self, call: usize) -> u64 {
         let is_left = |end: usize| end == call && call == self.calls().len();
         let alive = self.buffers().iter().filter(|buffer| {
             let live = &buffer.live;
@@ -407,7 +413,10 @@ impl Plan {
 }
 
 /// Removes the buffers that no call accesses. Returns the renumbered calls and each buffer's new id.
-fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> (Vec<Call>, Vec<BufferId>) {
+fn remove_unused_buffers(
+    mut calls: Vec<Call>,
+    buffers: &mut Vec<Buffer>,
+) -> (Vec<Call>, Vec<BufferId>) {
     let mut numbers = Vec::with_capacity(buffers.len());
     let mut used = 0;
     for buffer in buffers.iter() {

@@ -17,14 +17,15 @@ pub struct ScaledStep {
     /// The mean loss of the batch, without the loss scale.
     pub loss: f32,
     /// The first parameter whose gradient was infinite or NaN, so that the update was skipped; `None` if the update
-    /// ran.
+    /// [ran](Self::updated).
     pub non_finite: Option<String>,
+    updated: bool,
 }
 
 impl ScaledStep {
     /// Returns whether the update ran.
-    pub fn stepped(&self) -> bool {
-        self.non_finite.is_none()
+    pub fn updated(&self) -> bool {
+        self.updated
     }
 }
 
@@ -160,15 +161,16 @@ impl PlannedStep {
                 ),
             );
         }
-        let stepped = self.run_with(optimizer, tensors, loss_scale)?;
-        let non_finite = match stepped {
+        let updated = self.run_with(optimizer, tensors, loss_scale)?;
+        let non_finite = match updated {
             true => None,
             false => self.first_non_finite()?,
         };
-        scaler.planned_update(!stepped)?;
+        scaler.planned_update(!updated)?;
         Ok(ScaledStep {
             loss: self.loss(tensors.loss_divisor)?,
             non_finite,
+            updated,
         })
     }
 
@@ -181,7 +183,7 @@ impl PlannedStep {
         let mut planned = optimizer.planned_updates(self.op, &self.parameters)?;
         self.check_unreached(&planned)?;
         self.leave_out_skipped(&mut planned);
-        parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        parameters::check_disjoint(self.op, &self.parameters, &planned, tensors.arguments)?;
         self.check_shares(&planned)?;
         self.plan.set_moments(|number, dtype| {
             let moments = planned[number].moments.as_ref();
@@ -202,9 +204,9 @@ impl PlannedStep {
         let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
         (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until the run succeeds
         let executor = &mut self.executor;
-        let stepped = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
+        let updated = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
         self.has_run = true;
-        if stepped {
+        if updated {
             optimizer.planned_step_taken(self.skipped().map(|number| &self.parameters[number].1));
             self.last_norm = match self.norm.clone() {
                 Some(norm) => self.first(&norm)?,
@@ -212,7 +214,7 @@ impl PlannedStep {
             };
         }
         self.steps_seen = Some(optimizer.steps());
-        Ok(stepped)
+        Ok(updated)
     }
 
     /// Returns the parameters without a gradient that the plan does not update.
@@ -335,7 +337,7 @@ impl PlannedStep {
     fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
-        parameters::check_apart(self.op, &self.parameters, &[], tensors.arguments)?;
+        parameters::check_disjoint(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,
             communicator: ranks.as_ref(),

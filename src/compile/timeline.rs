@@ -20,7 +20,7 @@ const MOST_RANKS: usize = 1 << 17;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// Matmul FLOPs per second.
-    pub product_flops: f64,
+    pub matmul_flops: f64,
     /// Bytes per second that kernels read and write.
     pub memory_bytes: f64,
     /// Overhead of each kernel, in seconds.
@@ -50,7 +50,7 @@ impl Rates {
                 .must_be(expected, "measure it, or read it off a data sheet"))
         };
         for (field, rate) in [
-            ("product_flops", self.product_flops),
+            ("matmul_flops", self.matmul_flops),
             ("memory_bytes", self.memory_bytes),
             ("reduce_bytes", self.reduce_bytes),
             ("gather_bytes", self.gather_bytes),
@@ -85,7 +85,7 @@ impl Rates {
         }
         let factor = plan.timeline(1, self)?.kernel_seconds / seconds;
         Ok(Self {
-            product_flops: self.product_flops * factor,
+            matmul_flops: self.matmul_flops * factor,
             memory_bytes: self.memory_bytes * factor,
             kernel_seconds: self.kernel_seconds / factor,
             ..*self
@@ -130,10 +130,10 @@ impl Plan {
     /// use tallow::model::TransformerConfig;
     ///
     /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
-    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
-    /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch)?;
+    /// let (model, batch) = (TransformerConfig::small(), Batch::meta(4, 256)?);
+    /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch)?;
     /// let rates = Rates {
-    ///     product_flops: 50e12, // f32
+    ///     matmul_flops: 50e12, // f32
     ///     memory_bytes: 3e12,
     ///     kernel_seconds: 1e-6,
     ///     reduce_bytes: 100e9,
@@ -165,12 +165,12 @@ impl Plan {
             open: Vec::new(),
             timeline: Timeline::default(),
         };
-        let micro_batches =
-            (0..self.micro_batches()).map(|number| (self.per_micro_batch(), number));
-        for (calls, micro_batch) in micro_batches {
-            run.calls(calls, micro_batch);
+        let per_micro_batch = self.per_micro_batch();
+        run.calls(0..per_micro_batch.start, 0); // on the CPU, for example copies of weights in half precision
+        for micro_batch in 0..self.micro_batches() {
+            run.calls(per_micro_batch.clone(), micro_batch);
         }
-        run.calls(self.per_micro_batch().end..self.calls().len(), 0);
+        run.calls(per_micro_batch.end..self.calls().len(), 0);
         run.wait_until(run.exchanged);
         Ok(Timeline {
             step_seconds: run.now,
@@ -181,7 +181,7 @@ impl Plan {
     fn seconds_of(&self, call: &Call, rates: &Rates) -> f64 {
         let cost = self.cost_of(call);
         let seconds =
-            (cost.product_flops / rates.product_flops).max(cost.bytes() / rates.memory_bytes);
+            (cost.matmul_flops / rates.matmul_flops).max(cost.bytes() / rates.memory_bytes);
         let own = match call.op {
             Op::Kernel(_) => rates.kernel_seconds,
             _ => 0.0, // one launch updates many parameters
@@ -209,7 +209,10 @@ impl Run<'_> {
         let mut begun = calls.start;
         for index in calls.clone() {
             let call = &plan.calls()[index];
-            if index < begun || plan.times(index) == 0 || !plan.is_run_in(index, micro_batch) {
+            if index < begun
+                || plan.runs_per_step(index) == 0
+                || !plan.is_run_in(index, micro_batch)
+            {
                 continue;
             }
             if call.op.is_exchange() {

@@ -1,7 +1,7 @@
 //! A traced function that plans are made from: its graph, its tensors and its parameters.
 
 use super::config::{PlanKind, StepConfig};
-use super::lower::{self, Job, Lowered};
+use super::lower::{self, LowerRequest, Lowered};
 use super::program::Recompute;
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId, ValueRef, View};
 use crate::inplace::{for_elements, storage_address};
@@ -61,7 +61,7 @@ impl TracedFunction {
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
-    pub fn of_hollow_weights(
+    pub fn with_meta_weights(
         op: &'static str,
         target: Target,
         function: impl FnOnce() -> Result<Vec<Tensor>>,
@@ -69,9 +69,9 @@ impl TracedFunction {
         let traced = graph::trace_with_tensors(target, function)?;
         let weights = traced.graph.weights();
         let weights = weights.map(|(id, name)| (name.to_string(), traced.tensors[id.0].clone()));
-        let hollow = weights.filter(|(_, weight)| graph::is_hollow(weight));
-        let hollow: Vec<(String, Tensor)> = hollow.collect();
-        let parameters = hollow.iter().map(|(name, weight)| (name.as_str(), weight));
+        let meta = weights.filter(|(_, weight)| graph::is_meta(weight));
+        let meta: Vec<(String, Tensor)> = meta.collect();
+        let parameters = meta.iter().map(|(name, weight)| (name.as_str(), weight));
         Self::of(op, target, parameters, traced)
     }
 
@@ -125,7 +125,7 @@ impl TracedFunction {
     pub fn table(&self, operand: &ValueRef, dtype: DType) -> Result<Vec<f32>> {
         let elements = match &operand.view {
             None => self.tensor(operand.value)?.detach(),
-            Some(view) => self.viewed(operand.value, view)?,
+            Some(view) => self.view_of(operand.value, view)?,
         };
         let rounded = elements.to_dtype(dtype)?.to_dtype(DType::F32)?;
         Ok(rounded.flatten_all()?.to_vec1()?)
@@ -147,10 +147,10 @@ impl TracedFunction {
                     stride: vec![1],
                     offset: 0,
                 };
-                self.viewed(id, &row)?
+                self.view_of(id, &row)?
             }
         };
-        self.moved(id, &tensor, device)
+        self.to_device(id, &tensor, device)
     }
 
     /// Returns a contiguous copy of a view of a value's storage, on `device`.
@@ -158,27 +158,27 @@ impl TracedFunction {
     /// # Errors
     /// Those of [`first`](Self::first).
     pub fn copied(&self, id: ValueId, view: &View, device: &Device) -> Result<Tensor> {
-        self.moved(id, &self.viewed(id, view)?, device)
+        self.to_device(id, &self.view_of(id, view)?, device)
     }
 
     fn tensor(&self, id: ValueId) -> Result<&Tensor> {
         let tensor = &self.tensors[id.0];
-        match graph::is_hollow(tensor) {
+        match graph::is_meta(tensor) {
             false => Ok(tensor),
             true => Err(Error::Order {
                 op: self.op,
                 problem: format!(
-                    "a hollow weight {:?} has no elements to compute with",
+                    "the weight {:?} is a meta tensor, which has no data",
                     tensor.dims()
                 ),
-                hint: "build the model with real weights; only inputs are hollow".into(),
+                hint: "build the model with real weights; only inputs may be meta tensors".into(),
             }),
         }
     }
 
     /// Moves a constant to `device`. A constant that the function creates while tracing is on the CPU, because meta
     /// tensors have no device. Weights are not moved.
-    fn moved(&self, id: ValueId, tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    fn to_device(&self, id: ValueId, tensor: &Tensor, device: &Device) -> Result<Tensor> {
         let moves = self.graph.value(id).source == Source::Constant && tensor.device().is_cpu();
         if !moves {
             let what = "a constant or a frozen weight";
@@ -187,7 +187,7 @@ impl TracedFunction {
         Ok(tensor.to_device(device)?)
     }
 
-    fn viewed(&self, id: ValueId, view: &View) -> Result<Tensor> {
+    fn view_of(&self, id: ValueId, view: &View) -> Result<Tensor> {
         let tensor = self.tensor(id)?;
         let layout = tensor.layout();
         let is_this = layout.dims() == view.shape
@@ -232,7 +232,7 @@ impl TracedFunction {
         config: &StepConfig,
         recompute: Recompute,
     ) -> Result<Planned> {
-        let job = Job {
+        let job = LowerRequest {
             function: self,
             kind,
             config,
@@ -252,7 +252,7 @@ impl TracedFunction {
 /// Ids that an op also uses as numbers, because an ignored id is a different number in u32.
 fn narrow_ids(op: &'static str, graph: &mut Graph) -> Result<()> {
     let is_wide = |graph: &Graph, id: ValueId| graph.value(id).dtype == DType::I64;
-    let reads = graph.nodes().flat_map(|node| &node.reads);
+    let reads = graph.nodes().flat_map(|node| &node.extra_inputs);
     if !reads.map(|x| x.value).any(|id| is_wide(graph, id)) {
         return Ok(());
     }
@@ -299,7 +299,7 @@ pub(super) fn check_device(
 
 fn gathered(storage: &CpuStorage, view: &View) -> candle_core::Result<Tensor> {
     fn from<T: WithDType>(x: &[T], view: &View) -> candle_core::Result<Tensor> {
-        let elements: Vec<T> = strided::places(view).map(|place| x[place]).collect();
+        let elements: Vec<T> = strided::offsets(view).map(|place| x[place]).collect();
         Tensor::from_vec(elements, &view.shape[..], &Device::Cpu)
     }
     for_elements!(storage, x => from(x, view))

@@ -39,7 +39,7 @@ impl Shares {
 }
 
 /// The position of one gradient's result (a flag or a sum) in a buffer of per-gradient results.
-struct Place {
+struct ResultSlot {
     number: usize,
     rank: usize,
     is_own: bool,
@@ -53,7 +53,7 @@ impl Update<'_> {
     }
 
     /// Returns the order of per-gradient results in a buffer: rank by rank. Parameters without a gradient have none.
-    fn places(&self) -> Vec<Place> {
+    fn result_slots(&self) -> Vec<ResultSlot> {
         let (own, world_size) = match &self.shares {
             Some(shares) => (shares.own.rank, shares.own.world_size),
             None => (0, 1),
@@ -65,7 +65,7 @@ impl Update<'_> {
                 let is_there = gradients[*number].is_some();
                 is_there && shares.is_none_or(|shares| shares.has(rank, *number))
             };
-            numbers.filter(has).map(move |number| Place {
+            numbers.filter(has).map(move |number| ResultSlot {
                 number,
                 rank,
                 is_own: rank == own,
@@ -75,7 +75,7 @@ impl Update<'_> {
     }
 
     /// Gathers a buffer of per-gradient results, of which each rank has computed its own part.
-    fn gather(&mut self, buffer: BufferId, places: &[Place]) {
+    fn gather(&mut self, buffer: BufferId, places: &[ResultSlot]) {
         if self.shares.is_none() {
             return;
         }
@@ -102,7 +102,7 @@ impl Update<'_> {
             factor = Some(self.clip_factor());
         }
         // In the order of the sums: on a GPU both use one table.
-        for place in self.places().iter().filter(|place| place.is_own) {
+        for place in self.result_slots().iter().filter(|place| place.is_own) {
             self.adamw(place.number, factor);
         }
     }
@@ -112,7 +112,7 @@ impl Update<'_> {
     fn unscale(&mut self) -> Option<BufferId> {
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "grad_scaler".into();
-        let places = self.places();
+        let places = self.result_slots();
         let (found, dtype) = match self.on_gpu {
             true => ("not finite", DType::U32),
             false => ("finite", DType::U8),
@@ -162,7 +162,7 @@ impl Update<'_> {
     fn clip_factor(&mut self) -> BufferId {
         self.plan.phase = Phase::Clip;
         self.plan.path = "clip_grad_norm".into();
-        let places = self.places();
+        let places = self.result_slots();
         let squares = self
             .plan
             .arena("squares", &[places.len()], DType::F64, Category::Temporary);

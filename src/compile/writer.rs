@@ -1,7 +1,7 @@
 //! The writer of a plan: it collects calls and buffers.
 
 use super::buffer::{BufferId, Buffers, Category};
-use super::costs::PartCost;
+use super::costs::GroupCost;
 use super::op::Op;
 use super::plan::{BufferRange, Call, Phase};
 use crate::ops::lowering::Named;
@@ -20,9 +20,9 @@ pub(super) struct Writer {
     pub path: String,
     /// The outermost module of the path.
     pub module: Path,
-    /// The index in `parts` of the calls to be added.
-    pub part: Option<usize>,
-    pub parts: Vec<PartCost>,
+    /// The index in `group_costs` of the calls to be added.
+    pub cost_index: Option<usize>,
+    pub group_costs: Vec<GroupCost>,
 }
 
 impl Writer {
@@ -56,7 +56,7 @@ impl Writer {
             path: self.path.clone(),
             module: self.module,
             phase: self.phase,
-            part: self.part,
+            cost_index: self.cost_index,
             reads: reads.into(),
             writes: writes.into(),
         });

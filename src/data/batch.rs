@@ -42,7 +42,7 @@ impl Batch {
         let shape = (starts.len(), sequence_length);
         let ids = shape.0.saturating_mul(shape.1);
         let bytes = ids.saturating_mul(2 * size_of::<u32>()); // inputs and targets
-        ops::check_room("a batch", bytes as u64)?;
+        ops::check_fits_memory("a batch", bytes as u64)?;
         ops::check_granted("a batch", bytes as u64)?;
         let mut inputs = vec![0u32; ids];
         let mut targets = inputs.clone();

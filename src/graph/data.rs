@@ -96,11 +96,11 @@ pub struct Node {
     /// The differentiable arguments, in the op's order.
     pub inputs: Vec<ValueRef>,
     /// Extra inputs that receive no gradient: token ids, angles, a weight's copy in half precision.
-    pub reads: Vec<ValueRef>,
+    pub extra_inputs: Vec<ValueRef>,
     /// The output.
     pub output: ValueId,
     /// Values that it makes for backward in addition to its output. They are saved if a gradient can reach the output.
-    pub kept: Vec<Kept>,
+    pub saved: Vec<Saved>,
 }
 
 impl Node {
@@ -116,14 +116,14 @@ impl Node {
 
     /// Returns whether a value is among the node's inputs or extra inputs.
     pub(crate) fn reads_value(&self, id: ValueId) -> bool {
-        let mut read = self.inputs.iter().chain(&self.reads);
+        let mut read = self.inputs.iter().chain(&self.extra_inputs);
         read.any(|operand| operand.value == id)
     }
 }
 
 /// A value that an op saves for backward.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Kept {
+pub struct Saved {
     /// The name that the op gives it, for example `lse`.
     pub name: &'static str,
     /// The saved value.
@@ -225,8 +225,8 @@ impl Graph {
         for (i, event) in self.events.iter().enumerate() {
             if let TraceEvent::Node(node) = event {
                 makers[node.output.0] = Some(i);
-                for kept in &node.kept {
-                    makers[kept.value.0] = Some(i);
+                for saved in &node.saved {
+                    makers[saved.value.0] = Some(i);
                 }
             }
         }
@@ -327,16 +327,16 @@ impl Graph {
             names.join(", ")
         };
         write!(f, " ({})", names(&node.inputs))?;
-        if !node.reads.is_empty() {
-            write!(f, " reading {}", names(&node.reads))?;
+        if !node.extra_inputs.is_empty() {
+            write!(f, " reading {}", names(&node.extra_inputs))?;
         }
-        for kept in &node.kept {
-            let value = self.value(kept.value);
+        for saved in &node.saved {
+            let value = self.value(saved.value);
             let dtype = value.dtype.as_str();
             write!(
                 f,
                 "; keeps {} %{} {:?} {dtype}",
-                kept.name, kept.value.0, value.shape
+                saved.name, saved.value.0, value.shape
             )?;
         }
         if node.composed {

@@ -72,8 +72,8 @@ impl<'a> Picture<'a> {
     fn of(graph: &'a Graph) -> Self {
         let mut shown_as: Vec<ValueId> = (0..graph.values.len()).map(ValueId).collect();
         for node in graph.nodes() {
-            for kept in &node.kept {
-                shown_as[kept.value.0] = node.output;
+            for saved in &node.saved {
+                shown_as[saved.value.0] = node.output;
             }
         }
         let returned = graph.outputs.iter();
@@ -93,7 +93,7 @@ impl<'a> Picture<'a> {
         let modules = modules.map_or("", |(modules, _)| modules);
         let inputs = node.inputs.iter().map(|operand| (operand, None));
         let reads = node
-            .reads
+            .extra_inputs
             .iter()
             .map(|operand| (operand, Some("style=dashed")));
         for (operand, style) in inputs.chain(reads) {

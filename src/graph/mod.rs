@@ -25,7 +25,7 @@
 //!
 //! # Meta tensors
 //!
-//! [`input`] and [`weights`] make meta tensors, and [`is_hollow`] recognises them. A meta tensor is an ordinary candle
+//! [`input`] and [`weights`] make meta tensors, and [`is_meta`] recognises them. A meta tensor is an ordinary candle
 //! tensor whose storage is empty. Views of it (`narrow`, `transpose`, `reshape` of a contiguous one, `broadcast_as`),
 //! `detach` and `Var::from_tensor` of a meta weight work as usual. candle's own arithmetic on it is an error at the
 //! call; use [`crate::ops`] instead. Real tensors may be operands too. A variable is recorded as a weight and any other
@@ -34,18 +34,18 @@
 mod data;
 mod difference;
 mod dot;
-mod hollow;
+mod meta;
 mod record;
 mod session;
 
 pub use data::{
-    Attribute, Graph, Kept, Node, Source, Target, TraceEvent, Value, ValueId, ValueRef, View,
+    Attribute, Graph, Node, Saved, Source, Target, TraceEvent, Value, ValueId, ValueRef, View,
 };
-pub use hollow::{input, is_hollow, weights};
+pub use meta::{input, is_meta, weights};
 pub use session::{Outputs, name, trace};
 
 pub(crate) use data::{CHECKPOINT, LEAF};
-pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, hollow_weight, refuse_hollow};
-pub(crate) use record::{Call, checkpoint, kept_value, record};
+pub(crate) use meta::{are_on_one_device, builds_meta, constant, meta_tensor_error, meta_weight};
+pub(crate) use record::{Call, checkpoint, record, saved_value};
 pub(crate) use session::trace_with_tensors;
-pub(crate) use session::{Traced, autocast_ended, is_tracing, target, trace_number};
+pub(crate) use session::{Traced, autocast_ended, is_tracing, target, trace_id};

@@ -1,7 +1,7 @@
 //! The trace that is open on a thread: its graph so far, and the values by storage address.
 
 use super::data::{Graph, Source, Target, TraceEvent, Value, ValueId, ValueRef, View};
-use super::hollow::Role;
+use super::meta::Role;
 use crate::probe::{self, Listener};
 use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
@@ -22,7 +22,7 @@ pub(super) struct Session {
     /// A tensor of each value, detached from its op.
     pub(super) held: Vec<Tensor>,
     /// Values whose drop was recorded.
-    gone: HashSet<ValueId>,
+    dropped: HashSet<ValueId>,
     /// The weights and inputs that have a name.
     pub(super) sources: HashSet<Source>,
 }
@@ -57,7 +57,7 @@ pub(super) fn open(target: Target) -> Result<Open> {
         },
         values: HashMap::new(),
         held: Vec::new(),
-        gone: HashSet::new(),
+        dropped: HashSet::new(),
         sources: HashSet::new(),
     }));
     Ok(Open)
@@ -77,7 +77,7 @@ pub(crate) fn is_tracing() -> bool {
 }
 
 /// Returns the id of the open trace, or `None` if none is open.
-pub(crate) fn trace_number() -> Option<u64> {
+pub(crate) fn trace_id() -> Option<u64> {
     SESSION.with_borrow(|session| session.as_ref().map(|session| session.id))
 }
 
@@ -107,7 +107,7 @@ pub(crate) fn autocast_ended() {
 }
 
 /// Notes that the last tensor of a value was dropped. The drop is recorded before the next event.
-pub(super) fn dropped(trace: u64, value: ValueId) {
+pub(super) fn note_drop(trace: u64, value: ValueId) {
     // Fails on a thread that is ending, which has no trace.
     let _ = DROPPED.try_with(|dropped| dropped.borrow_mut().push((trace, value)));
 }
@@ -119,18 +119,18 @@ fn address(x: &Tensor) -> usize {
 
 impl Session {
     pub(super) fn push(&mut self, event: TraceEvent) {
-        self.told_drops();
+        self.record_drops();
         self.graph.events.push(event);
     }
 
     /// Records the drops since the last event.
-    pub(super) fn told_drops(&mut self) {
+    pub(super) fn record_drops(&mut self) {
         let mine = DROPPED
             .take()
             .into_iter()
             .filter(|(trace, _)| *trace == self.id);
         for (_, value) in mine {
-            self.gone.insert(value);
+            self.dropped.insert(value);
             self.graph.events.push(TraceEvent::Drop(value));
         }
     }
@@ -182,8 +182,8 @@ impl Session {
             Some(Role::Output) => {
                 return Err(Error::order(
                     "graph::trace",
-                    "a hollow tensor that no op of this trace has made",
-                    "candle's copy makes those, and another trace: pass the tensor itself",
+                    "got a meta tensor that no op of this trace made",
+                    "candle's copy and other traces make such tensors: pass the original",
                 ));
             }
             None if x.is_variable() => Source::Weight(String::new()),
@@ -193,7 +193,7 @@ impl Session {
             && !name.is_empty()
             && !self.sources.insert(source.clone())
         {
-            return Err(twice(name));
+            return Err(duplicate_name(name));
         }
         let value = Value {
             shape,
@@ -216,7 +216,7 @@ impl Session {
             offset: layout.start_offset(),
         });
         // The value is still read, so the drop recorded for its node is removed.
-        if self.gone.remove(&value) {
+        if self.dropped.remove(&value) {
             let its_drop = TraceEvent::Drop(value);
             self.graph.events.retain(|event| *event != its_drop);
         }
@@ -229,11 +229,11 @@ impl Session {
     }
 }
 
-pub(super) fn twice(name: &str) -> Error {
+pub(super) fn duplicate_name(name: &str) -> Error {
     Error::order(
         "graph::trace",
         format!("{name:?} is the name of two tensors"),
-        "name each once; a copy of a hollow tensor cannot be told from it, so take it itself",
+        "name each once; a copy of a meta tensor is indistinguishable from it, so use the original",
     )
 }
 
@@ -308,9 +308,9 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     let _listening = probe::listen(Arc::new(Quiet)); // ops have paths only while there is a listener
     let _root = probe::at_root(); // paths start at the root, not at the caller's module
     let _open = open(target)?;
-    let result = f().map_err(explained)?;
+    let result = f().map_err(with_op_path)?;
     with_session(|session| {
-        session.told_drops();
+        session.record_drops();
         for output in result.tensors() {
             let operand = session.operand(output)?;
             session.graph.outputs.push(operand);
@@ -323,7 +323,7 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
 }
 
 /// Rewrites an error of candle's on a meta tensor, which names the dtype F4 of its storage, as one that names the op.
-fn explained(error: Error) -> Error {
+fn with_op_path(error: Error) -> Error {
     let text = error.to_string();
     if !text.contains("F4") && !text.contains("f4") {
         return error;
@@ -338,8 +338,8 @@ fn explained(error: Error) -> Error {
     Error::Order {
         op: "graph::trace",
         problem: match last.ok().flatten() {
-            Some(path) => format!("after {path}, candle was to compute on a hollow tensor itself"),
-            None => "before any op, candle was to compute on a hollow tensor itself".into(),
+            Some(path) => format!("after {path}, candle's own op was called on a meta tensor"),
+            None => "before any op, candle's own op was called on a meta tensor".into(),
         },
         hint: "use the op of tallow::ops: add for +, cast for to_dtype, contiguous before reshape, say".into(),
     }
@@ -380,7 +380,7 @@ pub fn name(x: &Tensor, name: &str) -> Result<()> {
         };
         let is_new = session.graph.values[id.0].source != named;
         if is_new && !session.sources.insert(named.clone()) {
-            return Err(twice(name));
+            return Err(duplicate_name(name));
         }
         if is_new {
             session.sources.remove(&session.graph.values[id.0].source);

@@ -87,7 +87,7 @@
 //! # let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?;
 //! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
 //! let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
-//! let mut step = Step::of(&model, &optimizer, &config)?;
+//! let mut step = Step::for_model(&model, &optimizer, &config)?;
 //! for _ in 0..5 {
 //!     let loss = step.run(&mut optimizer, (&tokens, &targets))?;
 //!     assert!(loss.is_finite());

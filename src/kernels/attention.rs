@@ -30,9 +30,9 @@ pub struct Sizes {
 
 impl Sizes {
     /// Returns the key ranges of sequence `batch`. `first_keys` is (B, Tq), or empty if the mask alone decides.
-    pub fn seen<'a>(&self, first_keys: &'a [u32], batch: usize) -> Seen<'a> {
+    pub fn key_ranges<'a>(&self, first_keys: &'a [u32], batch: usize) -> KeyRanges<'a> {
         let first = batch * self.queries;
-        Seen {
+        KeyRanges {
             mask: self.mask,
             queries: self.queries,
             keys: self.keys,
@@ -60,7 +60,7 @@ impl Sizes {
 
 /// The range of keys of each query of one sequence. Neither end decreases from a query to the next.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen<'a> {
+pub struct KeyRanges<'a> {
     mask: Mask,
     queries: usize,
     /// Tk: the number of keys.
@@ -69,7 +69,7 @@ pub struct Seen<'a> {
     first_keys: &'a [u32],
 }
 
-impl Seen<'_> {
+impl KeyRanges<'_> {
     /// Returns the key ranges of a mask, without first keys.
     pub fn by_mask(mask: Mask, queries: usize, keys: usize) -> Self {
         Self {
@@ -81,8 +81,8 @@ impl Seen<'_> {
     }
 
     /// Returns these ranges, limited to start at `first_keys` (Tq) or later.
-    pub fn from_first_keys<'b>(&self, first_keys: &'b [u32]) -> Seen<'b> {
-        Seen {
+    pub fn from_first_keys<'b>(&self, first_keys: &'b [u32]) -> KeyRanges<'b> {
+        KeyRanges {
             mask: self.mask,
             queries: self.queries,
             keys: self.keys,
@@ -92,13 +92,13 @@ impl Seen<'_> {
 
     /// Returns the keys of row `row`, counted through matrices (.., Tq, Tk).
     #[inline(always)]
-    pub fn by_row(&self, row: usize) -> Range<usize> {
-        self.by(row % self.queries)
+    pub fn of_row(&self, row: usize) -> Range<usize> {
+        self.of_query(row % self.queries)
     }
 
     /// Returns the keys of query `query`.
     #[inline(always)]
-    pub fn by(&self, query: usize) -> Range<usize> {
+    pub fn of_query(&self, query: usize) -> Range<usize> {
         let Range { start, end } = self.mask.visible(query, self.queries, self.keys);
         let first = self
             .first_keys
@@ -108,7 +108,7 @@ impl Seen<'_> {
     }
 
     /// Returns the smallest range that contains the keys of all `queries`, which must not be empty.
-    pub fn by_all_of(&self, queries: &Range<usize>) -> Range<usize> {
-        self.by(queries.start).start..self.by(queries.end - 1).end
+    pub fn of_queries(&self, queries: &Range<usize>) -> Range<usize> {
+        self.of_query(queries.start).start..self.of_query(queries.end - 1).end
     }
 }

@@ -50,8 +50,8 @@ pub struct DropoutMask {
     row: usize,
 }
 
-/// Elements per call of [`DropoutMask::stay`].
-pub(crate) const SIDE_BY_SIDE: usize = HALVES;
+/// Elements per call of [`DropoutMask::kept`].
+pub(crate) const ELEMENTS_PER_CALL: usize = HALVES;
 
 impl DropoutMask {
     /// Returns the factor of kept elements.
@@ -62,7 +62,7 @@ impl DropoutMask {
     /// Returns whether each element of row `row` is kept, from `column` on, a multiple of 8. Past the end of a row
     /// whose length is a multiple of 8, the elements of the next row follow.
     #[inline(always)]
-    pub(crate) fn stay(&self, row: usize, column: usize) -> [bool; SIDE_BY_SIDE] {
+    pub(crate) fn kept(&self, row: usize, column: usize) -> [bool; ELEMENTS_PER_CALL] {
         let halves = self.stream.halves(row * self.row + column);
         halves.map(|half| half >= self.threshold)
     }
@@ -85,9 +85,9 @@ impl DropoutMask {
     #[inline(always)]
     pub fn each(&self, row: usize, columns: Range<usize>, mut f: impl FnMut(usize, bool)) {
         let first = columns.start - columns.start % BLOCK_HALVES;
-        for start in (first..columns.end).step_by(SIDE_BY_SIDE) {
-            let stay = self.stay(row, start);
-            let part = start.max(columns.start)..columns.end.min(start + SIDE_BY_SIDE);
+        for start in (first..columns.end).step_by(ELEMENTS_PER_CALL) {
+            let stay = self.kept(row, start);
+            let part = start.max(columns.start)..columns.end.min(start + ELEMENTS_PER_CALL);
             for column in part {
                 f(column - columns.start, stay[column - start]);
             }

@@ -18,7 +18,7 @@ pub(crate) struct PtxCache {
 impl PtxCache {
     /// Returns the cache in `XDG_CACHE_HOME`, or else in `.cache` of the home directory. Relative paths are ignored.
     /// Returns `None` if neither variable holds an absolute path.
-    pub fn of_user() -> Option<Self> {
+    pub fn for_user() -> Option<Self> {
         Self::of(std::env::var_os("XDG_CACHE_HOME"), std::env::var_os("HOME"))
     }
 
@@ -34,18 +34,18 @@ impl PtxCache {
 
     /// Returns the directories that belong to tallow: `tallow` and `tallow/kernels`.
     fn folders(&self) -> [PathBuf; 2] {
-        let ours = self.cache.join("tallow");
-        let kernels = ours.join("kernels");
-        [ours, kernels]
+        let root = self.cache.join("tallow");
+        let kernels = root.join("kernels");
+        [root, kernels]
     }
 
     /// Returns the text stored under `key`, if the file is trusted and intact.
     pub fn read(&self, key: &str) -> Option<String> {
-        let [ours, kernels] = self.folders();
+        let [root, kernels] = self.folders();
         let trusted = |folder: &Path| {
             fs::symlink_metadata(folder).is_ok_and(|is| is.is_dir() && is_private(&is))
         };
-        if !trusted(&ours) || !trusted(&kernels) {
+        if !trusted(&root) || !trusted(&kernels) {
             return None;
         }
         let mut files = fs::read_dir(kernels).ok()?.flatten();
@@ -64,7 +64,7 @@ impl PtxCache {
     ///
     /// # Errors
     /// I/O errors, and a directory of another user.
-    pub fn keep(&self, key: &str, text: &str) -> io::Result<()> {
+    pub fn store(&self, key: &str, text: &str) -> io::Result<()> {
         let folders = self.folders();
         if let Some(parent) = folders[0].parent() {
             fs::create_dir_all(parent)?;
@@ -190,9 +190,9 @@ mod tests {
     fn what_is_kept_is_read_again() {
         let (_folder, cache) = cache();
         assert_eq!(cache.read("a"), None);
-        cache.keep("a", "text").unwrap();
-        cache.keep("a-b", "other").unwrap();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
+        cache.store("a-b", "other").unwrap();
+        cache.store("a", "text").unwrap();
         assert_eq!(cache.read("a").as_deref(), Some("text"));
         assert_eq!(cache.read("a-b").as_deref(), Some("other"));
         for missing in ["", "b", "a-", "text"] {
@@ -215,14 +215,14 @@ mod tests {
             assert_eq!(of(relative, Some("/h")).as_deref(), Some("/h/.cache"));
             assert_eq!(of(relative, relative), None);
         }
-        let own = PtxCache::of_user().map(|cache| cache.cache);
+        let own = PtxCache::for_user().map(|cache| cache.cache);
         assert!(own.is_none_or(|cache| cache.is_absolute()));
     }
 
     #[test]
     fn a_changed_file_is_not_read() {
         let (_folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         let file = only_file(&cache);
         for damaged in ["", "texT", "text ", "\u{0}"] {
             fs::write(&file, damaged).unwrap();
@@ -230,14 +230,14 @@ mod tests {
         }
         fs::write(&file, [0xff]).unwrap(); // not UTF-8
         assert_eq!(cache.read("a"), None);
-        cache.keep("a", "text").unwrap(); // replaces the damaged file
+        cache.store("a", "text").unwrap(); // replaces the damaged file
         assert_eq!(cache.read("a").as_deref(), Some("text"));
     }
 
     #[test]
     fn what_others_may_write_is_not_read() {
         let (_folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         let file = only_file(&cache);
         for mode in [0o620, 0o602, 0o666] {
             set_mode(&file, mode);
@@ -250,7 +250,7 @@ mod tests {
                 set_mode(&folder, mode);
                 assert_eq!(cache.read("a"), None, "{mode:o}");
             }
-            cache.keep("a", "text").unwrap(); // removes the permissions
+            cache.store("a", "text").unwrap(); // removes the permissions
             assert!(cache.read("a").is_some());
         }
     }
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn links_are_not_followed() {
         let (folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         let file = only_file(&cache);
         let elsewhere = folder.path().join("elsewhere");
         fs::rename(&file, &elsewhere).unwrap();
@@ -270,13 +270,13 @@ mod tests {
         fs::rename(&kernels, &elsewhere).unwrap();
         symlink(&elsewhere, &kernels).unwrap();
         assert_eq!(cache.read("a"), None);
-        assert!(cache.keep("a", "text").is_err());
+        assert!(cache.store("a", "text").is_err());
     }
 
     #[test]
     fn another_users_folder_is_not_used() {
         let (_folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         // Only root can give a file to another user.
         for path in [only_file(&cache), cache.folders()[1].clone()] {
             if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {

@@ -28,7 +28,8 @@ fn mixed(x: u32) -> u32 {
 #[inline(always)]
 pub(crate) fn round_to_bf16(x: f32, random: u32) -> f32 {
     let bits = x.to_bits();
-    let rounded = (bits + random) & 0xffff_0000; // no overflow: the sum of a finite number is at most infinity's
+    // Only the bits of a NaN can overflow: the sum of a finite number is at most infinity's.
+    let rounded = bits.wrapping_add(random) & 0xffff_0000;
     f32::from_bits(if x.is_finite() { rounded } else { bits })
 }
 
@@ -61,6 +62,7 @@ mod tests {
             assert_eq!(bf16::from_f32(x).to_f32().to_bits(), f32::to_bits(x));
         }
         assert!(round_to_bf16(f32::NAN, 0xffff).is_nan());
+        assert!(round_to_bf16(f32::from_bits(u32::MAX), 0xffff).is_nan());
     }
 
     #[test]

@@ -10,11 +10,11 @@ pub struct Update {
     /// The factor of a parameter by weight decay: `1 - lr * weight_decay`.
     pub decay: f64,
     /// The weight of the gradient in the first moment: `1 - beta1`.
-    pub first_share: f64,
+    pub one_minus_beta1: f64,
     /// The decay rate of the second moment.
     pub beta2: f64,
     /// The weight of the squared gradient in the second moment: `1 - beta2`.
-    pub second_share: f64,
+    pub one_minus_beta2: f64,
     /// `lr / (1 - beta1^t)`.
     pub step_size: f64,
     /// `sqrt(1 - beta2^t)`.
@@ -32,9 +32,9 @@ impl Update {
             rounding: 0,
             clip_value: f64::INFINITY,
             decay: 1.0 - lr * weight_decay,
-            first_share: 1.0 - beta1,
+            one_minus_beta1: 1.0 - beta1,
             beta2,
-            second_share: 1.0 - beta2,
+            one_minus_beta2: 1.0 - beta2,
             step_size: lr / (1.0 - beta1.powf(step)),
             second_correction: (1.0 - beta2.powf(step)).sqrt(),
             eps,

@@ -5,7 +5,7 @@ use super::norm::Norm;
 use candle_core::DType;
 
 /// The workspace of cuBLASLt, in bytes: NVIDIA's recommendation for Hopper. Older GPUs need less.
-pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
+pub(crate) const CUBLASLT_WORKSPACE_BYTES: usize = 32 << 20;
 
 /// The most blocks of a [norm's backward](norm_partials). Each block writes a row of each partial sum.
 pub(crate) const NORM_BLOCKS: usize = 1024;
@@ -103,14 +103,14 @@ const SCORES_BYTES: usize = 1 << 30;
 const WIDE_SCORES_BYTES: usize = 32 << 20;
 
 /// Returns how many heads of k and v naive attention computes together on a GPU, at least one. It bounds the memory of
-/// their scores, or of the scores' gradients, in addition to the probabilities. `of_head` is the number of scores of a
+/// their scores, or of the scores' gradients, in addition to the probabilities. `scores_per_head` is the number of scores of a
 /// head; `dtype` is that of q, k and v.
-pub(crate) fn naive_heads_at_once(heads: usize, of_head: usize, dtype: DType) -> usize {
+pub(crate) fn naive_heads_per_pass(heads: usize, scores_per_head: usize, dtype: DType) -> usize {
     let bytes = match dtype {
         DType::F32 => SCORES_BYTES,
         _ => WIDE_SCORES_BYTES,
     };
-    let most = bytes / of_head.saturating_mul(size_of::<f32>()).max(1);
+    let most = bytes / scores_per_head.saturating_mul(size_of::<f32>()).max(1);
     let turns = heads.div_ceil(most.max(1));
     heads.div_ceil(turns.max(1))
 }

@@ -89,9 +89,9 @@ impl AttentionWorkload {
     pub(super) fn forward(&self) -> Result<Tensor> {
         let leaves = graph::weights(self.dtype);
         let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
-        let hollow = || FirstKeys::hollow(self.batch_size, self.sequence_length); // uses no memory
+        let meta = || FirstKeys::meta(self.batch_size, self.sequence_length); // uses no memory
         self.algorithm
-            .attend(&q?, &k?, &v?, &self.config_with(hollow)?)
+            .attend(&q?, &k?, &v?, &self.config_with(meta)?)
     }
 
     /// Returns the configuration of the attention: first keys if there are several documents, and the dropout key, all

@@ -89,8 +89,8 @@ pub fn smallest_sequence_beyond(
 /// // The largest batch of planned steps on a GPU, which need not be there.
 /// let config = TransformerConfig::small();
 /// let batch_size = largest_that_fits(8 << 30, |batch_size| {
-///     let batch = Batch::hollow(batch_size, 256)?;
-///     let (plan, _) = Step::plan_of(Target::Cuda, &config, &StepConfig::default(), batch)?;
+///     let batch = Batch::meta(batch_size, 256)?;
+///     let (plan, _) = Step::plan_for_model(Target::Cuda, &config, &StepConfig::default(), batch)?;
 ///     Ok(plan.total_bytes())
 /// })?;
 /// assert!(batch_size.is_some_and(|batch_size| batch_size > 8));

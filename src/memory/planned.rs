@@ -41,7 +41,7 @@ pub fn planned_attention_breakdown(
     let inputs = plan.category_bytes(leaves) + plan.category_bytes(d_out);
     let kept = plan.category_bytes(Category::Activation);
     let out = plan
-        .alive_bytes(plan.backward_begins())
+        .live_bytes_before(plan.backward_begins())
         .saturating_sub(kept);
     let rest = plan.peak_bytes().saturating_sub(kept + out);
     let width = w.dtype.size_in_bytes();
@@ -129,7 +129,7 @@ pub fn planned_self_attention_breakdown(
         layer.forward(&inputs.get("x")?)
     })?;
     let width = w.compute_dtype().size_in_bytes();
-    let kept = plan.alive_bytes(plan.backward_begins());
+    let kept = plan.live_bytes_before(plan.backward_begins());
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let rest_name = "the rest of the arena: gradients, scratch";
@@ -167,8 +167,8 @@ pub fn planned_self_attention_breakdown(
 /// let own = Shard { rank: 0, world_size: 8 };
 /// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), own);
 /// let config = StepConfig { ranks, ..Default::default() };
-/// let batch = Batch::hollow(4, 256)?;
-/// let (plan, _) = Step::plan_of(Target::Cuda, &TransformerConfig::small(), &config, batch)?;
+/// let batch = Batch::meta(4, 256)?;
+/// let (plan, _) = Step::plan_for_model(Target::Cuda, &TransformerConfig::small(), &config, batch)?;
 /// let breakdown = planned_breakdown(&plan);
 /// assert_eq!(breakdown.peak_bytes(), plan.total_bytes());
 /// let state = breakdown.bytes_of(MemoryKind::Optimizer);
@@ -178,7 +178,7 @@ pub fn planned_self_attention_breakdown(
 /// ```
 pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     let buffers = || plan.buffers().iter();
-    let moment = plan.busiest_call();
+    let moment = plan.max_live_call();
     let is_alive = |buffer: &&Buffer| buffer.live.contains(&moment);
     let mut in_arena = 0;
     let mut parts = Vec::new();
@@ -213,7 +213,7 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     ));
     let beside_arena = plan.total_bytes() - plan.peak_bytes();
     MemoryBreakdown {
-        before_backward_bytes: beside_arena + plan.alive_bytes(plan.backward_begins()),
+        before_backward_bytes: beside_arena + plan.live_bytes_before(plan.backward_begins()),
         ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), parts)
     }
 }

@@ -146,7 +146,7 @@ pub fn saved_tensors(graph: &Graph) -> SavedTensors {
         Some(tensor(graph, ValueId(i), (name, block, op), PARAMETER))
     });
     let made = after_forward(graph).into_iter().map(|(id, node)| {
-        let kept = node.kept.iter().find(|kept| kept.value == id);
+        let kept = node.saved.iter().find(|kept| kept.value == id);
         let block = node.module.names().into_iter().next();
         let block = block.unwrap_or_else(|| node.op.to_string());
         let of = (node.path.clone(), block, node.op);

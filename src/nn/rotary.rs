@@ -140,7 +140,7 @@ impl RotaryEmbedding {
         // Cosine and sine, in f64 while they are computed.
         let wanted_bytes = (max_length as u64).saturating_mul(16 * half as u64);
         let what = format!("rotary tables for {max_length} positions");
-        ops::check_room(&what, wanted_bytes)?;
+        ops::check_fits_memory(&what, wanted_bytes)?;
         ops::check_granted("rotary tables", wanted_bytes.saturating_mul(2))?; // and in their dtype
         let (frequencies, amplitude) = (scaling.frequencies(theta, head_dim), scaling.amplitude());
         let angles = (0..max_length)

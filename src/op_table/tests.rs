@@ -14,13 +14,13 @@ use std::collections::HashSet;
 
 /// Applies every op, starting from x (2, 3, 8) in `dtype`.
 fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
-    let hollow = |name: &str, dims: &[usize]| input(name, dims, dtype);
-    let x = hollow("x", &[2, 3, 8])?;
+    let meta = |name: &str, dims: &[usize]| input(name, dims, dtype);
+    let x = meta("x", &[2, 3, 8])?;
     let table = |name: &str, dims: &[usize]| input(name, dims, DType::F32);
     let (weight, bias) = (table("weight", &[8])?, table("bias", &[8])?);
-    let (w1, w3) = (hollow("w1", &[8, 8])?, hollow("w3", &[8, 8])?);
+    let (w1, w3) = (meta("w1", &[8, 8])?, meta("w3", &[8, 8])?);
     let ids = input("ids", (2, 3), DType::U32)?;
-    let row = hollow("row", &[1, 8])?;
+    let row = meta("row", &[1, 8])?;
     let mut h = ops::embedding(&ids, &w1)?;
     h = ops::add(&ops::sub(&ops::mul(&h, &x)?, &row)?, &ops::div(&x, &row)?)?;
     h = ops::add_scaled(&h, &ops::div(&x, &h)?, 0.5)?;

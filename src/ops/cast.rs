@@ -158,7 +158,7 @@ pub(super) fn cast_castable(x: &Tensor, dtype: DType) -> Result<Tensor> {
 /// gradient, to the same dtype.
 ///
 /// Outside of a region nothing is cast: the op refuses mixed dtypes.
-pub(super) fn cast_led_by<const N: usize>(
+pub(super) fn cast_with_tables<const N: usize>(
     op: &'static str,
     x: &Tensor,
     tables: [&Tensor; N],
@@ -180,7 +180,7 @@ pub(super) fn cast_table(table: &Tensor, dtype: DType) -> Result<Tensor> {
     match table.dtype() == dtype {
         true => Ok(table.detach()),
         false if precision::caches_weights() && is_grad_enabled() => {
-            kept(table, dtype, false, || cast(&table.detach(), dtype))
+            cached_or(table, dtype, false, || cast(&table.detach(), dtype))
         }
         false => cast(&table.detach(), dtype),
     }
@@ -209,32 +209,32 @@ pub(super) fn cached_copy(weight: &Tensor, dtype: DType) -> Result<Tensor> {
 }
 
 fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
-    kept(x, dtype, in_graph, || match in_graph {
+    cached_or(x, dtype, in_graph, || match in_graph {
         true => cast(x, dtype),
         false => cast_weight(&x.detach(), dtype),
     })
 }
 
 /// Returns the cached result of `cast`, which is kept until the outermost region ends.
-fn kept(
+fn cached_or(
     x: &Tensor,
     dtype: DType,
     in_graph: bool,
     cast: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Tensor> {
     // Copies in a trace are meta tensors, and belong to that trace.
-    let key = (graph::trace_number(), x.id(), dtype, in_graph);
+    let key = (graph::trace_id(), x.id(), dtype, in_graph);
     if let Some(kept) = WEIGHTS.with_borrow(|weights| weights.get(&key).cloned()) {
         return Ok(kept);
     }
     let copy = cast()?;
-    precision::on_outermost_end(forget_weights);
+    precision::on_outermost_end(clear_cached_casts);
     WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));
     Ok(copy)
 }
 
 /// Drops this thread's cached casts, because the region ended or the weights changed.
-pub(crate) fn forget_weights() {
+pub(crate) fn clear_cached_casts() {
     // Taken out first and dropped after, because dropping a graph must not happen during a borrow. A thread that is
     // ending has no cache.
     let kept = WEIGHTS.try_with(|weights| std::mem::take(&mut *weights.borrow_mut()));

@@ -13,7 +13,7 @@ use super::record::{CallSpec, by_kernels, composed_as, input};
 #[cfg(feature = "cuda")]
 use crate::kernels::{
     cuda::{View, strided as cuda_kernel},
-    strided::{Dim, joined},
+    strided::{Dim, merged_dims},
 };
 use crate::{Error, Result, precision};
 use candle_core::Tensor;
@@ -166,7 +166,7 @@ fn parts<'a>(
 ) -> impl Iterator<Item = (View<'a>, View<'a>)> {
     let mut before = 0; // elements per row in the parts before
     parts.iter().map(move |part| {
-        let place = whole.part_from(before);
+        let place = whole.slice_from(before);
         before += part.len / outer.max(1);
         (*part, place)
     })
@@ -187,7 +187,7 @@ fn rows_of(outer: usize, elements: [usize; 3]) -> Vec<Dim> {
         from: 1,
         to: 1,
     };
-    joined([rows, row].into_iter())
+    merged_dims([rows, row].into_iter())
 }
 
 /// Returns the product of the dimensions before the concatenated one, which is the first in which an input differs from

@@ -13,7 +13,7 @@ pub struct OpCost {
     /// The bytes, in words.
     pub bytes: &'static str,
     /// The parts of the op that other implementations time separately, in words; `None` if it has none.
-    pub inside: Option<&'static str>,
+    pub includes: Option<&'static str>,
     pub(crate) forward: Formula,
     /// The formula of backward; `None` if backward is candle's own.
     pub(crate) backward: Option<Formula>,
@@ -53,7 +53,7 @@ impl<'a> Operands<'a> {
 
     /// Returns the bytes of x and the weights as matmuls read them: in x's dtype. Under autocast an f32 weight is read
     /// as its copy.
-    fn product_bytes(&self) -> Option<f64> {
+    fn matmul_bytes(&self) -> Option<f64> {
         let width = self.input(0)?.dtype.size_in_bytes() as f64;
         Some(self.inputs.iter().map(|x| x.elements() * width).sum())
     }
@@ -85,23 +85,28 @@ impl<'a> Operands<'a> {
         cost(0.0, flops, self.output.bytes(), self.input_bytes())
     }
 
-    /// Returns the cost of matmuls of x, whose last dimension is the depth, with weights. `made` is the elements and
+    /// Returns the cost of matmuls of x, whose last dimension is the depth, with weights. `results` is the elements and
     /// bytes of the results. Each element costs `flops` per unit of depth, and the last argument once.
-    pub(crate) fn products(&self, made: (f64, f64), flops: f64, besides: f64) -> Option<Cost> {
-        let (elements, bytes) = made;
+    pub(crate) fn matmuls(
+        &self,
+        results: (f64, f64),
+        flops: f64,
+        per_element: f64,
+    ) -> Option<Cost> {
+        let (elements, bytes) = results;
         let flops = flops * elements * self.input(0)?.last();
-        cost(flops, besides * elements, self.product_bytes()?, bytes)
+        cost(flops, per_element * elements, self.matmul_bytes()?, bytes)
     }
 
-    /// Returns the cost of the backward of [`products`](Self::products), which also reads the results or their
+    /// Returns the cost of the backward of [`matmuls`](Self::matmuls), which also reads the results or their
     /// gradients, and writes the inputs' gradients.
-    pub(crate) fn products_backward(
+    pub(crate) fn matmuls_backward(
         &self,
-        made: (f64, f64),
+        results: (f64, f64),
         flops: f64,
-        besides: f64,
+        per_element: f64,
     ) -> Option<Cost> {
-        let forward = self.products(made, flops, besides)?;
+        let forward = self.matmuls(results, flops, per_element)?;
         Some(Cost {
             read_bytes: forward.written_bytes + forward.read_bytes,
             written_bytes: self.input_bytes(),
@@ -111,9 +116,9 @@ impl<'a> Operands<'a> {
 }
 
 /// Returns a cost of matmul FLOPs, other FLOPs, bytes read and bytes written.
-pub(crate) fn cost(products: f64, others: f64, read: f64, written: f64) -> Option<Cost> {
+pub(crate) fn cost(matmul_flops: f64, others: f64, read: f64, written: f64) -> Option<Cost> {
     Some(Cost {
-        product_flops: products,
+        matmul_flops,
         other_flops: others,
         softmax_flops: 0.0,
         read_bytes: read,
@@ -122,7 +127,7 @@ pub(crate) fn cost(products: f64, others: f64, read: f64, written: f64) -> Optio
 }
 
 /// Returns the cost with all FLOPs outside of matmuls counted as softmax's.
-pub(crate) fn of_softmax(cost: Cost) -> Cost {
+pub(crate) fn as_softmax(cost: Cost) -> Cost {
     Cost {
         softmax_flops: cost.other_flops,
         ..cost

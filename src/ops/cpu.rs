@@ -1,7 +1,7 @@
 //! Conversion between candle's CPU storage and the slices of kernels.
 
 use super::lowering::Slice;
-use super::operand::{check_granted, check_room, inside_storage};
+use super::operand::{check_fits_memory, check_granted, inside_storage};
 use crate::kernels::cpu::{gemm, parallel};
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
@@ -18,7 +18,7 @@ fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
     }
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
-        None => bail!("a kernel was handed a strided tensor: {layout:?}"),
+        None => bail!("kernel expected a contiguous tensor, got {layout:?}"),
     }
 }
 
@@ -53,7 +53,10 @@ pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<S
 ///
 /// # Safety
 /// The slice may only be used while the storage is alive and not accessed otherwise.
-pub(super) unsafe fn room<'a>(dims: &[usize], dtype: DType) -> Result<(CpuStorage, Slice<'a>)> {
+pub(super) unsafe fn alloc_output<'a>(
+    dims: &[usize],
+    dtype: DType,
+) -> Result<(CpuStorage, Slice<'a>)> {
     for_stored!(dtype, T => {
         let (mut start, mut elements) = (std::ptr::null_mut(), 0);
         let (storage, _) = output::<T>(dims, |all| {
@@ -69,7 +72,7 @@ pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(cpu) => Ok(cpu),
         other => bail!(
-            "a CPU kernel was handed a tensor on {:?}",
+            "kernel expected a tensor on the CPU, got one on {:?}",
             other.device().location()
         ),
     }
@@ -80,7 +83,7 @@ fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T
     const WHAT: &str = "one tensor";
     hardware::check_threads()?;
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-    check_room(WHAT, wanted_bytes)?;
+    check_fits_memory(WHAT, wanted_bytes)?;
     parallel::filled(len, fill).map_err(|_| hardware::not_granted(WHAT, wanted_bytes).into())
 }
 

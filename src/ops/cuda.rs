@@ -11,12 +11,12 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, ba
 pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     match layout.is_contiguous() {
         true => from_first(storage, layout),
-        false => bail!("a kernel was handed a strided tensor: {layout:?}"),
+        false => bail!("kernel expected a contiguous tensor, got {layout:?}"),
     }
 }
 
 /// Returns a [`view`] of an operand that is contiguous or heads with strides.
-pub(super) fn lying<'a>(storage: &'a CudaStorage, layout: &'a Layout) -> Result<View<'a>> {
+pub(super) fn strided<'a>(storage: &'a CudaStorage, layout: &'a Layout) -> Result<View<'a>> {
     match <&[usize; 4]>::try_from(layout.stride()) {
         Ok(strides @ [_, _, _, 1]) if !layout.is_contiguous() => {
             Ok(from_first(storage, layout)?.by_strides(strides))
@@ -51,7 +51,7 @@ pub(crate) fn elements(tensor: &Tensor) -> Result<View<'_>> {
     match &*storage {
         Storage::Cuda(storage) => Ok(view(storage, layout)?.owned_by(tensor)),
         other => bail!(
-            "a CUDA kernel was handed a tensor on {:?}",
+            "kernel expected a tensor on a CUDA device, got one on {:?}",
             other.device().location()
         ),
     }

@@ -96,7 +96,7 @@ pub(super) fn has_kernel(op: &OpInfo, x: &Tensor) -> bool {
         (Some(Target::Cpu), _) | (None, Device::Cpu) => is_supported_float(x.dtype()),
         #[cfg(feature = "cuda")]
         (None, Device::Cuda(gpu)) => {
-            has_cuda_kernel(op, x) && crate::kernels::cuda::source::runs_on(gpu)
+            has_cuda_kernel(op, x) && crate::kernels::cuda::source::is_supported(gpu)
         }
         _ => false,
     }
@@ -145,13 +145,13 @@ pub(super) fn check_same_or_f32(op: &'static str, operands: &[(&str, &Tensor)]) 
 fn check_operands(
     op: &'static str,
     operands: &[(&str, &Tensor)],
-    f32_beside_half: bool,
+    allows_f32_with_half: bool,
 ) -> Result<()> {
     let [(first_name, first), rest @ ..] = operands else {
         return Ok(());
     };
     check_float(op, first)?;
-    let f32_too = f32_beside_half && is_half(first.dtype());
+    let f32_too = allows_f32_with_half && is_half(first.dtype());
     for (_, tensor) in operands {
         check_size(op, tensor.dims(), tensor.dtype(), tensor.device())?;
     }

@@ -222,12 +222,12 @@ pub(super) const INFO: OpInfo = OpInfo::new(OP)
 
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let reads = [("x", Slot::Input(0)), ("key", Slot::Read(0))];
+        let reads = [("x", Slot::Input(0)), ("key", Slot::ExtraInput(0))];
         let kernel = map("dropout", signature);
         Calls::default().call(kernel, reads, [("y", Slot::Output)])
     },
     backward: |signature| {
-        let reads = [("x", Slot::OutputGradient), ("key", Slot::Read(0))];
+        let reads = [("x", Slot::OutputGradient), ("key", Slot::ExtraInput(0))];
         let kernel = map("dropout_backward", signature);
         Calls::default().call(kernel, reads, [("y", Slot::Gradient(0))])
     },
@@ -237,11 +237,11 @@ const LOWERING: Lowering = Lowering {
 fn map(name: &'static str, signature: &Signature<'_>) -> Kernel {
     let kernel = kernel!(name, |T, k, s| {
         let width = k.count("width")?;
-        let mask = of_call(k)?.mask(s.x("key")?, width);
+        let mask = dropout_of_kernel(k)?.mask(s.x("key")?, width);
         kernel::dropout(s.x::<T>("x")?, &mask, width, s.y("y")?);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (dropout, width) = (of_call(k)?, k.count("width")?);
+        let (dropout, width) = (dropout_of_kernel(k)?, k.count("width")?);
         cuda_kernel::dropout(l.gpu, l.x("x")?, l.x("key")?, dropout, width, l.y("y")?)
     });
     let kernel = kernel.sized([("width", width_of(signature.output.dims))]);
@@ -264,7 +264,9 @@ pub(crate) fn attributes(dropout: kernels::Dropout) -> [(&'static str, Attribute
 }
 
 /// Returns the dropout of a call with these [attributes]; `None` if it has none.
-pub(crate) fn of_attributes(all: &[(&'static str, Attribute)]) -> Option<kernels::Dropout> {
+pub(crate) fn dropout_from_attributes(
+    all: &[(&'static str, Attribute)],
+) -> Option<kernels::Dropout> {
     let of = |name| all.iter().find(|(other, _)| *other == name);
     match (of(PROBABILITY)?.1, of("site")?.1) {
         (Attribute::Number(probability), Attribute::Count(site)) => Some(kernels::Dropout {
@@ -275,9 +277,9 @@ pub(crate) fn of_attributes(all: &[(&'static str, Attribute)]) -> Option<kernels
     }
 }
 
-pub(crate) fn of_call(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
+pub(crate) fn dropout_of_kernel(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
     let without = || candle_core::Error::msg(format!("{} has no probability of dropout", k.name()));
-    of_attributes(k.attributes()).ok_or_else(without)
+    dropout_from_attributes(k.attributes()).ok_or_else(without)
 }
 
 impl Dropout {

@@ -157,7 +157,7 @@ const LOWERING: Lowering = Lowering {
             cuda_kernel::forward(l.gpu, table, ids, k.count("width")?, x)
         });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
-        let reads = [("table", Slot::Input(0)), ("ids", Slot::Read(0))];
+        let reads = [("table", Slot::Input(0)), ("ids", Slot::ExtraInput(0))];
         Calls::default()
             .checked(0, ids)
             .call(kernel, reads, [("x", Slot::Output)])
@@ -188,7 +188,7 @@ const LOWERING: Lowering = Lowering {
             )
         });
         let kernel = kernel.summing("dtable", Accumulate::Never);
-        let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
+        let (table, ids) = (&signature.inputs[0], &signature.extra_inputs[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
         let kernel = kernel
             .with_all(signature.attributes)
@@ -205,7 +205,7 @@ const LOWERING: Lowering = Lowering {
             let workspace = calls.scratch(&[parts.iter().sum()], DType::U32);
             writes.push(("workspace", workspace));
         }
-        let reads = [("dx", Slot::OutputGradient), ("ids", Slot::Read(0))];
+        let reads = [("dx", Slot::OutputGradient), ("ids", Slot::ExtraInput(0))];
         calls.call(kernel, reads, writes)
     },
 };

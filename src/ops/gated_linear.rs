@@ -20,8 +20,8 @@ use super::gated;
 use super::info::OpInfo;
 use super::linear::{factors, linear, with_last_dim};
 use super::lowering::{Accumulate, Calls, Lowering, Named, Signature, Slot};
+use super::matmul_kernel::{Factor, matmul};
 use super::operand::check_size;
-use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
 use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::graph::{Attribute, Target};
@@ -142,16 +142,16 @@ fn check(op: &'static str, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
 
 const SWIGLU_LINEAR: OpInfo = info(
     "swiglu_linear",
-    "4 N D F, 6 an element of y besides; backward 8 and 12",
-    |o| o.products(made(o), 4.0, 6.0),
-    |o| o.products_backward(made(o), 8.0, 12.0),
+    "4 N D F plus 6 per element of y; backward 8 N D F plus 12 per element of y",
+    |o| o.matmuls(made(o), 4.0, 6.0),
+    |o| o.matmuls_backward(made(o), 8.0, 12.0),
 );
 
 const GEGLU_LINEAR: OpInfo = info(
     "geglu_linear",
-    "4 N D F, 10 an element of y besides; backward 8 and 18",
-    |o| o.products(made(o), 4.0, 10.0),
-    |o| o.products_backward(made(o), 8.0, 18.0),
+    "4 N D F plus 10 per element of y; backward 8 N D F plus 18 per element of y",
+    |o| o.matmuls(made(o), 4.0, 10.0),
+    |o| o.matmuls_backward(made(o), 8.0, 18.0),
 );
 
 pub(crate) const INFOS: &[OpInfo] = &[SWIGLU_LINEAR, GEGLU_LINEAR];
@@ -165,7 +165,8 @@ const fn info(
     let bytes = "x, W1, W3, y, gate, up; backward those and dx, dW1, dW3";
     let info = OpInfo::new(op).on_gpu();
     let info = info.costing(flops, bytes, forward, Some(backward));
-    info.holding("two products and the gate").planned(LOWERING)
+    info.including("two products and the gate")
+        .planned(LOWERING)
 }
 
 /// Returns the elements of y, and the bytes of y and of the saved gate and up.
@@ -182,7 +183,7 @@ const LOWERING: Lowering = Lowering {
         let gate_up = gate_up(signature);
         for (i, (_, made)) in gate_up.iter().enumerate() {
             let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1 + i))];
-            let kernel = product(x, weight.t(), Accumulate::Never);
+            let kernel = matmul(x, weight.t(), Accumulate::Never);
             calls.push(kernel, factors, [("c", *made)]);
         }
         let kernel = match gate_up.len() {
@@ -205,7 +206,7 @@ const LOWERING: Lowering = Lowering {
                 gate_up.iter().map(|(_, slot)| *slot).collect()
             }
             None => {
-                let kept = &signature.kept[0];
+                let kept = &signature.saved[0];
                 let [dgate, dup] = [(); 2].map(|()| calls.scratch(kept.dims, kept.dtype));
                 let reads = Named::from([dy]).and(gate_up);
                 let writes = [("dgate", dgate), ("dup", dup)];
@@ -217,13 +218,13 @@ const LOWERING: Lowering = Lowering {
         let mut accumulate = Accumulate::Never;
         for (i, gradient) in gradients.iter().enumerate() {
             let factors = [("a", *gradient), ("b", read_weight(signature, 1 + i))];
-            let kernel = product(of_product, weight, accumulate);
+            let kernel = matmul(of_product, weight, accumulate);
             calls.push(kernel, factors, [("c", Slot::Gradient(0))]);
             accumulate = Accumulate::Always;
         }
         for (i, gradient) in gradients.into_iter().enumerate() {
             let factors = [("a", gradient), ("b", Slot::Input(0))];
-            let kernel = product(of_product.t(), x, Accumulate::Never);
+            let kernel = matmul(of_product.t(), x, Accumulate::Never);
             calls.push(kernel, factors, [("c", Slot::Gradient(1 + i))]);
         }
         calls
@@ -232,9 +233,9 @@ const LOWERING: Lowering = Lowering {
 
 /// Returns the saved gate and up: two slots, or one if the weights are one input.
 fn gate_up(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
-    match signature.kept.len() {
-        1 => vec![("gate_up", Slot::Kept(0))],
-        _ => vec![("gate", Slot::Kept(0)), ("up", Slot::Kept(1))],
+    match signature.saved.len() {
+        1 => vec![("gate_up", Slot::Saved(0))],
+        _ => vec![("gate", Slot::Saved(0)), ("up", Slot::Saved(1))],
     }
 }
 
@@ -254,22 +255,22 @@ impl Spec for GatedLinear {
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
     }
 
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (x, width) = (&inputs[0], inputs[1].dims[0]);
         ["gate", "up"]
             .map(|name| (name, (x.rows(), width).into(), x.dtype))
             .into()
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         weight::tensors(&self.copies)
     }
 
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        weight::tensors_again(&self.copies, &inputs[1..])
+    fn extra_inputs_for_backward(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        weight::tensors_for_backward(&self.copies, &inputs[1..])
     }
 
-    fn forwarded(&self) {
-        self.copies.iter().for_each(WeightCopy::forwarded);
+    fn free_after_forward(&self) {
+        self.copies.iter().for_each(WeightCopy::free_after_forward);
     }
 }

@@ -54,8 +54,8 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
         }
     };
     let [x] = &cast_for("split_heads", [x])?;
-    let way = Way::Split;
-    run(&SPLIT_INFO, CutHeads { way, heads }, [x], || {
+    let way = Direction::Split;
+    run(&SPLIT_INFO, HeadsCall { way, heads }, [x], || {
         Ok(input(x)
             .reshape((batch, length, heads, head_dim))?
             .transpose(1, 2)?
@@ -83,8 +83,8 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
             .must_be("x (B, H, T, Dh)", "as split_heads returns it"));
     };
     let [x] = &cast_for("merge_heads", [x])?;
-    let way = Way::Merge;
-    run(&MERGE_INFO, CutHeads { way, heads }, [x], || {
+    let way = Direction::Merge;
+    run(&MERGE_INFO, HeadsCall { way, heads }, [x], || {
         Ok(input(x)
             .transpose(1, 2)?
             .reshape((batch, length, heads * head_dim))?)
@@ -104,27 +104,27 @@ pub(crate) const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
 pub(super) const INFOS: &[OpInfo] = &[SPLIT_INFO, MERGE_INFO];
 
 const SPLIT_HEADS: Lowering = Lowering {
-    forward: |signature| forward(Way::Split, signature.output.dims),
-    backward: |signature| backward(Way::Merge, signature.output.dims),
+    forward: |signature| forward(Direction::Split, signature.output.dims),
+    backward: |signature| backward(Direction::Merge, signature.output.dims),
 };
 
 const MERGE_HEADS: Lowering = Lowering {
-    forward: |signature| forward(Way::Merge, signature.inputs[0].dims),
-    backward: |signature| backward(Way::Split, signature.inputs[0].dims),
+    forward: |signature| forward(Direction::Merge, signature.inputs[0].dims),
+    backward: |signature| backward(Direction::Split, signature.inputs[0].dims),
 };
 
-fn forward(way: Way, heads: &[usize]) -> Calls {
+fn forward(way: Direction, heads: &[usize]) -> Calls {
     let (x, y) = (("x", Slot::Input(0)), ("y", Slot::Output));
     Calls::default().call(planned(way, heads), [x], [y])
 }
 
-fn backward(way: Way, heads: &[usize]) -> Calls {
+fn backward(way: Direction, heads: &[usize]) -> Calls {
     let (x, y) = (("x", Slot::OutputGradient), ("y", Slot::Gradient(0)));
     Calls::default().call(planned(way, heads), [x], [y])
 }
 
 /// Returns the kernel of one direction, for heads (B, H, T, Dh).
-fn planned(way: Way, heads: &[usize]) -> Kernel {
+fn planned(way: Direction, heads: &[usize]) -> Kernel {
     fn sizes(k: &Kernel) -> candle_core::Result<HeadSizes> {
         Ok(HeadSizes {
             batch: k.count("batch")?,
@@ -133,7 +133,7 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
             head_dim: k.count("head_dim")?,
         })
     }
-    fn run(way: Way, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
+    fn run(way: Direction, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
         let sizes = sizes(k)?;
         for_stored!(s.dtype()?, T => {
             way.run(sizes, s.x::<T>("x")?, s.y("y")?);
@@ -141,13 +141,13 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
         })
     }
     let kernel = match way {
-        Way::Split => on_gpu!(
-            Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
-            |k, l| Way::Split.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
+        Direction::Split => on_gpu!(
+            Kernel::new("split_heads", |k, s| run(Direction::Split, k, s)),
+            |k, l| Direction::Split.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
         ),
-        Way::Merge => on_gpu!(
-            Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
-            |k, l| Way::Merge.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
+        Direction::Merge => on_gpu!(
+            Kernel::new("merge_heads", |k, s| run(Direction::Merge, k, s)),
+            |k, l| Direction::Merge.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
         ),
     };
     let size = |dim: usize| heads.get(dim).copied().unwrap_or(1);
@@ -161,12 +161,12 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
 
 /// The direction: backward runs the other one.
 #[derive(Clone, Copy)]
-enum Way {
+enum Direction {
     Split,
     Merge,
 }
 
-impl Way {
+impl Direction {
     fn run<T: Copy + Send + Sync>(self, sizes: HeadSizes, x: &[T], y: &mut [T]) {
         match self {
             Self::Split => split(sizes, x, y),
@@ -192,17 +192,21 @@ impl Way {
 }
 
 /// A call of either op. It is small, because the graph of a model keeps many of these.
-struct CutHeads {
-    way: Way,
+struct HeadsCall {
+    way: Direction,
     heads: usize,
 }
 
-impl Spec for CutHeads {
+impl Spec for HeadsCall {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let heads = self.heads;
         let shape = match (self.way, inputs[0].dims) {
-            (Way::Split, [batch, length, width]) => vec![*batch, heads, *length, width / heads],
-            (Way::Merge, [batch, _, length, head_dim]) => vec![*batch, *length, heads * head_dim],
+            (Direction::Split, [batch, length, width]) => {
+                vec![*batch, heads, *length, width / heads]
+            }
+            (Direction::Merge, [batch, _, length, head_dim]) => {
+                vec![*batch, *length, heads * head_dim]
+            }
             (_, dims) => dims.to_vec(), // refused earlier
         };
         (shape.into(), inputs[0].dtype)

@@ -58,7 +58,7 @@ impl OpInfo {
             op: self.op,
             flops,
             bytes,
-            inside: None,
+            includes: None,
             forward,
             backward,
         });
@@ -98,9 +98,9 @@ impl OpInfo {
     }
 
     /// Declares that the cost includes that of `parts`, which other implementations time separately.
-    pub const fn holding(mut self, parts: &'static str) -> Self {
+    pub const fn including(mut self, parts: &'static str) -> Self {
         if let Some(cost) = &mut self.cost {
-            cost.inside = Some(parts);
+            cost.includes = Some(parts);
         }
         self
     }

@@ -16,8 +16,8 @@ use super::bias::{bias, push_bias_gradient};
 use super::dispatch::check_same;
 use super::info::OpInfo;
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
+use super::matmul_kernel::{Factor, matmul};
 use super::operand::{check_size, zeros_of};
-use super::product::{Factor, product};
 use super::record::{Spec, float_input, run};
 use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::probe::Operand;
@@ -93,8 +93,8 @@ pub(crate) const LINEAR: &str = "linear";
 pub(crate) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).costing(
     "2 N in out, backward 4",
     "x, W, y; backward x, W, dy, dx, dW",
-    |o| o.products(o.output.size(), 2.0, 0.0),
-    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+    |o| o.matmuls(o.output.size(), 2.0, 0.0),
+    Some(|o| o.matmuls_backward(o.output.size(), 4.0, 0.0)),
 );
 
 /// The lowering of a linear layer, with or without a bias.
@@ -107,7 +107,7 @@ pub(super) const LOWERING: Lowering = Lowering {
             accumulate = Accumulate::Always;
         }
         if x.cols > 0 || accumulate == Accumulate::Never {
-            let kernel = product(x, weight.t(), accumulate);
+            let kernel = matmul(x, weight.t(), accumulate);
             let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
             calls.push(kernel, factors, [("c", Slot::Output)]);
         }
@@ -120,10 +120,10 @@ pub(super) const LOWERING: Lowering = Lowering {
         }
         let (x, weight) = factors(signature);
         let (dy, of_dy) = (Slot::OutputGradient, Factor::new(x.rows, weight.rows)); // (N, out)
-        let dx = product(of_dy, weight, Accumulate::Never);
+        let dx = matmul(of_dy, weight, Accumulate::Never);
         let read = read_weight(signature, 1);
         calls.push(dx, [("a", dy), ("b", read)], [("c", Slot::Gradient(0))]);
-        let dw = product(of_dy.t(), x, Accumulate::Never);
+        let dw = matmul(of_dy.t(), x, Accumulate::Never);
         let factors = [("a", dy), ("b", Slot::Input(0))];
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
@@ -149,16 +149,16 @@ impl Spec for Linear {
         (with_last_dim(x.dims, weight.dims[0]).into(), x.dtype)
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         weight::tensors(&self.copies)
     }
 
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        weight::tensors_again(&self.copies, &inputs[1..2])
+    fn extra_inputs_for_backward(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        weight::tensors_for_backward(&self.copies, &inputs[1..2])
     }
 
-    fn forwarded(&self) {
-        self.copies[0].forwarded();
+    fn free_after_forward(&self) {
+        self.copies[0].free_after_forward();
     }
 }
 

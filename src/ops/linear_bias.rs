@@ -106,8 +106,8 @@ pub(crate) const INFO: OpInfo = OpInfo::new("linear_bias")
     .on_gpu()
     .planned(LOWERING)
     .costing(
-        "2 N in out, 1 an element of y besides; backward 4 and 1",
+        "2 N in out plus 1 per element of y; backward 4 N in out plus 1 per element of y",
         "x, W, b, y; backward x, W, dy, dx, dW, db",
-        |o| o.products(o.output.size(), 2.0, 1.0),
-        Some(|o| o.products_backward(o.output.size(), 4.0, 1.0)),
+        |o| o.matmuls(o.output.size(), 2.0, 1.0),
+        Some(|o| o.matmuls_backward(o.output.size(), 4.0, 1.0)),
     );

@@ -14,13 +14,13 @@
 //! ```
 
 use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
-use super::cross_entropy::{Reduction, Targets, loss_of, plain};
+use super::cross_entropy::{Reduction, Targets, composed_loss, output_of};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{Linear, factors};
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
+use super::matmul_kernel::{Factor, matmul};
 use super::operand::check_size;
-use super::product::{Factor, product};
 use super::record::{Spec, by_kernels, composed};
 use super::weight::{read_weight, with_copies};
 use super::{linear, with_last_dim};
@@ -102,7 +102,10 @@ pub(crate) fn reduced(
             let product = Linear { copies };
             by_kernels(
                 &INFO,
-                LinearCrossEntropy { product, targets },
+                LinearCrossEntropy {
+                    linear: product,
+                    targets,
+                },
                 [&x, &weight],
             )
         }
@@ -113,8 +116,8 @@ pub(crate) fn reduced(
             composed(
                 &super::cross_entropy::INFO,
                 &[&logits],
-                loss_of(&logits),
-                || plain(&logits, &targets),
+                output_of(&logits),
+                || composed_loss(&logits, &targets),
             )
         }
     }
@@ -167,12 +170,12 @@ const NAME: &str = "linear_cross_entropy";
 pub(crate) const INFO: OpInfo = OpInfo::new(NAME)
     .on_gpu()
     .costing(
-        "2 N D V, 4 a logit besides; backward 4 and 3",
+        "2 N D V plus 4 per logit; backward 4 N D V plus 3 per logit",
         "x, W, logits; backward those and dx, dW",
-        |o| o.products(logits_of(o)?, 2.0, 4.0),
-        Some(|o| o.products_backward(logits_of(o)?, 4.0, 3.0)),
+        |o| o.matmuls(logits_of(o)?, 2.0, 4.0),
+        Some(|o| o.matmuls_backward(logits_of(o)?, 4.0, 3.0)),
     )
-    .holding("the head's product and the loss")
+    .including("the head's matmul and the loss")
     .planned(LOWERING);
 
 /// Returns the elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
@@ -187,47 +190,47 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
-        let logits = product(x, weight.t(), Accumulate::Never);
-        let calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
+        let logits = matmul(x, weight.t(), Accumulate::Never);
+        let calls = Calls::default().call(logits, factors, [("c", Slot::Saved(0))]);
         let operands = PlannedLoss {
-            logits: Slot::Kept(0),
+            logits: Slot::Saved(0),
             targets: targets(signature),
-            statistics: Slot::Kept(1),
+            statistics: Slot::Saved(1),
             loss: Slot::Output,
         };
         planned_loss(signature, operands, calls)
     },
     backward: |signature| {
         let (x, weight) = factors(signature);
-        let (logits, mut calls) = (&signature.kept[0], Calls::default());
+        let (logits, mut calls) = (&signature.saved[0], Calls::default());
         let dlogits = match signature.target {
             Target::Cpu => calls.scratch(logits.dims, logits.dtype),
-            Target::Cuda => Slot::Kept(0), // in place
+            Target::Cuda => Slot::Saved(0), // in place
         };
         let reads = [
-            ("logits", Slot::Kept(0)),
-            ("targets", Slot::Read(targets(signature))),
-            ("statistics", Slot::Kept(1)),
+            ("logits", Slot::Saved(0)),
+            ("targets", Slot::ExtraInput(targets(signature))),
+            ("statistics", Slot::Saved(1)),
             ("dloss", Slot::OutputGradient),
         ];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
         let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
-        let dx = product(of_dlogits, weight, Accumulate::Never);
+        let dx = matmul(of_dlogits, weight, Accumulate::Never);
         let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         let factors = [("a", dlogits), ("b", Slot::Input(0))];
-        let dw = product(of_dlogits.t(), x, Accumulate::Never);
+        let dw = matmul(of_dlogits.t(), x, Accumulate::Never);
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
 
 /// Returns the index of the targets among the op's extra inputs: they come after the weight's copy.
 fn targets(signature: &Signature<'_>) -> usize {
-    signature.reads.len() - 1
+    signature.extra_inputs.len() - 1
 }
 
 struct LinearCrossEntropy {
-    product: Linear,
+    linear: Linear,
     targets: Targets,
 }
 
@@ -238,11 +241,11 @@ impl Spec for LinearCrossEntropy {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let mut attributes = self.targets.attributes();
-        attributes.extend(self.product.attributes());
+        attributes.extend(self.linear.attributes());
         attributes
     }
 
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let rows = x.rows();
         vec![
@@ -251,19 +254,19 @@ impl Spec for LinearCrossEntropy {
         ]
     }
 
-    fn reads(&self) -> Vec<Tensor> {
-        let mut reads = self.product.reads();
+    fn extra_inputs(&self) -> Vec<Tensor> {
+        let mut reads = self.linear.extra_inputs();
         reads.push(self.targets.ids.clone());
         reads
     }
 
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        let mut reads = self.product.reads_again(inputs)?;
+    fn extra_inputs_for_backward(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        let mut reads = self.linear.extra_inputs_for_backward(inputs)?;
         reads.push(self.targets.ids.clone());
         Ok(reads)
     }
 
-    fn forwarded(&self) {
-        self.product.forwarded();
+    fn free_after_forward(&self) {
+        self.linear.free_after_forward();
     }
 }

@@ -15,8 +15,8 @@ use super::cast::{cast, cast_for};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::matmul_kernel::{Factor, batched};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
-use super::product::{Factor, batched};
 use super::record::{CallSpec, Spec, by_kernels, composed, input};
 use crate::graph::Attribute;
 use crate::precision::without_autocast;
@@ -39,7 +39,7 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// Ranks under 2; leading dimensions or depths that differ; mixed dtypes or devices.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product(&INFO, a, b, false)
+    checked_matmul(&INFO, a, b, false)
 }
 
 /// Computes `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N), as for queries and keys.
@@ -58,7 +58,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`matmul`](fn@matmul).
 pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product(&TRANSPOSED_INFO, a, b, true)
+    checked_matmul(&TRANSPOSED_INFO, a, b, true)
 }
 
 /// Computes either matmul with candle's own `matmul`; if `transposed`, b is (..., N, K).
@@ -83,7 +83,12 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     Ok(a.matmul(&b)?)
 }
 
-fn product(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+fn checked_matmul(
+    info: &'static OpInfo,
+    a: &Tensor,
+    b: &Tensor,
+    transposed: bool,
+) -> Result<Tensor> {
     let op = info.op;
     check_size(op, a.dims(), a.dtype(), a.device())?;
     check_size(op, b.dims(), b.dtype(), b.device())?;
@@ -110,7 +115,7 @@ fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool)
     let wide =
         |x: &Tensor, shape: &Shape| Ok::<_, Error>(cast(x, DType::F32)?.broadcast_as(shape)?);
     let (a, b) = (wide(&x, a.shape())?, wide(&y, b.shape())?);
-    let c = without_autocast(|| product(info, &a, &b, transposed))?;
+    let c = without_autocast(|| checked_matmul(info, &a, &b, transposed))?;
     cast(&c, x.dtype())
 }
 
@@ -163,8 +168,8 @@ impl<'a> MatrixDims<'a> {
 const INFO: OpInfo = OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
     "2 B M K N, backward 4",
     "a, b, c; backward a, b, dc, da, db",
-    |o| o.products(o.output.size(), 2.0, 0.0),
-    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+    |o| o.matmuls(o.output.size(), 2.0, 0.0),
+    Some(|o| o.matmuls_backward(o.output.size(), 4.0, 0.0)),
 );
 
 /// The transposed op, which runs and is timed as `matmul`.

@@ -58,9 +58,9 @@ pub(crate) mod linear_bias;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod lowering;
 pub(crate) mod matmul;
+pub(crate) mod matmul_kernel;
 pub(crate) mod norm;
 mod operand;
-pub(crate) mod product;
 pub(crate) mod record;
 pub(crate) mod reduce;
 pub mod reference;
@@ -79,7 +79,7 @@ mod weight;
 
 pub use arithmetic::{add, add_scaled, div, mul, sub};
 pub(crate) use cast::operand;
-pub(crate) use cast::{WEIGHT_CAST, forget_weights};
+pub(crate) use cast::{WEIGHT_CAST, clear_cached_casts};
 pub use cast::{cast, cast_for};
 pub use concat::concat;
 pub use contiguous::contiguous;
@@ -106,8 +106,8 @@ pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignoring};
 pub use matmul::{matmul, matmul_transposed};
 pub(crate) use operand::{
-    check_float, check_granted, check_granted_on, check_room, check_size, inside_storage, laid_out,
-    variable_of, zeros,
+    check_fits_memory, check_float, check_granted, check_granted_on, check_size, inside_storage,
+    try_contiguous, variable_of, zeros,
 };
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;

@@ -20,16 +20,16 @@ pub(super) fn is_half(dtype: DType) -> bool {
 
 /// Refuses a dtype that is not a float.
 pub(crate) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
-    refuse_unless(x.dtype().is_float(), op, "a floating-point tensor", x)
+    require(x.dtype().is_float(), op, "a floating-point tensor", x)
 }
 
 /// Refuses dtypes other than f16, bf16, f32 and f64, for ops that convert.
 pub(crate) fn check_supported(op: &'static str, x: &Tensor) -> Result<()> {
     let wanted = "a floating-point tensor in f16, bf16, f32 or f64";
-    refuse_unless(is_supported_float(x.dtype()), op, wanted, x)
+    require(is_supported_float(x.dtype()), op, wanted, x)
 }
 
-fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -> Result<()> {
+fn require(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -> Result<()> {
     if is_right {
         return Ok(());
     }
@@ -92,14 +92,14 @@ pub(crate) fn check_size(
         });
     };
     if device.is_cpu() && !dims.contains(&0) && !graph::is_tracing() {
-        check_room("one tensor", bytes as u64)?; // a GPU's allocations fail with an error
+        check_fits_memory("one tensor", bytes as u64)?; // a GPU's allocations fail with an error
     }
     Ok(())
 }
 
 /// Refuses sizes beyond the machine's memory. A system that overcommits would grant them, and kill the process when the
 /// memory is written.
-pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
+pub(crate) fn check_fits_memory(what: &str, wanted_bytes: u64) -> Result<()> {
     hardware::check_available(what, wanted_bytes, hardware::total_bytes())
 }
 
@@ -142,7 +142,7 @@ pub(crate) fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> R
 }
 
 /// Returns `x` contiguous; an error if there is no memory for a copy.
-pub(crate) fn laid_out(x: &Tensor) -> Result<Tensor> {
+pub(crate) fn try_contiguous(x: &Tensor) -> Result<Tensor> {
     if !x.is_contiguous() {
         check_granted_on(x.device(), x.dims(), x.dtype())?;
     }
@@ -189,7 +189,7 @@ struct ZerosOf {
 }
 
 impl ZerosOf {
-    fn beside<S>(&self, storage: &S) -> candle_core::Result<(S, Shape)>
+    fn zeros_like_device<S>(&self, storage: &S) -> candle_core::Result<(S, Shape)>
     where
         S: BackendStorage<Device: BackendDevice<Storage = S>>,
     {
@@ -204,11 +204,11 @@ impl CustomOp1 for ZerosOf {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.beside(x)
+        self.zeros_like_device(x)
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.beside(x)
+        self.zeros_like_device(x)
     }
 
     fn metal_fwd(
@@ -216,7 +216,7 @@ impl CustomOp1 for ZerosOf {
         x: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.beside(x)
+        self.zeros_like_device(x)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
@@ -236,7 +236,7 @@ impl CustomOp2 for ZerosOf {
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.beside(a)
+        self.zeros_like_device(a)
     }
 
     fn cuda_fwd(
@@ -246,7 +246,7 @@ impl CustomOp2 for ZerosOf {
         _: &CudaStorage,
         _: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.beside(a)
+        self.zeros_like_device(a)
     }
 
     fn metal_fwd(
@@ -256,7 +256,7 @@ impl CustomOp2 for ZerosOf {
         _: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.beside(a)
+        self.zeros_like_device(a)
     }
 
     fn bwd(

@@ -50,7 +50,7 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 pub fn mean(x: &Tensor) -> Result<Tensor> {
     if x.dims().contains(&0) {
         return Err(Error::shape("mean", format!("{:?}", x.dims()))
-            .must_be("at least one element", "a mean of nothing is no number"));
+            .must_be("at least one element", "the mean of an empty tensor is NaN"));
     }
     in_f32(&MEAN_INFO, x, (), Tensor::mean_all)
 }
@@ -122,8 +122,8 @@ const SUM: Lowering = Lowering {
 };
 
 const MEAN: Lowering = Lowering {
-    forward: |signature| total(signature, share(signature)),
-    backward: |signature| spread(share(signature)),
+    forward: |signature| total(signature, reciprocal_of_elements(signature)),
+    backward: |signature| spread(reciprocal_of_elements(signature)),
 };
 
 const LOG_SOFTMAX: Lowering = Lowering {
@@ -158,7 +158,7 @@ fn width(signature: &Signature<'_>) -> usize {
     signature.output.dims.last().copied().unwrap_or(1)
 }
 
-fn share(signature: &Signature<'_>) -> f64 {
+fn reciprocal_of_elements(signature: &Signature<'_>) -> f64 {
     let elements: usize = signature.inputs[0].dims.iter().product();
     1.0 / elements as f64
 }

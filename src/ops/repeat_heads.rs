@@ -77,7 +77,7 @@ fn check(x: &Tensor, times: usize) -> Result<Vec<usize>> {
         Some(repeated) if times > 0 => *heads = repeated,
         _ => {
             return refuse(
-                "times from 1 on, to be counted with the heads",
+                "times of at least 1, such that heads * times does not overflow",
                 times.to_string(),
             );
         }

@@ -12,7 +12,7 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cast::{cast_led_by, cast_table};
+use super::cast::{cast_table, cast_with_tables};
 use super::cost::cost;
 use super::cpu::for_stored;
 use super::dispatch::{Path, check_same_or_f32, choose};
@@ -85,7 +85,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`rope()`].
 pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> Result<Tensor> {
-    let (x, [cos, sin]) = &cast_led_by("rope", x, [cos, sin])?;
+    let (x, [cos, sin]) = &cast_with_tables("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
     match choose(&INFO, x)? {
         Path::Kernel => {
@@ -202,10 +202,14 @@ const LOWERING: Lowering = Lowering {
 };
 
 fn with_angles(x: Slot) -> [(&'static str, Slot); 3] {
-    [("x", x), ("cos", Slot::Read(0)), ("sin", Slot::Read(1))]
+    [
+        ("x", x),
+        ("cos", Slot::ExtraInput(0)),
+        ("sin", Slot::ExtraInput(1)),
+    ]
 }
 
-/// Reads x, cos and sin; writes y, x rotated, or rotated `back`.
+/// Reads x, cos and sin; writes y, x rotated, or rotated back if `inverse`.
 fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
     let name = if back { "rope_backward" } else { "rope" };
     let width = signature.output.dims.last().copied().unwrap_or(1);
@@ -223,9 +227,9 @@ fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
     let kernel = on_gpu!(kernel, |k, l| {
         let (tables, width) = ([l.x("cos")?, l.x("sin")?], k.count("width")?);
         let sizes = (2 * tables[0].len / width.max(1), width);
-        let turn = cuda_kernel::Turn {
+        let turn = cuda_kernel::Rotation {
             by_halves: k.flag(HALVES),
-            back: k.flag("back"),
+            inverse: k.flag("back"),
         };
         cuda_kernel::rotate(l.gpu, l.x("x")?, tables, sizes, turn, l.y("y")?)
     });
@@ -244,16 +248,16 @@ pub(crate) fn in_place(
 ) -> Kernel {
     let name = if back { "rotate_back" } else { "rotate" };
     let kernel = on_gpu!(Kernel::of_gpus(name), |k, l| {
-        let turned = cuda_kernel::Turned {
+        let turned = cuda_kernel::PackedHeads {
             batch: k.count("batch")?,
             length: k.count("length")?,
             heads: k.count("heads")?,
             head_dim: k.count("head_dim")?,
             row: k.count("row")?,
         };
-        let turn = cuda_kernel::Turn {
+        let turn = cuda_kernel::Rotation {
             by_halves: k.flag(HALVES),
-            back: k.flag("back"),
+            inverse: k.flag("back"),
         };
         cuda_kernel::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, turn)
     });
@@ -270,7 +274,7 @@ pub(crate) fn in_place(
 }
 
 /// The attribute of a rotation [by halves](RotaryPairs::Halves).
-pub(crate) const HALVES: &str = "by halves";
+pub(crate) const HALVES: &str = "by_halves";
 
 /// A call of the op. It is small, because the graph of a model keeps many of these.
 struct Rope {
@@ -288,7 +292,7 @@ impl Spec for Rope {
         }
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         vec![self.cos.clone(), self.sin.clone()]
     }
 }

@@ -12,7 +12,7 @@
 //! ```
 
 use super::cast::cast_for;
-use super::cost::{cost, of_softmax};
+use super::cost::{as_softmax, cost};
 use super::cpu::{for_real, for_stored};
 use super::info::OpInfo;
 #[cfg(feature = "cuda")]
@@ -22,7 +22,7 @@ use super::operand::{check_float, check_size};
 use super::record::{CallSpec, composed, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::rows::softmax as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::softmax as cuda_kernel;
@@ -60,7 +60,7 @@ fn call(scale: f64, mask: Mask) -> CallSpec {
         .with("mask", Attribute::Mask(mask))
 }
 
-/// Computes [`softmax()`] over the heads of sequences with first keys, (B, Tq) u32: x and p (B H, Tq, Tk). `seen`
+/// Computes [`softmax()`] over the heads of sequences with first keys, (B, Tq) u32: x and p (B H, Tq, Tk). `visible`
 /// returns the visible keys for the reference ([`softmax_over`]).
 ///
 /// # Errors
@@ -99,9 +99,9 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         return Ok(p.to_dtype(x.dtype())?);
     }
     softmax_over(x, scale, || {
-        let seen = Seen::by_mask(mask, queries, keys);
+        let seen = KeyRanges::by_mask(mask, queries, keys);
         let seen = (0..queries).flat_map(|i| {
-            let seen = seen.by(i);
+            let seen = seen.of_query(i);
             (0..keys).map(move |j| u8::from(seen.contains(&j)))
         });
         Tensor::from_vec(seen.collect(), (queries, keys), x.device())
@@ -121,7 +121,7 @@ fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
     })
 }
 
-/// Computes the [`reference`] over the keys where the tensor from `seen`, in u8, is 1; it broadcasts to the shape of x.
+/// Computes the [`reference`] over the keys where the tensor from `visible`, in u8, is 1; it broadcasts to the shape of x.
 fn softmax_over(
     x: &Tensor,
     scale: f64,
@@ -180,13 +180,13 @@ const INFO: OpInfo = OpInfo::new("softmax")
     .costing(
         "6 an element, backward 5",
         "x, p; backward p, dp, dx",
-        |o| o.elementwise(6.0).map(of_softmax),
+        |o| o.elementwise(6.0).map(as_softmax),
         Some(|o| {
             let flops = 5.0 * o.output.elements();
-            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes()).map(of_softmax)
+            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes()).map(as_softmax)
         }),
     )
-    .holding("scale and mask");
+    .including("scale and mask");
 
 /// Ops of which the reference is composed.
 const SCALE: OpInfo = OpInfo::new("scale").composed("1 an element", |o| o.elementwise(1.0));
@@ -256,7 +256,7 @@ const LOWERING: Lowering = Lowering {
 };
 
 fn first_keys(signature: &Signature<'_>) -> Option<Slot> {
-    (!signature.reads.is_empty()).then_some(Slot::Read(0))
+    (!signature.extra_inputs.is_empty()).then_some(Slot::ExtraInput(0))
 }
 
 /// The rows of a call, with first keys for each sequence if there are any.
@@ -283,9 +283,9 @@ impl<'a> Sequences<'a> {
         &self,
         inputs: [&[T]; N],
         y: &mut [T],
-        f: impl Fn([&[T]; N], Seen<'_>, &mut [T]),
+        f: impl Fn([&[T]; N], KeyRanges<'_>, &mut [T]),
     ) {
-        let seen = Seen::by_mask(self.mask, self.queries, self.keys);
+        let seen = KeyRanges::by_mask(self.mask, self.queries, self.keys);
         if self.first_keys.is_empty() {
             return f(inputs, seen, y);
         }
@@ -311,7 +311,7 @@ fn planned(
     };
     let kernel = Kernel::new(name, run).with_all(signature.attributes);
     let kernel = kernel.sized([("queries", queries), ("keys", keys)]);
-    match signature.reads.first() {
+    match signature.extra_inputs.first() {
         None => kernel,
         Some(first_keys) => {
             let matrices = signature.output.rows() / queries.max(1);

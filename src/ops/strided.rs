@@ -6,7 +6,7 @@ use crate::graph::View;
 use crate::kernels::cpu::parallel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::strided as cuda_kernel;
-use crate::kernels::strided::{Dim, RANK, joined, writes_apart};
+use crate::kernels::strided::{Dim, RANK, merged_dims, writes_are_disjoint};
 use candle_core::{DType, Result, WithDType};
 use std::cmp::Reverse;
 
@@ -25,7 +25,7 @@ pub(crate) fn is_contiguous(view: &View) -> bool {
 }
 
 /// Returns the order of dimensions that makes `view` contiguous, if it covers all of a tensor of this `shape`.
-pub(crate) fn put_back(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
+pub(crate) fn contiguous_order(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
     let mut order: Vec<usize> = (0..view.shape.len()).collect();
     order.sort_by_key(|dim| Reverse((view.stride[*dim], view.shape[*dim])));
     let all: usize = shape.iter().product();
@@ -70,7 +70,7 @@ pub(crate) fn end(view: &View) -> usize {
 }
 
 /// Returns the offsets of a view's elements, in order.
-pub(crate) fn places(view: &View) -> impl Iterator<Item = usize> {
+pub(crate) fn offsets(view: &View) -> impl Iterator<Item = usize> {
     let (width, stride, count) = rows(view);
     let starts = (0..count).map(|number| match view.shape.is_empty() {
         true => view.offset,
@@ -106,23 +106,23 @@ pub(crate) fn gather(view: View) -> Kernel {
         DType::I64 => gathered::<i64>(k.view()?, s.x("x")?, s.y("y")?),
         dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x("x")?, s.y("y")?)),
     });
-    let is_on_gpu = moves(&view).len() <= RANK;
+    let is_on_gpu = gather_dims(&view).len() <= RANK;
     let kernel = kernel.viewing(view);
     match is_on_gpu {
         false => kernel,
         true => on_gpu!(kernel, |k, l| {
             let view = k.view()?;
-            let x = l.x("x")?.part_from(view.offset);
-            cuda_kernel::copy(l.gpu, x, l.y("y")?, &moves(view))
+            let x = l.x("x")?.slice_from(view.offset);
+            cuda_kernel::copy(l.gpu, x, l.y("y")?, &gather_dims(view))
         }),
     }
 }
 
 /// Returns the dimensions of a copy from a view to contiguous elements.
-fn moves(view: &View) -> Vec<Dim> {
+fn gather_dims(view: &View) -> Vec<Dim> {
     let mut following = view.shape.iter().product::<usize>();
     let dims = view.shape.iter().zip(&view.stride);
-    joined(dims.map(|(&size, &from)| {
+    merged_dims(dims.map(|(&size, &from)| {
         following /= size.max(1);
         Dim {
             size,
@@ -133,8 +133,8 @@ fn moves(view: &View) -> Vec<Dim> {
 }
 
 /// Returns the dimensions of a copy from contiguous elements to a view.
-fn moves_back(view: &View) -> Vec<Dim> {
-    let dims = moves(view).into_iter();
+fn scatter_dims(view: &View) -> Vec<Dim> {
+    let dims = gather_dims(view).into_iter();
     let dims = dims.map(|Dim { size, from, to }| Dim {
         size,
         from: to,
@@ -172,13 +172,13 @@ pub(crate) fn scatter(view: View) -> Kernel {
         DType::F64 => scattered::<f64, f64>(k.view()?, s.x("dy")?, s.y("dx")?),
         dtype => for_stored!(dtype, T => scattered::<T, f32>(k.view()?, s.x("dy")?, s.y("dx")?)),
     });
-    let dims = moves_back(&view);
+    let dims = scatter_dims(&view);
     let kernel = kernel.viewing(view);
-    match dims.len() <= RANK && writes_apart(&dims) {
+    match dims.len() <= RANK && writes_are_disjoint(&dims) {
         false => kernel,
         true => on_gpu!(kernel, |k, l| {
             let (view, dy, dx) = (k.view()?, l.x("dy")?, l.y("dx")?);
-            cuda_kernel::sums(l.gpu, dy, dx, view.offset, &moves_back(view))
+            cuda_kernel::sums(l.gpu, dy, dx, view.offset, &scatter_dims(view))
         }),
     }
 }

@@ -22,7 +22,7 @@ struct Copied {
     copy: Mutex<Option<Tensor>>,
     dtype: DType,
     /// Whether the copy is not cached, and so is freed after forward.
-    drops: bool,
+    freed_after_forward: bool,
 }
 
 /// Returns x and the weights as inputs of `op`, and the copies that its matmuls read.
@@ -47,7 +47,7 @@ pub(super) fn with_copies<const N: usize>(
     x = cast(&x)?;
     let has_kernel = current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
     let in_half = target.filter(|dtype| matches!(dtype, DType::F16 | DType::BF16));
-    let mut copies = weights.map(|_| WeightCopy::none());
+    let mut copies = weights.map(|_| WeightCopy::uncopied());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
         let is_copied = has_kernel && weight.is_variable() && weight.dtype() == DType::F32;
         match in_half {
@@ -64,7 +64,7 @@ pub(super) fn tensors(copies: &[WeightCopy]) -> Vec<Tensor> {
 }
 
 /// Returns the copies for backward; freed ones are made again.
-pub(super) fn tensors_again(
+pub(super) fn tensors_for_backward(
     copies: &[WeightCopy],
     weights: &[&Tensor],
 ) -> candle_core::Result<Vec<Tensor>> {
@@ -78,13 +78,13 @@ pub(super) fn tensors_again(
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
     let is_copied = |input: &usize| signature.inputs[*input].dtype != signature.inputs[0].dtype;
     match is_copied(&input) {
-        true => Slot::Read((1..input).filter(is_copied).count()),
+        true => Slot::ExtraInput((1..input).filter(is_copied).count()),
         false => Slot::Input(input),
     }
 }
 
 impl WeightCopy {
-    fn none() -> Self {
+    fn uncopied() -> Self {
         Self(None)
     }
 
@@ -97,7 +97,7 @@ impl WeightCopy {
         Ok(Self(Some(Box::new(Copied {
             dtype: copy.dtype(),
             copy: Mutex::new(Some(copy)),
-            drops: !caches,
+            freed_after_forward: !caches,
         }))))
     }
 
@@ -106,9 +106,9 @@ impl WeightCopy {
     }
 
     /// Frees the copy after forward, unless it is cached.
-    pub(super) fn forwarded(&self) {
+    pub(super) fn free_after_forward(&self) {
         if let Some(copied) = &self.0
-            && copied.drops
+            && copied.freed_after_forward
         {
             *copied.lock() = None;
         }

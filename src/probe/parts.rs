@@ -179,7 +179,7 @@ impl Region {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// FLOPs of matmuls, 2 for each multiply-add.
-    pub product_flops: f64,
+    pub matmul_flops: f64,
     /// All other FLOPs; an exponential, a root or a division counts 1.
     pub other_flops: f64,
     /// The FLOPs among `other_flops` that belong to softmax, its scale and its mask.
@@ -193,7 +193,7 @@ pub struct Cost {
 impl Cost {
     /// Returns all FLOPs.
     pub fn flops(&self) -> f64 {
-        self.product_flops + self.other_flops
+        self.matmul_flops + self.other_flops
     }
 
     /// Returns all bytes.
@@ -207,7 +207,7 @@ impl Add for Cost {
 
     fn add(self, other: Self) -> Self {
         Self {
-            product_flops: self.product_flops + other.product_flops,
+            matmul_flops: self.matmul_flops + other.matmul_flops,
             other_flops: self.other_flops + other.other_flops,
             softmax_flops: self.softmax_flops + other.softmax_flops,
             read_bytes: self.read_bytes + other.read_bytes,

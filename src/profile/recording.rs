@@ -237,11 +237,11 @@ pub(super) fn entry(name: &str) -> Option<&'static OpCost> {
 /// a composite op the parts are unknown.
 pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
     let mut parts = Parts::default();
-    let has_inside = entry(&span.name()).is_some_and(|entry| entry.inside.is_some());
+    let has_inside = entry(&span.name()).is_some_and(|entry| entry.includes.is_some());
     let is_composite = holds_ops || has_inside;
     if span.name() == "softmax" {
         parts.softmax_ns = ns;
-    } else if !is_composite && span.cost().is_some_and(|cost| cost.product_flops > 0.0) {
+    } else if !is_composite && span.cost().is_some_and(|cost| cost.matmul_flops > 0.0) {
         parts.products_ns = ns;
     }
     parts

@@ -160,7 +160,7 @@ impl ProfileReport {
             if let Some(statistics) = &row.statistics {
                 fields.merge(statistics.fields());
             }
-            fields.insert("product_flops", row.cost.map(|cost| cost.product_flops));
+            fields.insert("product_flops", row.cost.map(|cost| cost.matmul_flops));
             fields.insert("flops", row.cost.map(|cost| cost.flops()));
             fields.insert("flops_per_s", row.flops_per_s());
             fields.insert("bytes", row.cost.map(|cost| cost.bytes()));
@@ -291,7 +291,7 @@ impl Row {
 
     /// Returns whether it has a matmul, whatever else is inside.
     pub fn is_product(&self) -> bool {
-        self.cost.is_some_and(|cost| cost.product_flops > 0.0)
+        self.cost.is_some_and(|cost| cost.matmul_flops > 0.0)
     }
 }
 
@@ -331,7 +331,7 @@ fn own_costs(recording: &Recording, tree: &Tree<'_>) -> Vec<Option<Cost>> {
     for (inner, node) in costs.iter().zip(&tree.nodes) {
         let owners = node.owner.and_then(|owner| own[owner].as_mut());
         if let (Some(owners), Some(inner)) = (owners, inner) {
-            owners.product_flops = (owners.product_flops - inner.product_flops).max(0.0);
+            owners.matmul_flops = (owners.matmul_flops - inner.matmul_flops).max(0.0);
             owners.other_flops = (owners.other_flops - inner.other_flops).max(0.0);
             let softmax_flops = (owners.softmax_flops - inner.softmax_flops).max(0.0);
             owners.softmax_flops = softmax_flops.min(owners.other_flops);
@@ -370,7 +370,7 @@ fn ranges(
                 .map(|(sum, cost)| sum + cost);
             // If the parts are ops with ranges of their own, they are not inside.
             if span.is_op() && !tree.nodes[i].holds_ops {
-                group.row.inside = recording::entry(&span.name()).and_then(|entry| entry.inside);
+                group.row.inside = recording::entry(&span.name()).and_then(|entry| entry.includes);
             }
         }
     }

@@ -61,12 +61,13 @@ impl Trainer {
                     ..self.config.step()
                 };
                 match &self.job {
-                    None => Step::of(model, optimizer, &config)?,
+                    None => Step::for_model(model, optimizer, &config)?,
                     Some(Job::Replicated(replicated)) => {
-                        Step::of(model, optimizer, &config)?.replicated(optimizer, replicated)?
+                        Step::for_model(model, optimizer, &config)?
+                            .replicated(optimizer, replicated)?
                     }
                     Some(Job::FullyShard(sharded)) => {
-                        Step::of_fully_sharded(model, optimizer, &config, sharded)?
+                        Step::fully_sharded_for_model(model, optimizer, &config, sharded)?
                     }
                 }
             }
@@ -89,7 +90,7 @@ impl Trainer {
         let loss_scale = scaler.as_ref().map(GradScaler::loss_scale);
         let batch = self.batch_of(&inputs, &targets)?;
         let (step, optimizer) = self.planned()?;
-        let given = step.given(batch, optimizer.steps())?;
+        let given = step.prepare_batch(batch, optimizer.steps())?;
         let tokens = given.counted.unwrap_or(all_tokens);
         let report = StepReport {
             step: number,
@@ -124,7 +125,7 @@ impl Trainer {
                     )
                     .must_be("finite numbers at some loss scale", DIVERGED));
                 }
-                (f64::from(done.loss), !done.stepped())
+                (f64::from(done.loss), !done.updated())
             }
         };
         let grad_norm = step.gradient_norm().unwrap_or(f64::NAN);

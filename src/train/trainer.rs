@@ -203,7 +203,7 @@ impl Trainer {
                 .batch(index.min(count - 1) as u64, self.model.device())?;
             all += batch.num_targets();
             let given = self.batch_of(&batch.inputs, &batch.targets)?;
-            let (counted, is_mean) = match given.counted() {
+            let (counted, is_mean) = match given.counted_targets() {
                 Some(counted) => (counted, false),
                 None => (batch.num_targets(), true),
             };

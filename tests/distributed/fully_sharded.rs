@@ -61,8 +61,8 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
     let mut layers = Vec::new();
     for (i, layer) in alone.layers.iter().enumerate() {
         let name = if tied && i == 2 { 1 } else { i };
-        let hollow = vb.get(layer.dims(), &format!("layers.{name}"))?;
-        layers.push(Var::from_tensor(&hollow)?);
+        let meta = vb.get(layer.dims(), &format!("layers.{name}"))?;
+        layers.push(Var::from_tensor(&meta)?);
     }
     let network = Network { layers };
     let mut optimizer = AdamW::new(sharded.parameters(), CONFIG)?;
@@ -141,7 +141,7 @@ fn as_replicated(
         ..Default::default()
     };
     let replicated = Replicated::new(ranks, whole.parameters(), way)?;
-    let step = Step::of(&whole, &optimizer, &plan)?.replicated(&optimizer, &replicated)?;
+    let step = Step::for_model(&whole, &optimizer, &plan)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
     let sharded = FullyShardConfig {
         dtype: exchange,
@@ -151,7 +151,7 @@ fn as_replicated(
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
     let optimizer = AdamW::new(sharded.parameters(), adamw)?;
-    let step = Step::of_fully_sharded(&model, &optimizer, &plan, &sharded)?;
+    let step = Step::fully_sharded_for_model(&model, &optimizer, &plan, &sharded)?;
     let found = run(step, optimizer)?;
     for (a, b) in found.iter().zip(&wanted) {
         assert!(

@@ -110,8 +110,8 @@ pub fn plan_of(
     plan: &StepConfig,
     [batch_size, length]: [usize; 2],
 ) -> tallow::Result<(Plan, Checkpointing)> {
-    let batch = Batch::hollow(plan.accumulation * batch_size, length)?;
-    Step::plan_of(&CPU, model, plan, batch)
+    let batch = Batch::meta(plan.accumulation * batch_size, length)?;
+    Step::plan_for_model(&CPU, model, plan, batch)
 }
 
 /// Returns the norm of the difference, relative to the norm of `wanted`.
@@ -186,7 +186,7 @@ pub fn agree_of(
         retrace_every: NonZeroUsize::new(1),
         ..plan.clone()
     };
-    let mut step = Step::of(&planned, &planned_optimizer, &retraced).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &retraced).unwrap();
     // If gradients are freed after a run, those of a step that keeps them are used; the weights must have the same
     // bits.
     let keeping = StepConfig {
@@ -195,7 +195,7 @@ pub fn agree_of(
     };
     let mut keeper = plan.optimizer_in_backward.then(|| {
         let (model, optimizer) = make();
-        let step = Step::of(&model, &optimizer, &keeping).unwrap();
+        let step = Step::for_model(&model, &optimizer, &keeping).unwrap();
         (step, optimizer)
     });
     for i in 0..2 {

@@ -269,7 +269,7 @@ fn gpt2_is_traced_and_counted() {
         costs
             .iter()
             .filter_map(cost)
-            .map(|cost| cost.product_flops)
+            .map(|cost| cost.matmul_flops)
             .sum()
     };
     assert_eq!(sum(|cost| cost.forward), forward);
@@ -295,10 +295,10 @@ fn what_is_traced_is_what_runs(
     let loss = around(&|| real.loss(&tokens, &targets)).unwrap();
     assert_eq!(loss.dims(), [0; 0]);
     let of_real = graph::trace(Target::Cpu, || around(&|| real.loss(&tokens, &targets))).unwrap();
-    let hollow = Gpt2::new(golden.config.clone(), graph::weights(DType::F32)).unwrap();
+    let meta = Gpt2::new(golden.config.clone(), graph::weights(DType::F32)).unwrap();
     let input = |name| graph::input(name, tokens.shape(), DType::U32).unwrap();
     let (x, y) = (input("tokens"), input("targets"));
-    let of_hollow = graph::trace(Target::Cpu, || around(&|| hollow.loss(&x, &y))).unwrap();
+    let of_meta = graph::trace(Target::Cpu, || around(&|| meta.loss(&x, &y))).unwrap();
     let lines = |graph: &graph::Graph| -> Vec<(String, Vec<usize>, DType)> {
         let nodes = graph.nodes().map(|node| {
             let output = graph.get(node.output).unwrap();
@@ -306,8 +306,8 @@ fn what_is_traced_is_what_runs(
         });
         nodes.collect()
     };
-    assert_eq!(lines(&of_real), lines(&of_hollow));
-    let ops_of = |name: &str| of_hollow.nodes().filter(|node| node.op == name).count();
+    assert_eq!(lines(&of_real), lines(&of_meta));
+    let ops_of = |name: &str| of_meta.nodes().filter(|node| node.op == name).count();
     let layers = golden.config.n_layer;
     assert_eq!(
         [ops_of("linear_bias"), ops_of("gelu_tanh")],

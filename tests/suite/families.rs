@@ -201,7 +201,7 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
     let model = golden.model(DType::F32, attention, device);
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(device);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap();
     let [_, _, bound] = bounds(DType::F32);
@@ -257,7 +257,7 @@ fn families_on_a_gpu(
     let model = golden.model(DType::F32, attention, &crate::gpu());
     let [tokens, targets] = golden.batch(&crate::gpu());
     let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     refusal(step.prepare((&tokens, &targets)), &["heads of 11"]);
 }
 
@@ -784,7 +784,7 @@ proptest! {
             }
             let planned = model.clone().with_attention(attention);
             let optimizer = AdamW::new(planned.parameters(), AdamWConfig::default()).unwrap();
-            let mut step = Step::of(&planned, &optimizer, &StepConfig::default()).unwrap();
+            let mut step = Step::for_model(&planned, &optimizer, &StepConfig::default()).unwrap();
             step.forward_backward((&tokens, &targets)).unwrap();
             let found = step.gradients().unwrap();
             for ((name, found), wanted) in found.iter().zip(&gradients) {
@@ -823,8 +823,9 @@ fn sizes_and_flops() {
         let parameters = parameters.map(|(name, var)| (name, var.shape().clone()));
         assert!(shapes.eq(parameters), "{name}");
         // The plan's matmuls have the same count.
-        let batch = Batch::hollow(2, 13).unwrap();
-        let (plan, _) = Step::plan_of(&Device::Cpu, config, &StepConfig::default(), batch).unwrap();
+        let batch = Batch::meta(2, 13).unwrap();
+        let (plan, _) =
+            Step::plan_for_model(&Device::Cpu, config, &StepConfig::default(), batch).unwrap();
         let wanted = flops::forward_backward(config, 2, 13).total();
         let difference = (plan.flops() - wanted).abs();
         assert!(

@@ -74,11 +74,11 @@ fn in_precision<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result
     }
 }
 
-fn hollow_model(config: &TransformerConfig) -> TransformerLM {
+fn meta_model(config: &TransformerConfig) -> TransformerLM {
     TransformerLM::from_var_builder(config, graph::weights(DType::F32)).unwrap()
 }
 
-fn hollow_ids(rows: usize, cols: usize) -> [Tensor; 2] {
+fn meta_ids(rows: usize, cols: usize) -> [Tensor; 2] {
     ["tokens", "targets"].map(|name| graph::input(name, (rows, cols), DType::U32).unwrap())
 }
 
@@ -116,7 +116,7 @@ fn a_trace_is_what_eager_does(
         let _listening = probe::listen(log.clone());
         forward(&real, &ids(3, 5), &ids(3, 5)).unwrap();
     }
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(3, 5));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(3, 5));
     let traced = graph::trace(Target::Cpu, || forward(&model, &x, &y)).unwrap();
 
     let line = |node: &Node| -> Line {
@@ -143,7 +143,7 @@ fn a_trace_is_what_eager_does(
 #[test]
 fn weights_and_inputs_have_their_names() {
     let config = config(Algorithm::Flash, Checkpointing::None);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let mut found: Vec<&str> = traced.weights().map(|(_, name)| name).collect();
     let mut wanted: Vec<String> = model
@@ -212,7 +212,7 @@ fn drops_are_told_when_they_happen() {
 #[test]
 fn segments_keep_nothing() {
     let config = config(Algorithm::Naive, Checkpointing::Block);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let place = |wanted| {
         traced
@@ -239,7 +239,7 @@ fn segments_keep_nothing() {
 #[test]
 fn a_region_ends_once() {
     let config = config(Algorithm::Flash, Checkpointing::None);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
     let run = || autocast(Autocast::cuda(DType::BF16), || model.loss(&x, &y));
     let traced = graph::trace(Target::Cpu, run).unwrap();
     let ends = traced
@@ -306,15 +306,15 @@ fn one_weight_read_twice_is_one_weight() {
 /// In a region all layers read the same rotary tables, cast once, for any sequence length.
 #[test]
 fn layers_share_their_angles() {
-    let model = hollow_model(&config(Algorithm::Flash, Checkpointing::None));
+    let model = meta_model(&config(Algorithm::Flash, Checkpointing::None));
     for length in [8, 5] {
-        let [tokens, targets] = hollow_ids(2, length);
+        let [tokens, targets] = meta_ids(2, length);
         let loss = || in_precision(Some(DType::BF16), || model.loss(&tokens, &targets));
         let traced = graph::trace(Target::Cpu, loss).unwrap();
         let ropes: Vec<&Node> = traced.nodes().filter(|node| node.op == "rope").collect();
         assert_eq!(ropes.len(), 8);
         for rope in &ropes {
-            for (read, first) in rope.reads.iter().zip(&ropes[0].reads) {
+            for (read, first) in rope.extra_inputs.iter().zip(&ropes[0].extra_inputs) {
                 assert_eq!(read.value, first.value);
             }
         }
@@ -380,16 +380,16 @@ fn what_cannot_be_traced_is_refused_in_words() {
     let of_input = |x: &Tensor| ops::linear(x, &graph::input("w", (2, 3), DType::F32)?);
     refused(of_input, &["weight"]);
 
-    let hollow = graph::input("x", (4, 4), DType::F32).unwrap();
+    let meta = graph::input("x", (4, 4), DType::F32).unwrap();
     for error in [
-        ops::relu(&hollow).unwrap_err(),
-        ops::linear(&hollow, &hollow).unwrap_err(),
-        hollow_model(&config(Algorithm::Naive, Checkpointing::None))
+        ops::relu(&meta).unwrap_err(),
+        ops::linear(&meta, &meta).unwrap_err(),
+        meta_model(&config(Algorithm::Naive, Checkpointing::None))
             .forward(&ids(1, 3))
             .unwrap_err(),
     ] {
         let error = error.to_string();
-        assert!(error.contains("hollow") && !error.contains("F4"), "{error}");
+        assert!(error.contains("meta") && !error.contains("F4"), "{error}");
     }
     assert!(graph::input("x", 3, DType::F8E4M3).is_err());
 }
@@ -443,7 +443,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
         context_length: 1024,
         ..TransformerConfig::preset("10b").unwrap()
     };
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(4, 1024));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(4, 1024));
     let traced = graph::trace(Target::Cuda, || model.loss(&x, &y)).unwrap();
     assert_eq!(
         traced,
@@ -454,7 +454,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
         costs
             .iter()
             .filter_map(cost)
-            .map(|cost| cost.product_flops)
+            .map(|cost| cost.matmul_flops)
             .sum()
     };
     let close = |found: f64, wanted: f64| assert!((found / wanted - 1.0).abs() < 1e-12);

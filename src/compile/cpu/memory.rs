@@ -139,23 +139,23 @@ impl ExternalBuffers<'_> {
 }
 
 /// All buffers of a plan in one micro-batch.
-pub(super) struct View<'a> {
+pub(super) struct BufferView<'a> {
     plan: &'a Plan,
     arena: *mut u8,
-    lent: &'a ExternalBuffers<'a>,
+    external: &'a ExternalBuffers<'a>,
     micro_batch: usize,
 }
 
-impl<'a> View<'a> {
-    pub fn new(plan: &'a Plan, arena: &'a mut Arena, lent: &'a ExternalBuffers<'a>) -> Self {
+impl<'a> BufferView<'a> {
+    pub fn new(plan: &'a Plan, arena: &'a mut Arena, external: &'a ExternalBuffers<'a>) -> Self {
         for buffer in plan.buffers() {
-            check_lent(buffer, lent, plan.micro_batches());
+            check_sizes(buffer, external, plan.micro_batches());
         }
         assert!(plan.peak_bytes() <= arena.layout.size() as u64);
         Self {
             plan,
             arena: arena.start.as_ptr(),
-            lent,
+            external,
             micro_batch: 0,
         }
     }
@@ -173,15 +173,18 @@ impl<'a> View<'a> {
     }
 
     fn start(&self, buffer: &Buffer) -> *mut u8 {
-        let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();
+        let argument = |number: usize| self.external.arguments[number].cast_mut().cast::<u8>();
         match buffer.location {
             // SAFETY: the arena has the size that the plan needs.
             Location::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
-            Location::Parameter(number) => self.lent.parameters[number].cast(),
-            Location::ExpAvg(number) => self.lent.moment(number, 0).cast(),
-            Location::ExpAvgSq(number) => self.lent.moment(number, 1).cast(),
+            Location::Parameter(number) => self.external.parameters[number].cast(),
+            Location::ExpAvg(number) => self.external.moment(number, 0).cast(),
+            Location::ExpAvgSq(number) => self.external.moment(number, 1).cast(),
             Location::Table(number) => self.plan.tables()[number].as_ptr().cast_mut().cast(),
-            Location::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
+            Location::Output => self
+                .external
+                .output
+                .map_or(std::ptr::null_mut(), |x| x.cast()),
             // SAFETY: it contains the inputs of all micro-batches.
             Location::Input(number) => unsafe {
                 argument(number).add(self.micro_batch * buffer.bytes() as usize)
@@ -213,16 +216,16 @@ impl<'a> View<'a> {
 }
 
 /// Asserts that a borrowed buffer has the planned size. The callers have already returned errors to the user.
-fn check_lent(buffer: &Buffer, lent: &ExternalBuffers<'_>, micro_batches: usize) {
+fn check_sizes(buffer: &Buffer, external: &ExternalBuffers<'_>, micro_batches: usize) {
     let got = match buffer.location {
         Location::Arena { .. } | Location::Table(_) => return,
-        Location::Parameter(number) => lent.parameters[number].len(),
-        Location::ExpAvg(_) | Location::ExpAvgSq(_) if lent.moments.is_empty() => return,
-        Location::ExpAvg(number) => lent.moment(number, 0).len(),
-        Location::ExpAvgSq(number) => lent.moment(number, 1).len(),
-        Location::Output => lent.output.map_or(0, |output| output.len()),
-        Location::Input(number) => lent.arguments[number].len() / micro_batches,
-        Location::Argument(number) => match lent.arguments.get(number) {
+        Location::Parameter(number) => external.parameters[number].len(),
+        Location::ExpAvg(_) | Location::ExpAvgSq(_) if external.moments.is_empty() => return,
+        Location::ExpAvg(number) => external.moment(number, 0).len(),
+        Location::ExpAvgSq(number) => external.moment(number, 1).len(),
+        Location::Output => external.output.map_or(0, |output| output.len()),
+        Location::Input(number) => external.arguments[number].len() / micro_batches,
+        Location::Argument(number) => match external.arguments.get(number) {
             None => return,
             Some(argument) => argument.len(),
         },

@@ -4,10 +4,10 @@ use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Plan};
 use super::device_pointers::DevicePointers;
 use super::exchanges::{Exchange, Exchanges};
-use super::inputs::Inputs;
+use super::run_values::RunValues;
 use super::update::Updates;
 use crate::attention::planned_flash_sizes;
-use crate::kernels::cuda::matmul::Products;
+use crate::kernels::cuda::matmul::CublasLt;
 use crate::kernels::cuda::{View, adamw, flash_attention, source};
 use crate::ops::lowering::{Multiplier, Named, Operands};
 use crate::{Error, Result};
@@ -20,8 +20,8 @@ pub(super) struct Launcher<'a> {
     pub gpu: &'a CudaDevice,
     pub plan: &'a Plan,
     pub device_pointers: &'a DevicePointers,
-    pub inputs: &'a Inputs,
-    pub products: &'a mut Products,
+    pub run_values: &'a RunValues,
+    pub cublas_lt: &'a mut CublasLt,
     pub updates: Option<&'a Updates>,
     pub exchanges: &'a mut Exchanges,
     pub micro_batch: usize,
@@ -69,11 +69,11 @@ impl<'a> Launcher<'a> {
                 let [reads, writes] = self.operands(call);
                 kernel.launch(&Operands {
                     gpu,
-                    products: Multiplier::Planned(RefCell::new(&mut *self.products)),
+                    multiplier: Multiplier::Planned(RefCell::new(&mut *self.cublas_lt)),
                     reads,
                     writes,
                     micro_batch: self.micro_batch,
-                    loss_gradient: self.inputs.loss_gradient(),
+                    loss_gradient: self.run_values.loss_gradient(),
                 })?;
             }
             Op::AllReduce { .. }
@@ -92,7 +92,7 @@ impl<'a> Launcher<'a> {
             Op::ClipFactor { .. } => {
                 let [squares] = self.reads(call, ["squares"]);
                 let [clip] = self.writes(call, ["factor"]);
-                adamw::clip_factor(gpu, squares, self.inputs.clip_norm(), clip)?;
+                adamw::clip_factor(gpu, squares, self.run_values.clip_norm(), clip)?;
             }
         }
         Ok(())
@@ -140,7 +140,7 @@ impl<'a> Launcher<'a> {
     /// ranks, only calls whose gradients were exchanged together are joined.
     fn launch_fused_updates(&mut self, index: usize) -> Result<()> {
         let Some(updates) = self.updates else {
-            panic!("an update was launched before the optimizer's state was lent");
+            panic!("an update was launched before the optimizer's state was set");
         };
         let calls = &self.plan.calls()[index..self.end];
         let kind = |call: &Call| {
@@ -163,7 +163,9 @@ impl<'a> Launcher<'a> {
             Op::Unscale { .. } => {
                 let flags = joined("found");
                 match self.checks {
-                    true => tables.unscale(gpu, 0..count, self.inputs.inverse_scale(), flags)?,
+                    true => {
+                        tables.unscale(gpu, 0..count, self.run_values.inverse_scale(), flags)?
+                    }
                     false => crate::kernels::cuda::set_to_zero(gpu, flags)?,
                 }
             }
@@ -174,7 +176,7 @@ impl<'a> Launcher<'a> {
                 let first = updates.entry(index);
                 let clip = calls[0].reads.get("factor").map(|clip| self.view(clip));
                 let entries: Range<usize> = first..first + count;
-                tables.adamw(gpu, entries, self.inputs.updates(), clip)?;
+                tables.adamw(gpu, entries, self.run_values.updates(), clip)?;
             }
         }
         Ok(())
@@ -204,7 +206,7 @@ pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
         Err(Error::placement("compile", got)
             .must_be(format!("{what}, for a step that is planned on a GPU"), hint))
     };
-    if !source::runs_on(gpu) {
+    if !source::is_supported(gpu) {
         let got = "an older GPU".into();
         return refuse(
             "compute capability 8.0 or later",
@@ -216,7 +218,7 @@ pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
         let dtype = plan.dtype_of(call);
         let flash = call.op.kernel().and_then(planned_flash_sizes);
         if let Some(sizes) = flash
-            && !flash_attention::takes(gpu, dtype, tf32, &sizes)
+            && !flash_attention::supports(gpu, dtype, tf32, &sizes)
         {
             let got = format!(
                 "heads of {} in {}, scale {}, {} rows",

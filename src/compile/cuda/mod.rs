@@ -14,7 +14,7 @@ mod call;
 mod device_pointers;
 mod exchanges;
 mod graph;
-mod inputs;
+mod run_values;
 mod segments;
 mod update;
 
@@ -22,7 +22,7 @@ use super::executor::{Controls, Tensors, not_finite};
 use super::op::Op;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::{BufferRange, Plan};
-use crate::kernels::cuda::matmul::Products;
+use crate::kernels::cuda::matmul::CublasLt;
 use crate::ops::cuda as ops;
 use crate::{Error, Result, hardware, probe};
 use candle_core::cuda_backend::cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
@@ -32,7 +32,7 @@ use candle_core::{Device, Shape, Tensor, WithDType};
 use device_pointers::{DevicePointers, start_of};
 use exchanges::Exchanges;
 use graph::Recorded;
-use inputs::Inputs;
+use run_values::RunValues;
 use segments::Segment;
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -50,10 +50,10 @@ pub(in crate::compile) struct Executor {
     /// `None` while another plan's executor owns it.
     arena: Option<CudaSlice<u8>>,
     tables: Vec<CudaSlice<f32>>,
-    inputs: Inputs,
+    run_values: RunValues,
     /// The output of a forward pass, until it is copied.
     output: Option<CudaSlice<u8>>,
-    products: Products,
+    cublas_lt: CublasLt,
     /// The addresses of all buffers, since the first run.
     device_pointers: Option<DevicePointers>,
     updates: Option<Updates>,
@@ -90,17 +90,17 @@ impl Executor {
         let on = Device::Cuda(gpu.clone());
         let tf32 = hardware::tf32(&on);
         call::check(plan, gpu, tf32)?;
-        check_room(
+        check_available(
             gpu,
             "the workspace of a planned step",
             plan.workspace_bytes(),
         )?;
         let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
-        let (gpu, products) = {
+        let (gpu, cublas_lt) = {
             let _undisturbed = hardware::cuda::undisturbed();
             let gpu = CudaDevice::new_with_stream(stream.context().ordinal())?;
-            let products = Products::new(&gpu, tf32)?;
-            (gpu, products)
+            let cublas_lt = CublasLt::new(&gpu, tf32)?;
+            (gpu, cublas_lt)
         };
         let gpu = &gpu;
         // SAFETY: all work of this handle is on its one stream, which waits for the model's stream and vice versa.
@@ -113,12 +113,12 @@ impl Executor {
             stream,
             arena: None,
             tables: tables.collect::<candle_core::Result<_>>()?,
-            inputs: Inputs::new(plan, gpu)?,
+            run_values: RunValues::new(plan, gpu)?,
             output: match output {
                 0 => None,
                 _ => Some(gpu.alloc_zeros(output as usize)?),
             },
-            products,
+            cublas_lt,
             device_pointers: None,
             updates: None,
             recorded: Default::default(),
@@ -150,7 +150,7 @@ impl Executor {
             drop(arena);
             stream.synchronize().w()?;
         }
-        check_room(&self.gpu, "the arena of a planned step", plan.peak_bytes())?;
+        check_available(&self.gpu, "the arena of a planned step", plan.peak_bytes())?;
         self.arena = Some(self.gpu.alloc_zeros(bytes)?);
         Ok(())
     }
@@ -161,7 +161,7 @@ impl Executor {
             loss_divisor: tensors.loss_divisor,
             ..Default::default()
         };
-        let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::MicroBatches)?;
+        let _ran: bool = self.run_scope(plan, tensors, &controls, RunScope::MicroBatches)?;
         if let (Some(output), Some(buffer)) = (tensors.output, &self.output) {
             let to = ops::elements(output)?.pointer;
             let from = start_of(buffer);
@@ -185,51 +185,51 @@ impl Executor {
             Some(_) => RunScope::Checked,
             None => RunScope::Unchecked,
         };
-        self.run_extent(plan, tensors, controls, extent)
+        self.run_scope(plan, tensors, controls, extent)
     }
 
-    fn run_extent(
+    fn run_scope(
         &mut self,
         plan: &Plan,
         tensors: &Tensors<'_>,
         controls: &Controls<'_>,
-        extent: RunScope,
+        scope: RunScope,
     ) -> Result<bool> {
         self.exchanges.join_job(tensors.communicator);
         self.place(plan, tensors, controls)?;
-        self.place_arguments(tensors, extent)?;
+        self.place_arguments(tensors, scope)?;
         let stream = self.gpu.cuda_stream();
         stream.join(&self.stream).w()?;
-        self.inputs.fill(&self.gpu, plan, controls)?;
+        self.run_values.fill(&self.gpu, plan, controls)?;
         // A first run loads kernels, which would invalidate another thread's recording.
-        let segments = self.segments(plan, extent);
-        let recorded = self.recorded[extent as usize].is_of(&segments);
+        let segments = self.segments(plan, scope);
+        let recorded = self.recorded[scope as usize].is_of(&segments);
         let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
-        let launched = self.launch_segments(plan, extent, &segments);
+        let launched = self.launch_segments(plan, scope, &segments);
         self.stream.join(&stream).w()?; // after an error too: launched kernels read the caller's tensors
         launched?;
-        let stepped = match extent {
+        let updated = match scope {
             RunScope::MicroBatches => true,
-            _ => self.stepped(plan, controls)?,
+            _ => self.updated(plan, controls)?,
         };
         self.copies_are_current = true;
-        Ok(stepped)
+        Ok(updated)
     }
 
     fn launch_segments(
         &mut self,
         plan: &Plan,
-        extent: RunScope,
+        scope: RunScope,
         segments: &[Segment],
     ) -> Result<()> {
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
             let copies = vec![(plan.first_run_only(), 0)];
-            self.launch(plan, &copies, extent)?;
+            self.launch(plan, &copies, scope)?;
         }
         match probe::takes_replays() {
-            true => self.run_recorded(plan, extent, segments),
-            false => self.launch_all(plan, extent, segments),
+            true => self.run_recorded(plan, scope, segments),
+            false => self.launch_all(plan, scope, segments),
         }
     }
 
@@ -257,11 +257,11 @@ impl Executor {
 
     /// Updates the addresses of the arguments, which may change in each run. Discards what was recorded of this scope
     /// with other addresses.
-    fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: RunScope) -> Result<()> {
+    fn place_arguments(&mut self, tensors: &Tensors<'_>, scope: RunScope) -> Result<()> {
         let arguments = tensors.arguments.iter();
         let arguments = arguments.map(|x| Ok::<_, Error>(ops::elements(x)?.pointer));
         let arguments: Vec<u64> = arguments.collect::<Result<_>>()?;
-        let place = extent as usize;
+        let place = scope as usize;
         if self.arguments[place] != arguments {
             self.recorded[place] = Recorded::Nothing;
         }
@@ -286,7 +286,7 @@ impl Executor {
     }
 
     /// Returns whether the update ran, from the result of clipping or of the overflow check.
-    fn stepped(&mut self, plan: &Plan, controls: &Controls<'_>) -> Result<bool> {
+    fn updated(&mut self, plan: &Plan, controls: &Controls<'_>) -> Result<bool> {
         let decides = |op: &Op| matches!(op, Op::ClipFactor { .. } | Op::CheckOverflow { .. });
         let Some(call) = plan.calls().iter().rev().find(|call| decides(&call.op)) else {
             return Ok(true);
@@ -333,15 +333,15 @@ impl Executor {
     pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         let dtype = plan.buffer_of(operand).dtype;
         let elements = operand.elements.len();
-        let room = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
-        let to = ops::whole(&room)?.pointer;
+        let target = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
+        let to = ops::whole(&target)?.pointer;
         let (from, bytes) = (
             self.address_of(plan, operand),
             elements * dtype.size_in_bytes(),
         );
         // SAFETY: the operand is within its buffer, and the buffer within the arena; the target has the same size.
         unsafe { memcpy_dtod_async(to, from, bytes, self.stream.cu_stream()) }.w()?;
-        Ok(ops::tensor(room, shape))
+        Ok(ops::tensor(target, shape))
     }
 
     fn address_of(&self, plan: &Plan, operand: &BufferRange) -> u64 {
@@ -356,7 +356,7 @@ impl Executor {
 }
 
 /// Checks that a GPU has this much memory left.
-fn check_room(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
+fn check_available(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
     let on = Device::Cuda(gpu.clone());
     hardware::check_available(what, bytes, hardware::available_bytes_on(&on))
 }
@@ -372,15 +372,15 @@ impl fmt::Debug for Executor {
 /// An executor that is only dropped while no other thread creates, records or drops a stream. cuBLAS synchronises the
 /// whole context when its handle is destroyed; the driver then visits all streams, and crashes if another thread frees
 /// one.
-pub(in crate::compile) struct Undisturbed(ManuallyDrop<Executor>);
+pub(in crate::compile) struct SerializedDrop(ManuallyDrop<Executor>);
 
-impl Undisturbed {
+impl SerializedDrop {
     pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         Ok(Self(ManuallyDrop::new(Executor::new(plan, gpu)?)))
     }
 }
 
-impl Deref for Undisturbed {
+impl Deref for SerializedDrop {
     type Target = Executor;
 
     fn deref(&self) -> &Executor {
@@ -388,13 +388,13 @@ impl Deref for Undisturbed {
     }
 }
 
-impl DerefMut for Undisturbed {
+impl DerefMut for SerializedDrop {
     fn deref_mut(&mut self) -> &mut Executor {
         &mut self.0
     }
 }
 
-impl Drop for Undisturbed {
+impl Drop for SerializedDrop {
     fn drop(&mut self) {
         let _undisturbed = hardware::cuda::undisturbed();
         // SAFETY: it is not used afterwards.
@@ -402,7 +402,7 @@ impl Drop for Undisturbed {
     }
 }
 
-impl fmt::Debug for Undisturbed {
+impl fmt::Debug for SerializedDrop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&*self.0, f)
     }

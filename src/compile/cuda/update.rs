@@ -4,7 +4,7 @@ use super::super::executor::Controls;
 use super::super::op::Op;
 use super::super::plan::Plan;
 use super::device_pointers::DevicePointers;
-use super::inputs;
+use super::run_values;
 use crate::Result;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::adamw::{Entry, Tables};
@@ -33,7 +33,7 @@ impl OptimizerLayout {
             Ok(Some((pointers, exp_avg.dtype())))
         });
         Ok(Self {
-            groups: inputs::groups(controls.updates),
+            groups: run_values::groups(controls.updates),
             states: states.collect::<Result<_>>()?,
         })
     }

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 /// Returns `calls` without those whose results nothing reads. `needed` are the buffers that are read afterwards;
 /// buffers that the remaining calls read are added to it.
-pub(super) fn without(
+pub(super) fn remove_dead(
     calls: Vec<Call>,
     buffers: &Buffers,
     needed: &mut HashSet<BufferId>,

@@ -171,7 +171,7 @@ impl Averaged<'_> {
             module: Path::ROOT,
             op,
             phase,
-            part: None,
+            cost_index: None,
             reads: [].into(),
             writes: [("x", x)].into(),
         };

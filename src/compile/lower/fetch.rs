@@ -78,7 +78,7 @@ fn broadcast(weight: BufferRange, root: usize) -> Call {
         path: "broadcast".into(),
         module: Path::ROOT,
         phase: Phase::Forward,
-        part: None,
+        cost_index: None,
         reads: [].into(),
         writes: [("x", weight)].into(),
     }

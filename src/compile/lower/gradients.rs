@@ -16,7 +16,7 @@ use std::collections::HashMap;
 pub(super) struct Gradients {
     values: HashMap<ValueId, BufferRange>,
     /// Calls that are written once a value is recomputed.
-    waiting: Vec<Deferred>,
+    deferred: Vec<Deferred>,
 }
 
 type Write = dyn FnOnce(&mut Lower<'_>) -> Result<()>;
@@ -27,8 +27,8 @@ pub(super) struct Deferred {
     pub x: ValueId,
     /// The other buffers that they read.
     pub buffers: Vec<BufferId>,
-    /// The index of the part that they belong to.
-    pub part: Option<usize>,
+    /// The index of the cost entry that they belong to.
+    pub cost_index: Option<usize>,
     pub write: Box<Write>,
 }
 
@@ -52,7 +52,7 @@ impl Gradients {
     /// Returns whether a gradient is in this buffer, or a deferred call still reads it.
     pub fn reads(&self, buffer: BufferId) -> bool {
         let values = self.values.values().map(|gradient| gradient.buffer);
-        let waiting = self.waiting.iter().flat_map(|waiting| &waiting.buffers);
+        let waiting = self.deferred.iter().flat_map(|waiting| &waiting.buffers);
         values.chain(waiting.copied()).any(|other| other == buffer)
     }
 }
@@ -78,22 +78,22 @@ impl Lower<'_> {
         Some(copy)
     }
 
-    pub(super) fn wait(&mut self, waiting: Deferred) {
-        self.gradients.waiting.push(waiting);
+    pub(super) fn add_deferred(&mut self, call: Deferred) {
+        self.gradients.deferred.push(call);
     }
 
     /// Records that a value was recomputed at `place`, and writes the calls that were deferred until then.
     pub(super) fn recomputed(&mut self, value: ValueId, place: BufferRange) -> Result<()> {
         self.places[value.0] = Some(place);
-        let waiting = std::mem::take(&mut self.gradients.waiting);
+        let waiting = std::mem::take(&mut self.gradients.deferred);
         for call in waiting {
             match call.x == value {
                 true => {
-                    let part = std::mem::replace(&mut self.plan.part, call.part);
+                    let before = std::mem::replace(&mut self.plan.cost_index, call.cost_index);
                     (call.write)(self)?;
-                    self.plan.part = part;
+                    self.plan.cost_index = before;
                 }
-                false => self.gradients.waiting.push(call),
+                false => self.gradients.deferred.push(call),
             }
         }
         Ok(())

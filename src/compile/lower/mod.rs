@@ -26,7 +26,7 @@ mod values;
 mod weights;
 
 use super::config::{PlanKind, StepConfig};
-use super::costs::PartCost;
+use super::costs::GroupCost;
 use super::plan::{BufferRange, Phase, Plan};
 use super::program::{Program, Recompute};
 use super::traced::TracedFunction;
@@ -43,7 +43,7 @@ use std::rc::Rc;
 use weights::Weights;
 
 #[derive(Clone, Copy)]
-pub(super) struct Job<'a> {
+pub(super) struct LowerRequest<'a> {
     /// Its first output is the loss, or the output of a [`PlanKind::Forward`]. For a [`PlanKind::Gradients`] the second
     /// output is the gradient of the first, which is an input.
     pub function: &'a TracedFunction,
@@ -68,7 +68,7 @@ pub(super) struct Lowered {
     pub gradients: Vec<Option<BufferRange>>,
     /// The norm of all gradients and the factor that they are multiplied by.
     pub norm: Option<BufferRange>,
-    /// The actual counts for [`Job::recompute`].
+    /// The actual counts for [`LowerRequest::recompute`].
     pub recompute: Recompute,
     /// Parameters that the loss does not depend on, and how each is planned.
     pub unreached: Vec<(usize, MissingGradients)>,
@@ -78,7 +78,7 @@ pub(super) struct Lowered {
 ///
 /// # Errors
 /// An op that cannot be planned; an output that a plan of this kind does not support.
-pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
+pub(super) fn plan(job: &LowerRequest<'_>) -> Result<Lowered> {
     let mut lower = Lower::new(job);
     lower.check_output()?;
     if job.config.accumulation > 1 || lower.is_on_gpu() {
@@ -92,7 +92,7 @@ pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
     let output = match job.kind {
         PlanKind::TrainStep => lower.mean_loss()?,
         PlanKind::Forward => lower.placed_output(),
-        PlanKind::Gradients => lower.begin_with_given_gradient(),
+        PlanKind::Gradients => lower.begin_with_output_gradient(),
     };
     if job.kind != PlanKind::Forward {
         lower.free_weights();
@@ -111,7 +111,7 @@ pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
 pub(super) type TableOf = (graph::ValueRef, DType);
 
 struct Lower<'a> {
-    job: &'a Job<'a>,
+    request: &'a LowerRequest<'a>,
     program: Rc<Program>,
     /// Whether each node's backward recomputes the output in the buffer of the output's gradient.
     recomputes_output: Vec<bool>,
@@ -129,17 +129,17 @@ struct Lower<'a> {
     /// The mean loss, once its calls are written.
     mean_loss: Option<BufferRange>,
     unreached: Vec<(usize, MissingGradients)>,
-    /// The actual counts for [`Job::recompute`].
+    /// The actual counts for [`LowerRequest::recompute`].
     recompute: Recompute,
 }
 
 impl<'a> Lower<'a> {
-    fn new(job: &'a Job<'a>) -> Self {
+    fn new(job: &'a LowerRequest<'a>) -> Self {
         let function = job.function;
         let mut program = Program::new(function, job.kind, job.config.accumulation);
         let recompute = program.recompute(job.recompute);
         Self {
-            job,
+            request: job,
             recomputes_output: match job.kind.has_backward() {
                 true => backward::nodes_recomputing_output(&program),
                 false => vec![false; program.nodes.len()],
@@ -160,7 +160,7 @@ impl<'a> Lower<'a> {
     }
 
     fn is_on_gpu(&self) -> bool {
-        self.job.function.target == Target::Cuda
+        self.request.function.target == Target::Cuda
     }
 
     fn forward(&mut self) -> Result<()> {
@@ -183,10 +183,10 @@ impl<'a> Lower<'a> {
         let node = &program.nodes[i];
         self.plan.path.clone_from(&node.path);
         self.plan.module = node.module;
-        self.plan.part = Some(self.plan.parts.len());
+        self.plan.cost_index = Some(self.plan.group_costs.len());
         write(self)?;
-        self.plan.part = None;
-        self.plan.parts.push(PartCost {
+        self.plan.cost_index = None;
+        self.plan.group_costs.push(GroupCost {
             path: node.path.clone(),
             ops: node.ops.clone(),
             phase: self.plan.phase,
@@ -227,27 +227,27 @@ impl<'a> Lower<'a> {
 
     /// Writes the update, after all gradients are complete.
     fn update(&mut self) {
-        if self.job.config.optimizer_in_backward {
-            self.update_waiting();
+        if self.request.config.optimizer_in_backward {
+            self.update_deferred();
             return;
         }
         let (scales, clips) = (
-            self.job.config.loss_scaling,
-            self.job.config.clip_norm.is_some(),
+            self.request.config.loss_scaling,
+            self.request.config.clip_norm.is_some(),
         );
         self.updates().run(scales, clips);
     }
 }
 
-fn no_planned_form(op: &'static str, name: &str, path: &str, what: &str) -> Error {
+fn cannot_be_planned(op: &'static str, name: &str, path: &str, what: &str) -> Error {
     Error::Order {
         op,
-        problem: format!("{name} has no planned form{what} ({path})"),
+        problem: format!("{name} cannot be planned{what} ({path})"),
         hint: "write it with other ops of tallow::ops, or run the step eagerly".into(),
     }
 }
 
-fn part(operand: &BufferRange, first: usize, count: usize) -> BufferRange {
+fn sub_range(operand: &BufferRange, first: usize, count: usize) -> BufferRange {
     let start = operand.elements.start + first;
     BufferRange {
         buffer: operand.buffer,

@@ -7,7 +7,7 @@
 use super::super::buffer::{BufferId, Buffers, Category, Location};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Phase};
-use super::{Lower, part};
+use super::{Lower, sub_range};
 use crate::distributed::Shard;
 use crate::graph::ValueId;
 use crate::ops::arithmetic::lowering::accumulated;
@@ -20,7 +20,7 @@ use std::collections::{HashMap, HashSet};
 #[derive(Default)]
 pub(super) struct Sharded {
     /// The gathered weights, by dtype.
-    whole: HashMap<(ValueId, DType), BufferRange>,
+    full: HashMap<(ValueId, DType), BufferRange>,
     /// The buffers of weights gathered in forward, in order, without those of the loss.
     gathered: Vec<BufferId>,
     /// Parameters whose gradients are complete on this rank.
@@ -31,27 +31,27 @@ pub(super) struct Sharded {
 
 impl Lower<'_> {
     /// Returns this rank's shard of a weight, if the weight is sharded.
-    pub(super) fn part_of(&self, weight: ValueId) -> Option<Shard> {
-        let config = self.job.config;
+    pub(super) fn shard_of(&self, weight: ValueId) -> Option<Shard> {
+        let config = self.request.config;
         config.ranks.fully_sharded()?;
-        let number = self.job.function.numbers.get(&weight);
+        let number = self.request.function.numbers.get(&weight);
         number.and(config.ranks.shard())
     }
 
     /// Returns the gathered full weights, stacked.
     pub(super) fn gathered(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
-        if let Some(whole) = self.weights.sharded.whole.get(&(weights[0], dtype)) {
+        if let Some(whole) = self.weights.sharded.full.get(&(weights[0], dtype)) {
             return match weights {
                 [_] => whole.clone(),
                 _ => self.plan.whole(whole.buffer),
             };
         }
         let places = self.stack("all of", weights, dtype, Category::WeightCopy);
-        let part_of_step = self.plan.part.take(); // exchanges belong to no part
+        let cost_index = self.plan.cost_index.take(); // exchanges belong to no part
         for (weight, place) in weights.iter().zip(&places) {
             let key = (*weight, dtype);
-            self.weights.sharded.whole.insert(key, place.clone());
-            let own = self.own_part(*weight);
+            self.weights.sharded.full.insert(key, place.clone());
+            let own = self.own_shard(*weight);
             let to = self.own_elements(place);
             self.plan.call(converted(), [("x", own)], [("y", to)]);
         }
@@ -60,7 +60,7 @@ impl Lower<'_> {
             let op = Op::AllGather { elements };
             self.plan.call(op, [], [("x", place.clone())]);
         }
-        self.plan.part = part_of_step;
+        self.plan.cost_index = cost_index;
         if self.plan.phase == Phase::Forward {
             self.weights.sharded.gathered.push(places[0].buffer);
         }
@@ -68,12 +68,12 @@ impl Lower<'_> {
     }
 
     /// Returns the operand of this rank's shard of a weight.
-    fn own_part(&mut self, weight: ValueId) -> BufferRange {
+    fn own_shard(&mut self, weight: ValueId) -> BufferRange {
         if let Some(own) = &self.places[weight.0] {
             return own.clone();
         }
-        let number = self.job.function.numbers[&weight];
-        let parameter = &self.job.function.parameters[number];
+        let number = self.request.function.numbers[&weight];
+        let parameter = &self.request.function.parameters[number];
         let elements = self.shard().part(parameter.elements).len();
         let (category, location) = (Category::Parameter, Location::Parameter(number));
         let dtype = self.program.value(weight).dtype;
@@ -88,17 +88,17 @@ impl Lower<'_> {
     /// Returns this rank's shard of a full weight or of its copy or gradient.
     fn own_elements(&self, whole: &BufferRange) -> BufferRange {
         let own = self.shard().part(whole.elements.len());
-        part(whole, own.start, own.len())
+        sub_range(whole, own.start, own.len())
     }
 
     fn shard(&self) -> Shard {
-        self.job.config.ranks.shard().unwrap_or(Shard::ALONE)
+        self.request.config.ranks.shard().unwrap_or(Shard::ALONE)
     }
 
     /// Frees the weights that forward gathered; backward gathers them again. On a GPU the last bucket is kept, because
     /// backward reads it first.
     pub(super) fn free_weights(&mut self) {
-        let Some(config) = self.job.config.ranks.fully_sharded() else {
+        let Some(config) = self.request.config.ranks.fully_sharded() else {
             return;
         };
         let mut left_bytes = match self.is_on_gpu() {
@@ -113,9 +113,9 @@ impl Lower<'_> {
             left_bytes = left_bytes.saturating_sub(self.plan.buffers[buffer].bytes());
             kept.insert(buffer);
         }
-        let whole = &mut self.weights.sharded.whole;
+        let whole = &mut self.weights.sharded.full;
         whole.retain(|_, place| kept.contains(&place.buffer));
-        let numbers = &self.job.function.numbers;
+        let numbers = &self.request.function.numbers;
         self.dense
             .retain(|(value, _), _| !numbers.contains_key(&ValueId(*value)));
     }
@@ -123,7 +123,7 @@ impl Lower<'_> {
     /// Exchanges complete gradients after a module's backward, if they fill a bucket. Keeps this rank's shards of the
     /// gradients that were exchanged before.
     pub(super) fn scatter_gradients(&mut self) {
-        let Some(sharded) = self.job.config.ranks.fully_sharded() else {
+        let Some(sharded) = self.request.config.ranks.fully_sharded() else {
             return;
         };
         let complete = self.weights.sharded.complete.iter();
@@ -138,7 +138,7 @@ impl Lower<'_> {
     }
 
     fn scatter_complete(&mut self) {
-        let part_of_step = self.plan.part.take();
+        let cost_index = self.plan.cost_index.take();
         for number in std::mem::take(&mut self.weights.sharded.exchanged) {
             self.keep_own_gradient(number);
         }
@@ -151,7 +151,7 @@ impl Lower<'_> {
             }
         }
         self.weights.sharded.exchanged = complete;
-        self.plan.part = part_of_step;
+        self.plan.cost_index = cost_index;
     }
 
     /// Exchanges all remaining gradients after backward.
@@ -172,11 +172,14 @@ impl Lower<'_> {
             DType::BF16 => DType::F32, // for the update, which needs the parameter's dtype
             dtype => dtype,
         };
-        let name = format!("gradient of {}", self.job.function.parameters[number].name);
+        let name = format!(
+            "gradient of {}",
+            self.request.function.parameters[number].name
+        );
         let (shape, category) = ([from.elements.len()], Category::Gradient);
         let own = self.plan.buffers.arena(&name, &shape, dtype, category);
         let own = self.plan.whole(own);
-        let kernel = match self.job.config.accumulation {
+        let kernel = match self.request.config.accumulation {
             1 => converted(),
             _ => accumulated(Accumulate::AfterFirst),
         };

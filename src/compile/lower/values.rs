@@ -3,7 +3,7 @@
 use super::super::buffer::{Category, Location};
 use super::super::plan::BufferRange;
 use super::super::traced::Parameter;
-use super::{Lower, part};
+use super::{Lower, sub_range};
 use crate::Result;
 use crate::graph::{self, Source, ValueId};
 use crate::ops::lowering::converted;
@@ -77,7 +77,7 @@ impl Lower<'_> {
             let dtype = self.program.value(id).dtype;
             return self.copy_of(&self.program.weights_of(weight), dtype);
         }
-        if self.part_of(id).is_some() {
+        if self.shard_of(id).is_some() {
             let dtype = self.program.value(id).dtype;
             return self.gathered(&[id], dtype);
         }
@@ -92,9 +92,9 @@ impl Lower<'_> {
             "%{} is read before it is made",
             id.0
         );
-        let (name, elements, category, location) = match self.job.function.numbers.get(&id) {
+        let (name, elements, category, location) = match self.request.function.numbers.get(&id) {
             Some(number) => {
-                let Parameter { name, elements, .. } = &self.job.function.parameters[*number];
+                let Parameter { name, elements, .. } = &self.request.function.parameters[*number];
                 let location = Location::Parameter(*number);
                 (name.clone(), *elements, Category::Parameter, location)
             }
@@ -103,12 +103,12 @@ impl Lower<'_> {
                 self.arguments.push((id, None));
                 let number = self.arguments.len() - 1;
                 let is_input = matches!(value.source, Source::Input(_));
-                let location = match is_input && graph::is_hollow(&self.job.function.tensors[id.0])
-                {
-                    true => Location::Input(number),
-                    false => Location::Argument(number),
-                };
-                (name, self.extent(id), Category::Input, location)
+                let location =
+                    match is_input && graph::is_meta(&self.request.function.tensors[id.0]) {
+                        true => Location::Input(number),
+                        false => Location::Argument(number),
+                    };
+                (name, self.elements_read(id), Category::Input, location)
             }
         };
         let shape = match value.elements() == elements {
@@ -123,19 +123,19 @@ impl Lower<'_> {
     }
 
     pub(super) fn elements_of(&mut self, id: ValueId) -> usize {
-        match self.job.function.numbers.get(&id) {
-            Some(number) => self.job.function.parameters[*number].elements,
+        match self.request.function.numbers.get(&id) {
+            Some(number) => self.request.function.parameters[*number].elements,
             None => self.value(id).elements.len(),
         }
     }
 
     /// Returns how many elements of a value's storage are read. Later views may extend beyond the first one.
-    fn extent(&self, id: ValueId) -> usize {
+    fn elements_read(&self, id: ValueId) -> usize {
         let program = &self.program;
         let of_nodes = program
             .nodes
             .iter()
-            .flat_map(|node| node.inputs.iter().chain(&node.reads));
+            .flat_map(|node| node.inputs.iter().chain(&node.extra_inputs));
         let reads = of_nodes.chain(&program.outputs);
         let reads = reads.filter(|operand| operand.value == id);
         let value = program.value(id);
@@ -155,14 +155,14 @@ impl Lower<'_> {
     pub(super) fn read(&mut self, operand: &graph::ValueRef) -> BufferRange {
         let elements = self.program.value(operand.value).elements();
         let Some(view) = &operand.view else {
-            return part(&self.value(operand.value), 0, elements);
+            return sub_range(&self.value(operand.value), 0, elements);
         };
         if view.shape.contains(&0) {
-            return part(&self.value(operand.value), 0, 0); // its offset may be beyond the value
+            return sub_range(&self.value(operand.value), 0, 0); // its offset may be beyond the value
         }
         if strided::is_contiguous(view) {
             let base = self.value(operand.value);
-            return part(&base, view.offset, view.shape.iter().product());
+            return sub_range(&base, view.offset, view.shape.iter().product());
         }
         let key = (operand.value.0, view.clone());
         if let Some(copy) = self.dense.get(&key) {
@@ -171,7 +171,7 @@ impl Lower<'_> {
         let value = self.program.value(operand.value);
         let (dtype, source) = (value.dtype, value.source.clone());
         // A parameter that is only read through views looks like a constant.
-        let is_parameter = self.job.function.numbers.contains_key(&operand.value);
+        let is_parameter = self.request.function.numbers.contains_key(&operand.value);
         if source == Source::Constant && !is_parameter {
             // Made contiguous once, when the plan's arguments are created.
             self.arguments.push((operand.value, Some(view.clone())));
@@ -212,7 +212,7 @@ impl Lower<'_> {
             }
         }
         let number = self.tables.len();
-        let elements = self.job.function.table(operand, dtype)?;
+        let elements = self.request.function.table(operand, dtype)?;
         let shape = self.program.shape_of(operand).to_vec();
         self.tables.push(((operand.clone(), dtype), elements));
         let (category, location) = (Category::Input, Location::Table(number));

@@ -110,11 +110,11 @@ impl Program {
                 }
                 TraceEvent::Node(node) => {
                     let node = flow::renamed(node, &names);
-                    match flow::passed_on(graph, &node) {
+                    match flow::pass_through_input(graph, &node) {
                         Some(value) => names[node.output.0] = value,
                         None => {
-                            let kept = node.kept.iter().map(|kept| kept.value);
-                            for value in kept.chain([node.output]) {
+                            let saved = node.saved.iter().map(|saved| saved.value);
+                            for value in saved.chain([node.output]) {
                                 segments[value.0].clone_from(&open);
                             }
                             nodes.push(node);
@@ -125,7 +125,10 @@ impl Program {
                 TraceEvent::AutocastEnd | TraceEvent::Drop(_) => {} // they concern memory alone
             }
         }
-        let outputs = graph.outputs.iter().map(|x| flow::named(x, &names));
+        let outputs = graph
+            .outputs
+            .iter()
+            .map(|x| flow::renamed_operand(x, &names));
         let outputs: Vec<ValueRef> = outputs.collect();
         let is_trained =
             |value: ValueId| kind.has_backward() && function.numbers.contains_key(&value);
@@ -137,7 +140,7 @@ impl Program {
         let mut is_whole: Vec<bool> = whole.collect();
         for operand in nodes
             .iter()
-            .flat_map(|node| node.inputs.iter().chain(&node.reads))
+            .flat_map(|node| node.inputs.iter().chain(&node.extra_inputs))
         {
             is_whole[operand.value.0] &= operand.view.is_none();
         }
@@ -171,10 +174,10 @@ impl Program {
         self.makers = vec![None; count];
         self.readers = vec![Vec::new(); count];
         for (i, node) in self.nodes.iter().enumerate() {
-            for value in node.made() {
+            for value in node.computed_values() {
                 self.makers[value.0] = Some(i);
             }
-            for operand in node.inputs.iter().chain(&node.reads) {
+            for operand in node.inputs.iter().chain(&node.extra_inputs) {
                 let readers = &mut self.readers[operand.value.0];
                 if readers.last() != Some(&i) {
                     readers.push(i);
@@ -225,9 +228,9 @@ impl Program {
         let operands = NodeOperands {
             attributes: &node.attributes,
             inputs: &node.inputs,
-            reads: &node.reads,
+            extra_inputs: &node.extra_inputs,
             output: node.output,
-            kept: &node.kept,
+            saved: &node.saved,
         };
         let plan = PlanContext {
             has_grad,
@@ -314,7 +317,7 @@ impl Program {
     /// Returns the copies of weights in reading order, each with the first node that reads it.
     pub fn copies(&self) -> Vec<(ValueId, &Node)> {
         let mut copies: Vec<(ValueId, &Node)> = Vec::new();
-        let reads = |node: &'_ Node| node.reads.clone();
+        let reads = |node: &'_ Node| node.extra_inputs.clone();
         for node in &self.nodes {
             for value in reads(node).into_iter().map(|read| read.value) {
                 let is_new = || !copies.iter().any(|(copy, _)| *copy == value);

@@ -2,7 +2,7 @@
 
 use super::flow::Flow;
 use crate::attention::in_rows::InRows;
-use crate::graph::{self, Attribute, Graph, Kept, ValueId, ValueRef};
+use crate::graph::{self, Attribute, Graph, Saved, ValueId, ValueRef};
 use crate::op_table;
 use crate::ops::cost::Cost;
 use crate::ops::head_loss::HeadLoss;
@@ -26,12 +26,12 @@ pub(in crate::compile) struct Node {
     pub attributes: Vec<(&'static str, Attribute)>,
     pub inputs: Vec<ValueRef>,
     /// Inputs without a gradient: token ids, angles, copies of weights.
-    pub reads: Vec<ValueRef>,
+    pub extra_inputs: Vec<ValueRef>,
     pub output: ValueId,
     /// A second output of a fused node.
     pub second: Option<ValueId>,
     /// Tensors that it saves for backward.
-    pub kept: Vec<Kept>,
+    pub saved: Vec<Saved>,
     /// By input: whether backward has to compute its gradient.
     pub needs_grad: Vec<bool>,
     /// The checkpointed segments that contain it, the outermost first.
@@ -95,17 +95,17 @@ impl Node {
         let needs_grad =
             (0..node.inputs.len()).map(|input| flow.passes_through(graph, node, input));
         Self {
-            path: place_of(node),
+            path: parent_path(node),
             module: node.module,
             op: node.op,
             composed: node.composed,
             kind: Kind::Op(op_table::lowering_of(node)),
             attributes: node.attributes.clone(),
             inputs: node.inputs.clone(),
-            reads: node.reads.clone(),
+            extra_inputs: node.extra_inputs.clone(),
             output: node.output,
             second: None,
-            kept: node.kept.clone(),
+            saved: node.saved.clone(),
             needs_grad: needs_grad.collect(),
             segments,
             recomputes_saved: false,
@@ -115,9 +115,9 @@ impl Node {
     }
 
     /// Returns the values that it computes.
-    pub fn made(&self) -> impl Iterator<Item = ValueId> {
-        let kept = self.kept.iter().map(|kept| kept.value);
-        [self.output].into_iter().chain(self.second).chain(kept)
+    pub fn computed_values(&self) -> impl Iterator<Item = ValueId> {
+        let saved = self.saved.iter().map(|saved| saved.value);
+        [self.output].into_iter().chain(self.second).chain(saved)
     }
 
     /// Returns the attribute with this name.
@@ -127,7 +127,7 @@ impl Node {
     }
 
     /// Adds the names and costs of the nodes that this one replaces.
-    pub(super) fn standing_for<'n>(self, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
+    pub(super) fn replacing<'n>(self, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
         let (mut ops, mut costs) = (Vec::new(), [Cost::default(); 2]);
         for node in nodes {
             ops.extend(&node.ops);
@@ -140,7 +140,7 @@ impl Node {
 }
 
 /// Returns a node's path without its op's name.
-fn place_of(node: &graph::Node) -> String {
+fn parent_path(node: &graph::Node) -> String {
     let place = node.path.strip_suffix(node.op).unwrap_or(&node.path);
     place.strip_suffix('/').unwrap_or(place).to_string()
 }

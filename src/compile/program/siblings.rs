@@ -37,7 +37,7 @@ fn is_map_of_weights(program: &Program, i: usize) -> bool {
         .iter()
         .any(|info| program.is_kernel(i, info));
     let copies = || {
-        node.reads
+        node.extra_inputs
             .iter()
             .all(|read| program.copied(read.value).is_some())
     };

@@ -23,7 +23,7 @@ fn program(
         let x = ops::embedding(&tokens, &table)?;
         Ok(vec![precision.run(|| loss(&vb, x))?])
     };
-    let function = TracedFunction::of_hollow_weights("test", target, traced).unwrap();
+    let function = TracedFunction::with_meta_weights("test", target, traced).unwrap();
     Program::new(&function, PlanKind::TrainStep, 1)
 }
 
@@ -264,7 +264,7 @@ fn gate_and_up() {
         let program = program(target, precision, once);
         let node = &program.nodes[program.nodes.len() - 2];
         assert_eq!(
-            (node.inputs.len(), node.kept.len()),
+            (node.inputs.len(), node.saved.len()),
             if packed { (2, 1) } else { (3, 2) }
         );
         let of_weights = program.weights_of(node.inputs[1].value).len();

@@ -6,7 +6,7 @@ mod run;
 use super::arguments::Arguments;
 use super::batch::Batch;
 use super::config::{PlanKind, StepConfig};
-use super::loss::{Job, Loss};
+use super::loss::{Loss, PlanRequest};
 use super::phase_times::PhaseTimes;
 use super::plan::Plan;
 use super::planned_step::PlannedStep;
@@ -21,7 +21,7 @@ const OP: &str = "compile::Step";
 
 /// Forward, backward, clipping and AdamW of a loss, planned for the shapes of each batch.
 ///
-/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::of`]), or any function of
+/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::for_model`]), or any function of
 /// [inputs](super::Inputs) over layers with real weights, written with this crate's [`ops`](crate::ops),
 /// [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`]). A step does what an eager loop does with the
 /// same variables: `loss`, [`backward`](crate::backward),
@@ -81,7 +81,7 @@ pub struct Step<'l> {
     communicator: Option<Communicator>,
     times_phases: bool,
     runs: usize,
-    evicted: usize,
+    evicted_plans: usize,
     /// The plans, least recently used first.
     plans: Vec<Prepared>,
 }
@@ -97,7 +97,7 @@ struct Prepared {
     constants: Vec<ValueId>,
     kind: PlanKind,
     /// Whether the batch counts its targets.
-    counts: bool,
+    counts_targets: bool,
 }
 
 impl<'l> Step<'l> {
@@ -120,8 +120,9 @@ impl<'l> Step<'l> {
     /// Finds or makes the plan of a kind for a batch. It becomes the last of the plans and owns the arena.
     fn prepared(&mut self, kind: PlanKind, batch: &Batch) -> Result<&mut Prepared> {
         let fits = |prepared: &Prepared| {
-            let counts = batch.counted().is_some();
-            (prepared.kind, prepared.counts) == (kind, counts) && prepared.arguments.take(batch)
+            let counts = batch.counted_targets().is_some();
+            (prepared.kind, prepared.counts_targets) == (kind, counts)
+                && prepared.arguments.accepts(batch)
         };
         let next = match self.plans.iter().position(fits) {
             Some(place) if place + 1 == self.plans.len() => None,
@@ -130,7 +131,7 @@ impl<'l> Step<'l> {
                 let planned = self.planned(kind, batch)?;
                 if self.plans.len() == Self::MAX_PLANS {
                     self.plans.remove(0);
-                    self.evicted += 1;
+                    self.evicted_plans += 1;
                 }
                 Some(planned)
             }
@@ -153,8 +154,8 @@ impl<'l> Step<'l> {
         self.plans.last()
     }
 
-    fn job<'s>(&'s self, kind: PlanKind, config: &'s StepConfig) -> Job<'s> {
-        Job {
+    fn request<'s>(&'s self, kind: PlanKind, config: &'s StepConfig) -> PlanRequest<'s> {
+        PlanRequest {
             op: OP,
             kind,
             target: Target::from(&self.device),
@@ -167,8 +168,8 @@ impl<'l> Step<'l> {
     /// Makes the plan of the loss for a batch, with its constants but without an arena.
     fn planned(&self, kind: PlanKind, batch: &Batch) -> Result<Prepared> {
         let config = self.config.of(kind);
-        let job = self.job(kind, &config);
-        let (planned, checkpointing) = job.plan(batch, |function| {
+        let request = self.request(kind, &config);
+        let (planned, checkpointing) = request.plan(batch, |function| {
             for (parameter, missing) in function.parameters.iter_mut().zip(&self.missing) {
                 parameter.missing = *missing;
             }
@@ -191,7 +192,7 @@ impl<'l> Step<'l> {
             graph: planned.function.graph.clone(),
             checkpointing,
             kind,
-            counts: batch.counted().is_some(),
+            counts_targets: batch.counted_targets().is_some(),
         })
     }
 
@@ -219,7 +220,7 @@ impl<'l> Step<'l> {
     /// # };
     /// # let model = TransformerLM::new(&config, 0, &device)?;
     /// # let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-    /// # let mut step = Step::of(&model, &optimizer, &StepConfig::default())?;
+    /// # let mut step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     /// # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// step.time_phases(true);
     /// step.run(&mut optimizer, (&tokens, &tokens))?;
@@ -281,8 +282,8 @@ impl<'l> Step<'l> {
 
     /// Returns the number of plans that were evicted because there were more than [`MAX_PLANS`](Self::MAX_PLANS). A run
     /// with an evicted plan's shapes plans again.
-    pub fn evicted(&self) -> usize {
-        self.evicted
+    pub fn evicted_plans(&self) -> usize {
+        self.evicted_plans
     }
 
     /// Returns the blocks that the last [plan](Self::plan) recomputes: as the model configures, or to fit the memory

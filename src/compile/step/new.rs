@@ -1,7 +1,7 @@
 //! Constructors of steps, and plans without a step.
 
 use super::super::config::{PlanKind, StepConfig, StepRanks};
-use super::super::loss::{Job, Loss, hollow_model};
+use super::super::loss::{Loss, PlanRequest, meta_model};
 use super::super::plan::Plan;
 use super::super::{Batch, Inputs, budget, parameters};
 use super::{OP, Step};
@@ -17,7 +17,7 @@ impl<'l> Step<'l> {
     /// Creates a step of `loss` with `optimizer`.
     ///
     /// `loss` returns the mean loss of a batch (a scalar float), or the sum over the targets of a batch that [counts
-    /// them](crate::compile::Batch::counting).
+    /// them](crate::compile::Batch::with_counted_targets).
     ///
     /// # Errors
     /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
@@ -37,7 +37,7 @@ impl<'l> Step<'l> {
         };
         let (device, loss) = (first.device().clone(), Loss::Any(Box::new(loss)));
         let all = [parameters.clone(), parameters];
-        Self::made(loss, all, Some(optimizer), &device, config)
+        Self::with_loss(loss, all, Some(optimizer), &device, config)
     }
 
     /// Creates a step without an optimizer on `device`, of any function of [inputs](Inputs), for
@@ -75,7 +75,7 @@ impl<'l> Step<'l> {
     ) -> Result<Self> {
         let loss = Loss::Any(Box::new(function));
         let all = [parameters.clone(), parameters];
-        Self::made(loss, all, None, device, config)
+        Self::with_loss(loss, all, None, device, config)
     }
 
     /// Creates a step of `model` with `optimizer`. It computes the [loss](TransformerLM::loss) of `(&tokens,
@@ -95,7 +95,7 @@ impl<'l> Step<'l> {
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?;
     /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-    /// let mut step = Step::of(&model, &optimizer, &StepConfig::default())?;
+    /// let mut step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
     /// let first = step.run(&mut optimizer, (&tokens, &targets))?;
@@ -106,9 +106,13 @@ impl<'l> Step<'l> {
     ///
     /// # Errors
     /// Those of [`new`](Self::new); an optimizer of other parameters than the model's.
-    pub fn of(model: &TransformerLM, optimizer: &AdamW, config: &StepConfig) -> Result<Self> {
+    pub fn for_model(
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        config: &StepConfig,
+    ) -> Result<Self> {
         let (loss, all) = (Loss::Model(Box::new(model.clone())), model.parameters());
-        Self::made(
+        Self::with_loss(
             loss,
             [all.clone(), all],
             Some(optimizer),
@@ -117,7 +121,7 @@ impl<'l> Step<'l> {
         )
     }
 
-    fn made(
+    fn with_loss(
         loss: Loss<'l>,
         [weights, parameters]: [Vec<(String, Var)>; 2],
         optimizer: Option<&AdamW>,
@@ -138,7 +142,7 @@ impl<'l> Step<'l> {
             communicator: None,
             times_phases: false,
             runs: 0,
-            evicted: 0,
+            evicted_plans: 0,
             plans: Vec::new(),
         })
     }
@@ -163,7 +167,7 @@ impl<'l> Step<'l> {
             None => StepRanks::Replicated(replicated.config()),
             Some(own) => StepRanks::ShardedOptimizer(replicated.config(), own),
         };
-        self.joining(replicated.communicator())
+        self.with_communicator(replicated.communicator())
     }
 
     /// Creates a step of a loss over layers whose weights are sharded over the ranks of `sharded`. The layers must be
@@ -184,8 +188,8 @@ impl<'l> Step<'l> {
         sharded: &FullyShard,
         loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Self> {
-        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.hollow_weights());
-        Self::of_parts(loss, weights, optimizer, config, sharded)
+        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.meta_weights());
+        Self::of_shards(loss, weights, optimizer, config, sharded)
     }
 
     /// Creates a step of the loss of `model`, whose weights are sharded as for [`fully_sharded`](Self::fully_sharded).
@@ -193,17 +197,17 @@ impl<'l> Step<'l> {
     /// # Errors
     /// Those of [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that does not have all weights
     /// that the builder created.
-    pub fn of_fully_sharded(
+    pub fn fully_sharded_for_model(
         model: &TransformerLM,
         optimizer: &AdamW,
         config: &StepConfig,
         sharded: &FullyShard,
     ) -> Result<Self> {
         let (loss, weights) = (Loss::Model(Box::new(model.clone())), model.parameters());
-        Self::of_parts(loss, weights, optimizer, config, sharded)
+        Self::of_shards(loss, weights, optimizer, config, sharded)
     }
 
-    fn of_parts(
+    fn of_shards(
         loss: Loss<'l>,
         weights: Vec<(String, Var)>,
         optimizer: &AdamW,
@@ -217,12 +221,12 @@ impl<'l> Step<'l> {
         config.validate()?;
         let communicator = sharded.communicator();
         let all = [weights.clone(), sharded.parts_of(&weights)?];
-        Self::made(loss, all, Some(optimizer), communicator.device(), &config)?
-            .joining(communicator)
+        Self::with_loss(loss, all, Some(optimizer), communicator.device(), &config)?
+            .with_communicator(communicator)
     }
 
     /// Sets the communicator for the exchanges of all runs.
-    fn joining(mut self, communicator: &Communicator) -> Result<Self> {
+    fn with_communicator(mut self, communicator: &Communicator) -> Result<Self> {
         self.config.validate()?;
         for (_, var) in &self.parameters {
             communicator.check_device(var.device())?;
@@ -262,7 +266,7 @@ impl<'l> Step<'l> {
         function: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Plan> {
         config.validate()?;
-        let job = Job {
+        let job = PlanRequest {
             op: OP,
             kind,
             target: target.into(),
@@ -280,15 +284,15 @@ impl<'l> Step<'l> {
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
-    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
-    /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
+    /// let (model, batch) = (TransformerConfig::small(), Batch::meta(4, 256)?);
+    /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
     /// println!("{} calls, an arena of {} MiB", plan.calls().len(), plan.peak_bytes() >> 20);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
     /// Invalid configurations; a memory budget that no plan fits, with the smallest that would do.
-    pub fn plan_of(
+    pub fn plan_for_model(
         target: impl Into<Target>,
         model: &TransformerConfig,
         config: &StepConfig,
@@ -297,13 +301,13 @@ impl<'l> Step<'l> {
         config.validate()?;
         let batch = batch.into();
         let length = batch.length("tokens");
-        let hollow = hollow_model(model, length)?;
-        let job = Job {
+        let meta = meta_model(model, length)?;
+        let job = PlanRequest {
             op: OP,
             kind: PlanKind::TrainStep,
             target: target.into(),
-            weights: Some(&hollow.parameters()),
-            loss: &Loss::Model(Box::new(hollow)),
+            weights: Some(&meta.parameters()),
+            loss: &Loss::Model(Box::new(meta)),
             config,
         };
         let (planned, checkpointing) = job.plan(&batch, |_| {})?;
@@ -316,13 +320,13 @@ impl<'l> Step<'l> {
     ///
     /// # Errors
     /// Invalid configurations.
-    pub fn least_bytes(
+    pub fn memory_lower_bound(
         model: &TransformerConfig,
         config: &StepConfig,
         batch: [usize; 2],
     ) -> Result<u64> {
         config.validate()?;
-        budget::least_of_step(model, config, batch)
+        budget::step_lower_bound(model, config, batch)
     }
 }
 

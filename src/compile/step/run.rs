@@ -1,6 +1,6 @@
 //! Runs of a step.
 
-use super::super::arguments::changed_since;
+use super::super::arguments::changed_since_trace;
 use super::super::batch::{Batch, D_OUTPUT, DROPOUT};
 use super::super::config::PlanKind;
 use super::super::executor::Tensors;
@@ -15,7 +15,7 @@ use candle_core::Tensor;
 
 impl Step<'_> {
     /// Runs a training step. Returns the loss of the batch before the update. For a batch that [counts its
-    /// targets](Batch::counting), loss and gradients are means over the targets that count, of all micro-batches and
+    /// targets](Batch::with_counted_targets), loss and gradients are means over the targets that count, of all micro-batches and
     /// ranks.
     ///
     /// If the plan has loss scaling, this runs with a scale of 1, and no update is skipped.
@@ -25,13 +25,19 @@ impl Step<'_> {
     /// an invalid learning rate; with clipping, gradients that are not finite, with the name of the first such
     /// parameter. After any error, parameters and optimizer are unchanged.
     pub fn run(&mut self, optimizer: &mut AdamW, batch: impl Into<Batch>) -> Result<f32> {
-        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        let given = self
+            .prepare_batch(batch.into(), optimizer.steps())?
+            .counted()?;
         self.run_given(optimizer, &given)
     }
 
-    /// Same as [`run`](Self::run), for a batch that [`given`](Self::given) has prepared.
-    pub(crate) fn run_given(&mut self, optimizer: &mut AdamW, given: &Given) -> Result<f32> {
-        self.with(given, |step, tensors| step.run(optimizer, tensors))
+    /// Same as [`run`](Self::run), for a batch that [`prepare_batch`](Self::prepare_batch) has prepared.
+    pub(crate) fn run_given(
+        &mut self,
+        optimizer: &mut AdamW,
+        given: &PreparedBatch,
+    ) -> Result<f32> {
+        self.run_prepared(given, |step, tensors| step.run(optimizer, tensors))
     }
 
     /// Runs a training step with the scaler's loss scale, as an eager step with [`GradScaler::scale`],
@@ -54,11 +60,11 @@ impl Step<'_> {
     /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
     /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
     /// let config = StepConfig { precision: Precision::F16, loss_scaling: true, ..Default::default() };
-    /// let mut step = Step::of(&model, &optimizer, &config)?;
+    /// let mut step = Step::for_model(&model, &optimizer, &config)?;
     /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &tokens))?;
     /// assert!(done.loss.is_finite());
-    /// assert_eq!(optimizer.steps(), usize::from(done.stepped()));
+    /// assert_eq!(optimizer.steps(), usize::from(done.updated()));
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
@@ -72,18 +78,20 @@ impl Step<'_> {
         scaler: &mut GradScaler,
         batch: impl Into<Batch>,
     ) -> Result<ScaledStep> {
-        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        let given = self
+            .prepare_batch(batch.into(), optimizer.steps())?
+            .counted()?;
         self.run_scaled_given(optimizer, scaler, &given)
     }
 
-    /// Same as [`run_scaled`](Self::run_scaled), for a batch that [`given`](Self::given) has prepared.
+    /// Same as [`run_scaled`](Self::run_scaled), for a batch that [`prepare_batch`](Self::prepare_batch) has prepared.
     pub(crate) fn run_scaled_given(
         &mut self,
         optimizer: &mut AdamW,
         scaler: &mut GradScaler,
-        given: &Given,
+        given: &PreparedBatch,
     ) -> Result<ScaledStep> {
-        self.with(given, |step, tensors| {
+        self.run_prepared(given, |step, tensors| {
             step.run_scaled(optimizer, scaler, tensors)
         })
     }
@@ -94,8 +102,8 @@ impl Step<'_> {
     /// # Errors
     /// Those of [`run`](Self::run); [`Error::Order`] if the optimizer runs in backward.
     pub fn forward_backward(&mut self, batch: impl Into<Batch>) -> Result<f32> {
-        let given = self.given(batch.into(), 0)?.counted()?;
-        self.with(&given, PlannedStep::forward_backward)
+        let given = self.prepare_batch(batch.into(), 0)?.counted()?;
+        self.run_prepared(&given, PlannedStep::forward_backward)
     }
 
     /// Runs forward, and backward from `d_output`, the gradient of the function's output, as
@@ -144,9 +152,9 @@ impl Step<'_> {
             });
         }
         let batch = batch.with(D_OUTPUT, d_output.clone());
-        let batch = self.keyed(PlanKind::Gradients, batch, 0)?;
-        let given = Given::of(PlanKind::Gradients, batch);
-        self.with(&given, PlannedStep::forward_backward_from)
+        let batch = self.with_dropout_keys(PlanKind::Gradients, batch, 0)?;
+        let given = PreparedBatch::of(PlanKind::Gradients, batch);
+        self.run_prepared(&given, PlannedStep::forward_backward_from)
     }
 
     /// Returns a copy of the output of the last [`forward_backward_from`](Self::forward_backward_from): (B, ...), of
@@ -166,7 +174,7 @@ impl Step<'_> {
 
     /// Runs forward alone. Returns the function's output for a batch, which is not split into micro-batches. For a
     /// model's step, or any loss, it is the mean over the batch, or the sum over the targets of a batch that [counts
-    /// them](Batch::counting). There is no dropout.
+    /// them](Batch::with_counted_targets). There is no dropout.
     ///
     /// No other rank takes part, except with [sharded weights](Self::fully_sharded): these are gathered, so all ranks
     /// must call it equally often. With a [sharded optimizer](Self::replicated) it uses this rank's current values of
@@ -176,33 +184,33 @@ impl Step<'_> {
     /// Those of [`prepare`](Self::prepare), but the output may be of any shape and float dtype.
     pub fn forward(&mut self, batch: impl Into<Batch>) -> Result<Tensor> {
         let device = self.device.clone();
-        let given = Given::of(PlanKind::Forward, batch.into());
-        self.with(&given, |step, tensors| step.forward(tensors, &device))
+        let given = PreparedBatch::of(PlanKind::Forward, batch.into());
+        self.run_prepared(&given, |step, tensors| step.forward(tensors, &device))
     }
 
     /// Prepares a batch for a run after `steps` steps of the optimizer. Counted targets are summed over all ranks.
     ///
     /// # Errors
     /// Those of [`prepare`](Self::prepare); a rank that failed.
-    pub(crate) fn given(&mut self, batch: Batch, steps: usize) -> Result<Given> {
-        let batch = self.keyed(PlanKind::TrainStep, batch, steps)?;
-        let (counted, loss_divisor) = match batch.counted() {
+    pub(crate) fn prepare_batch(&mut self, batch: Batch, steps: usize) -> Result<PreparedBatch> {
+        let batch = self.with_dropout_keys(PlanKind::TrainStep, batch, steps)?;
+        let (counted, loss_divisor) = match batch.counted_targets() {
             Some(counted) => {
-                let (all, mean) = self.over_ranks(counted)?;
+                let (all, mean) = self.sum_over_ranks(counted)?;
                 (Some(all), Some(mean))
             }
             None => (None, None),
         };
-        Ok(Given {
+        Ok(PreparedBatch {
             counted,
             loss_divisor,
-            ..Given::of(PlanKind::TrainStep, batch)
+            ..PreparedBatch::of(PlanKind::TrainStep, batch)
         })
     }
 
     /// Adds dropout keys to a batch if its plan reads them. `steps` is the optimizer's step count.
-    fn keyed(&mut self, kind: PlanKind, batch: Batch, steps: usize) -> Result<Batch> {
-        let reads_keys = self.prepared(kind, &batch)?.arguments.reads(DROPOUT);
+    fn with_dropout_keys(&mut self, kind: PlanKind, batch: Batch, steps: usize) -> Result<Batch> {
+        let reads_keys = self.prepared(kind, &batch)?.arguments.reads_input(DROPOUT);
         match self.config.dropout_seed {
             Some(seed) if reads_keys => {
                 let rank = self.communicator.as_ref().map_or(0, Communicator::rank);
@@ -216,7 +224,7 @@ impl Step<'_> {
 
     /// Returns the number of targets that count on all ranks, and its mean per rank. The mean is the loss divisor,
     /// because ranks average their results.
-    fn over_ranks(&self, counted: usize) -> Result<(usize, f64)> {
+    fn sum_over_ranks(&self, counted: usize) -> Result<(usize, f64)> {
         let (mean, ranks) = match &self.communicator {
             Some(ranks) => (ranks.mean(&[counted as f64])?[0], ranks.world_size()),
             None => (counted as f64, 1),
@@ -224,9 +232,9 @@ impl Step<'_> {
         Ok(((mean * ranks as f64).round() as usize, mean))
     }
 
-    fn with<T>(
+    fn run_prepared<T>(
         &mut self,
-        given: &Given,
+        given: &PreparedBatch,
         run: impl FnOnce(&mut PlannedStep, &Tensors<'_>) -> Result<T>,
     ) -> Result<T> {
         self.prepared(given.kind, &given.batch)?;
@@ -240,7 +248,9 @@ impl Step<'_> {
         let Some(prepared) = self.plans.last_mut() else {
             unreachable!("it was prepared");
         };
-        let arguments = prepared.arguments.given(&given.batch, device, parameters)?;
+        let arguments = prepared
+            .arguments
+            .run_tensors(&given.batch, device, parameters)?;
         let tensors = Tensors {
             arguments: &arguments,
             loss_divisor: given.loss_divisor,
@@ -255,10 +265,10 @@ impl Step<'_> {
             return Ok(());
         };
         let config = self.config.of(last.kind);
-        let job = self.job(last.kind, &config);
+        let job = self.request(last.kind, &config);
         let function = job.trace(&job.inputs(batch)?, last.checkpointing)?;
         if let Some(difference) = last.graph.difference(&function.graph) {
-            return Err(changed_since(OP, difference));
+            return Err(changed_since_trace(OP, difference));
         }
         let (arguments, plan) = (&last.arguments, &last.step.plan);
         arguments.check_constants(&function, plan, &self.device)
@@ -266,7 +276,7 @@ impl Step<'_> {
 }
 
 /// A batch that is ready to run.
-pub(crate) struct Given {
+pub(crate) struct PreparedBatch {
     kind: PlanKind,
     batch: Batch,
     /// The number of targets that count, of all ranks; `None` if all targets do.
@@ -274,7 +284,7 @@ pub(crate) struct Given {
     loss_divisor: Option<f64>,
 }
 
-impl Given {
+impl PreparedBatch {
     /// Prepares a batch whose targets are not counted.
     fn of(kind: PlanKind, batch: Batch) -> Self {
         Self {

@@ -31,7 +31,7 @@ pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {
             [x],
             y,
             #[inline(always)]
-            |[x]| x * x.normal_share(bell(x)),
+            |[x]| x * x.normal_cdf(bell(x)),
         ),
         Activation::GeluTanh => each(
             [x],
@@ -78,7 +78,7 @@ pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
             #[inline(always)]
             |[dy, x]| {
                 let e = bell(x);
-                dy * (x.normal_share(e) + x * density(e))
+                dy * (x.normal_cdf(e) + x * density(e))
             },
         ),
         Activation::GeluTanh => each(

@@ -210,9 +210,9 @@ fn range<T: Real>(
 ) {
     let clip_value = T::real(update.clip_value);
     let decay = T::real(update.decay);
-    let first_share = T::real(update.first_share);
+    let first_share = T::real(update.one_minus_beta1);
     let beta2 = T::real(update.beta2);
-    let second_share = T::real(update.second_share);
+    let second_share = T::real(update.one_minus_beta2);
     let step_size = T::real(update.step_size);
     let second_correction = T::real(update.second_correction);
     let eps = T::real(update.eps);

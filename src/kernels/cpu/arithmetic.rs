@@ -118,9 +118,9 @@ pub fn rsqrt<T: Stored>(a: &[T], y: &mut [T]) {
 
 /// `dx = -dy y^3 / 2` with `y = 1 / sqrt(x)`.
 pub fn rsqrt_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
-    let half = T::Wide::real(-0.5);
+    let minus_half = T::Wide::real(-0.5);
     each([dy, x], dx, |[dy, x]| {
         let y = T::Wide::ONE / x.square_root();
-        half * dy * y * y * y
+        minus_half * dy * y * y * y
     });
 }

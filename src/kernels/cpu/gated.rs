@@ -67,16 +67,16 @@ trait Compute {
     fn exponent<T: Lanes, S: Simd>(simd: S, g: T::Register<S>) -> T::Register<S>;
 
     /// Returns f(g) / g.
-    fn share<T: Real>(g: T, e: T) -> T;
+    fn value_over_gate<T: Real>(g: T, e: T) -> T;
 
     /// Returns f(g).
     #[inline(always)]
     fn value<T: Real>(g: T, e: T) -> T {
-        g * Self::share(g, e)
+        g * Self::value_over_gate(g, e)
     }
 
-    /// Returns d f'(g), given `share` = f(g) / g.
-    fn gradient<T: Real>(d: T, g: T, e: T, share: T) -> T;
+    /// Returns d f'(g), given `value_over_gate` = f(g) / g.
+    fn gradient<T: Real>(d: T, g: T, e: T, value_over_gate: T) -> T;
 }
 
 /// g / (1 + e), e = exp(-g).
@@ -89,7 +89,7 @@ impl Compute for Silu {
     }
 
     #[inline(always)]
-    fn share<T: Real>(_: T, e: T) -> T {
+    fn value_over_gate<T: Real>(_: T, e: T) -> T {
         T::ONE / (T::ONE + e)
     }
 
@@ -115,13 +115,13 @@ impl Compute for Gelu {
     }
 
     #[inline(always)]
-    fn share<T: Real>(g: T, e: T) -> T {
-        g.normal_share(e)
+    fn value_over_gate<T: Real>(g: T, e: T) -> T {
+        g.normal_cdf(e)
     }
 
     #[inline(always)]
-    fn gradient<T: Real>(d: T, g: T, e: T, share: T) -> T {
-        d * (share + g * density(e))
+    fn gradient<T: Real>(d: T, g: T, e: T, value_over_gate: T) -> T {
+        d * (value_over_gate + g * density(e))
     }
 }
 
@@ -136,7 +136,7 @@ impl Compute for GeluTanh {
     }
 
     #[inline(always)]
-    fn share<T: Real>(_: T, e: T) -> T {
+    fn value_over_gate<T: Real>(_: T, e: T) -> T {
         T::ONE / (T::ONE + e)
     }
 
@@ -197,10 +197,10 @@ fn in_place_block<S: Simd, T: Lanes, F: Compute>(
     let inputs = gate.iter_mut().zip(up).zip(e.iter());
     for (dy, ((gate, up), e)) in dy.iter_mut().zip(inputs) {
         let (d, g, u) = (*dy, *gate, *up);
-        let share = F::share(g, *e);
-        *dy = g * share * u;
-        *gate = F::gradient(d * u, g, *e, share);
-        *up = d * g * share;
+        let value_over_gate = F::value_over_gate(g, *e);
+        *dy = g * value_over_gate * u;
+        *gate = F::gradient(d * u, g, *e, value_over_gate);
+        *up = d * g * value_over_gate;
     }
 }
 
@@ -258,9 +258,9 @@ impl<T: Stored, F: Compute> WithSimd for Backward<'_, T, F> {
                     exponentials::<T::Wide, S, F>(simd, gate, dup);
                     let outputs = dgate.iter_mut().zip(dup);
                     for ((((dg, du), dy), g), u) in outputs.zip(dy).zip(gate).zip(up) {
-                        let (e, share) = (*du, F::share(*g, *du));
-                        *dg = F::gradient(*dy * *u, *g, e, share);
-                        *du = *dy * *g * share;
+                        let (e, value_over_gate) = (*du, F::value_over_gate(*g, *du));
+                        *dg = F::gradient(*dy * *u, *g, e, value_over_gate);
+                        *du = *dy * *g * value_over_gate;
                     }
                 }
             },

@@ -90,13 +90,13 @@ fn detected() -> Vec<HalfArithmetic> {
         (tiles && bit(edx, 22), HalfArithmetic::AmxBf16),
         (tiles && bit(eax, 21), HalfArithmetic::AmxFp16),
     ];
-    there(&units)
+    keep_available(&units)
 }
 
 /// Returns the units that the CPU has.
 #[cfg(target_arch = "aarch64")]
 fn detected() -> Vec<HalfArithmetic> {
-    there(&[
+    keep_available(&[
         (
             std::arch::is_aarch64_feature_detected!("bf16"),
             HalfArithmetic::NeonBf16,
@@ -114,7 +114,7 @@ fn detected() -> Vec<HalfArithmetic> {
 }
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-fn there(units: &[(bool, HalfArithmetic)]) -> Vec<HalfArithmetic> {
+fn keep_available(units: &[(bool, HalfArithmetic)]) -> Vec<HalfArithmetic> {
     let there = units.iter().filter(|(there, _)| *there);
     there.map(|(_, unit)| *unit).collect()
 }
@@ -132,7 +132,7 @@ mod tests {
         };
         let flags = info.lines().find(|line| line.starts_with("flags"));
         let flags: Vec<&str> = flags.unwrap_or_default().split_whitespace().collect();
-        let expected = there(&[
+        let expected = keep_available(&[
             (flags.contains(&"avx512_bf16"), HalfArithmetic::Avx512Bf16),
             (flags.contains(&"avx512_fp16"), HalfArithmetic::Avx512Fp16),
             (flags.contains(&"amx_bf16"), HalfArithmetic::AmxBf16),

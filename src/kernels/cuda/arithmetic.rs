@@ -30,7 +30,7 @@ pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     };
     if sum != Some(y.dtype) {
         bail!(
-            "no CUDA kernel for {:?} + {:?} to {:?}",
+            "add: no CUDA kernel for {:?} + {:?} to {:?}",
             a.dtype,
             b.dtype,
             y.dtype
@@ -38,10 +38,10 @@ pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     }
     if y.len != a.len || !y.len.is_multiple_of(b.len) {
         bail!(
-            "{} elements + {} to {}: b is not repeated a whole number of times",
+            "add: expected an output of {0} elements and a length of b that divides {0}, got {1} and {2}",
             a.len,
-            b.len,
-            y.len
+            y.len,
+            b.len
         );
     }
     if y.len == 0 {

@@ -43,7 +43,7 @@ pub(crate) fn gradient(
         return Ok(());
     }
     let parts = bias_parts(rows);
-    let partial = workspace.part(0, bias_backward(rows, width));
+    let partial = workspace.slice(0, bias_backward(rows, width));
     sums(gpu, dy, partial, [rows, width, parts], false)?;
     sums(gpu, partial, db, [parts, width, 1], adds)
 }

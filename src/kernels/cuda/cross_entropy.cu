@@ -260,16 +260,16 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // y = x / (number of targets that count), in f64, rounded to f32. One block of 1024 threads.
 template <class X>
-__device__ __forceinline__ void share(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {
+__device__ __forceinline__ void divide_by_counted(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {
     long long counted = counting(targets, rows, ignore);
     if (threadIdx.x == 0) *y = (float)((double)*x / (double)counted);
 }
 
-#define SHARE(NAME, X)                                                                                                 \
+#define DIVIDE_BY_COUNTED(NAME, X)                                                                                                 \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
-        cross_entropy_share_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {  \
-        share<X>(targets, rows, ignore, x, y);                                                                         \
+        cross_entropy_divide_by_counted_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {  \
+        divide_by_counted<X>(targets, rows, ignore, x, y);                                                                         \
     }
 
-SHARE(f32, float)
-SHARE(f64, double)
+DIVIDE_BY_COUNTED(f32, float)
+DIVIDE_BY_COUNTED(f64, double)

@@ -66,9 +66,14 @@ pub(crate) fn rows(
 }
 
 /// Computes y (1) f32: x (1), f32 or f64, divided by the number of targets that count; NaN or infinite if none does.
-pub(crate) fn share(gpu: &CudaDevice, targets: Targets, x: View, y: View) -> Result<()> {
+pub(crate) fn divide_by_counted(
+    gpu: &CudaDevice,
+    targets: Targets,
+    x: View,
+    y: View,
+) -> Result<()> {
     let types = if x.dtype == DType::F64 { "f64" } else { "f32" };
-    let kernel = SOURCE.kernel(gpu, "cross_entropy_share", types)?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_divide_by_counted", types)?;
     let (rows, ignore) = (targets.ids.len as i64, targets.ignored());
     let mut launch = kernel.builder();
     launch.arg(&targets.ids.pointer).arg(&rows).arg(&ignore);

@@ -4,8 +4,7 @@
 //! handle has its own workspace, outside of the memory pool. Planned steps, whose stream is captured, use cuBLASLt
 //! ([`super::matmul`]).
 
-use super::matmul::Matrix;
-use super::set_to_zero;
+use super::matmul::{Matrix, write_empty_sums};
 use candle_core::cuda::gemm_reduced_precision_f32;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -27,13 +26,8 @@ pub(crate) fn multiply(
     adds: bool,
 ) -> Result<()> {
     let depth = Matrix::depth_of([&a, &b], &c);
-    let elements = c.rows * c.cols * count;
-    if elements * depth == 0 {
-        // An empty sum is 0. c is contiguous here: it is the gradient of an operand of an empty matmul.
-        return match adds {
-            true => Ok(()),
-            false => set_to_zero(gpu, c.view.part(0, elements)),
-        };
+    if c.rows * c.cols * count * depth == 0 {
+        return write_empty_sums(gpu, c, count, adds);
     }
     let [of_factors, of_c] = [data_type(a.view.dtype)?, data_type(c.view.dtype)?];
     let sums = match a.view.dtype {
@@ -94,13 +88,13 @@ fn data_type(dtype: DType) -> Result<sys::cudaDataType> {
         DType::F32 => Ok(sys::cudaDataType_t::CUDA_R_32F),
         DType::F16 => Ok(sys::cudaDataType_t::CUDA_R_16F),
         DType::BF16 => Ok(sys::cudaDataType_t::CUDA_R_16BF),
-        other => bail!("a product of {other:?}: cuBLAS is asked for f32, f16 or bf16"),
+        other => bail!("matmul: expected f32, f16 or bf16, got {other:?}"),
     }
 }
 
 fn int(size: usize) -> Result<c_int> {
     match c_int::try_from(size) {
         Ok(size) => Ok(size),
-        Err(_) => bail!("a matrix of {size} rows or columns: cuBLAS counts to 2^31"),
+        Err(_) => bail!("matmul: expected sizes and strides under 2^31, got {size}"),
     }
 }

@@ -25,7 +25,7 @@ pub(crate) fn map(
 ) -> Result<()> {
     reads.iter().try_for_each(|x| check_alike(f, *x, y))?;
     let (Some(a), Some(b)) = (reads.first(), reads.last()) else {
-        candle_core::bail!("{f} of nothing");
+        candle_core::bail!("{f}: expected one or two inputs, got none");
     };
     if y.len == 0 {
         return Ok(());

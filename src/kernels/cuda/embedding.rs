@@ -59,7 +59,7 @@ pub(crate) fn backward(
     let mut end = 0;
     let [found, buckets, many, ordered] = embedding_backward(count, vocab).map(|len| {
         end += len;
-        workspace.part(end - len, len)
+        workspace.slice(end - len, len)
     });
     set_to_zero(gpu, found)?;
     if !accumulate {

@@ -15,16 +15,16 @@ __device__ __forceinline__ float sigmoid(float g, f32) { return 1.f / (1.f + exp
 __device__ __forceinline__ float sigmoid(float g, f16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 __device__ __forceinline__ float sigmoid(float g, bf16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 
-// share is f(g) / g; gradient is d f'(g).
+// value_over_gate is f(g) / g; gradient is d f'(g).
 struct Silu {
-    template <class T> static __device__ __forceinline__ float share(float g) { return sigmoid(g, T()); }
+    template <class T> static __device__ __forceinline__ float value_over_gate(float g) { return sigmoid(g, T()); }
     template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
         return d * s * (1.f + g * (1.f - s));
     }
 };
 
 struct Gelu {
-    template <class T> static __device__ __forceinline__ float share(float g) { return normcdff(g); }
+    template <class T> static __device__ __forceinline__ float value_over_gate(float g) { return normcdff(g); }
     template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
         return d * (s + g * 0.3989422804014327f * expf(-0.5f * (g * g)));
     }
@@ -35,7 +35,7 @@ struct Gelu {
 
 struct GeluTanh {
     static __device__ __forceinline__ float twice_u(float g) { return g * (SLOPE + SLOPE * CUBE * (g * g)); }
-    template <class T> static __device__ __forceinline__ float share(float g) { return sigmoid(twice_u(g), T()); }
+    template <class T> static __device__ __forceinline__ float value_over_gate(float g) { return sigmoid(twice_u(g), T()); }
     template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
         float square = fminf(g * g, 4096.f); // a larger square is multiplied by 0, so it must not be infinite
         float rest = g > 0.f ? sigmoid(-twice_u(g), T()) : 1.f - s; // without cancellation
@@ -46,7 +46,7 @@ struct GeluTanh {
 // Overwrites gate with y.
 template <class T, class F, int N> __device__ __forceinline__ void gated(float (&gate)[N], const float (&up)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) gate[i] = gate[i] * F::template share<T>(gate[i]) * up[i];
+    for (int i = 0; i < N; i++) gate[i] = gate[i] * F::template value_over_gate<T>(gate[i]) * up[i];
 }
 
 // Overwrites gate, up and dy with dgate, dup and y.
@@ -54,7 +54,7 @@ template <class T, class F, int N>
 __device__ __forceinline__ void turned_back(float (&gate)[N], float (&up)[N], float (&dy)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float g = gate[i], u = up[i], d = dy[i], s = F::template share<T>(g);
+        float g = gate[i], u = up[i], d = dy[i], s = F::template value_over_gate<T>(g);
         gate[i] = F::template gradient<T>(d * u, g, s);
         up[i] = d * g * s;
         dy[i] = g * s * u;

@@ -27,7 +27,7 @@ pub(crate) fn swap(gpu: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Res
         (false, _) => ("2", width),
     };
     if rows.max(words) > i32::MAX as usize {
-        bail!("heads of {rows} rows of {width}: the kernel counts to 2^31");
+        bail!("heads: expected under 2^31 rows and columns, got {rows} rows of {width}");
     }
     let lanes = words.next_power_of_two().min(32);
     let blocks = rows.div_ceil(256 / lanes);

@@ -22,7 +22,7 @@ struct Loaded {
     /// The dynamic shared memory that a block may use, in bytes.
     allowed_bytes: Mutex<usize>,
     /// The number of concurrent blocks, by threads and shared bytes per block.
-    at_once: Mutex<Vec<((u32, u32), usize)>>,
+    concurrent_blocks: Mutex<Vec<((u32, u32), usize)>>,
 }
 
 impl Kernel {
@@ -44,10 +44,14 @@ impl Kernel {
     }
 
     /// Returns how many blocks the GPU runs concurrently. The driver is asked once per block size.
-    pub(crate) fn blocks_at_once(&self, gpu: &CudaDevice, config: &LaunchConfig) -> Result<usize> {
+    pub(crate) fn concurrent_blocks(
+        &self,
+        gpu: &CudaDevice,
+        config: &LaunchConfig,
+    ) -> Result<usize> {
         let (x, y, z) = config.block_dim;
         let block = (x * y * z, config.shared_mem_bytes);
-        let mut known = lock(&self.loaded.at_once);
+        let mut known = lock(&self.loaded.concurrent_blocks);
         if let Some((_, blocks)) = known.iter().find(|(of, _)| *of == block) {
             return Ok(*blocks);
         }
@@ -116,7 +120,7 @@ impl Source {
         let loaded = Arc::new(Loaded {
             function: module.load_function(&full_name).w()?,
             allowed_bytes: Mutex::new(48 << 10),
-            at_once: Mutex::default(),
+            concurrent_blocks: Mutex::default(),
         });
         let name = Name {
             stem,

@@ -3,8 +3,8 @@
 //!
 //! To cuBLASLt, which is column-major, a row-major matrix is its transpose. The calls are therefore `c^T = b^T a^T`.
 
-use super::View;
-use crate::kernels::workspace::PRODUCTS_BYTES;
+use super::{View, set_to_zero};
+use crate::kernels::workspace::CUBLASLT_WORKSPACE_BYTES;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -44,7 +44,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// Returns the first of several contiguous matrices that follow each other.
-    pub(crate) fn several(view: View<'a>, rows: usize, cols: usize) -> Self {
+    pub(crate) fn batched(view: View<'a>, rows: usize, cols: usize) -> Self {
         Self {
             matrix_stride: rows * cols,
             ..Self::new(view, rows, cols)
@@ -52,7 +52,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// Returns the rows and columns after transposition.
-    fn turned(&self) -> (usize, usize) {
+    fn operand_dims(&self) -> (usize, usize) {
         match self.transposed {
             false => (self.rows, self.cols),
             true => (self.cols, self.rows),
@@ -61,7 +61,7 @@ impl<'a> Matrix<'a> {
 
     /// Returns the depth of a matmul, the length of its sums. Asserts that the shapes match.
     pub(super) fn depth_of([a, b]: [&Self; 2], c: &Self) -> usize {
-        let ((rows, depth), (inner, cols)) = (a.turned(), b.turned());
+        let ((rows, depth), (inner, cols)) = (a.operand_dims(), b.operand_dims());
         assert!(
             depth == inner && (c.rows, c.cols) == (rows, cols),
             "({rows}, {depth}) by ({inner}, {cols}) into ({}, {})",
@@ -72,15 +72,15 @@ impl<'a> Matrix<'a> {
     }
 
     /// Returns a range of the stored rows.
-    pub(crate) fn of_rows(self, rows: Range<usize>) -> Self {
-        self.part(rows, 0..self.cols)
+    pub(crate) fn row_block(self, rows: Range<usize>) -> Self {
+        self.block(rows, 0..self.cols)
     }
 
     /// Returns a block of the stored matrix.
-    pub(crate) fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
+    pub(crate) fn block(self, rows: Range<usize>, cols: Range<usize>) -> Self {
         let first = rows.start * self.row_stride + cols.start;
         Self {
-            view: self.view.part_from(first),
+            view: self.view.slice_from(first),
             rows: rows.len(),
             cols: cols.len(),
             ..self
@@ -112,6 +112,20 @@ impl<'a> Matrix<'a> {
     }
 }
 
+/// Writes the empty sums of matmuls of depth 0 or without elements: zeros, unless they are added to `c`. The `count`
+/// matrices of `c` must be contiguous.
+pub(super) fn write_empty_sums(
+    gpu: &CudaDevice,
+    c: Matrix,
+    count: usize,
+    adds: bool,
+) -> Result<()> {
+    match adds {
+        true => Ok(()),
+        false => set_to_zero(gpu, c.view.slice(0, c.rows * c.cols * count)),
+    }
+}
+
 /// The properties of a matrix that decide about the algorithm.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Shape {
@@ -126,7 +140,7 @@ type Key = ([Shape; 3], usize);
 
 /// cuBLASLt's handle, its workspace, and the algorithm chosen for each shape. It is the first that the heuristic
 /// returns, so the same matmul has the same bits in every run.
-pub(crate) struct Products {
+pub(crate) struct CublasLt {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
     tf32: bool,
@@ -134,18 +148,20 @@ pub(crate) struct Products {
 }
 
 // SAFETY: the handle may be used from any thread, and `&mut` restricts it to one at a time.
-unsafe impl Send for Products {}
+unsafe impl Send for CublasLt {}
 // SAFETY: as above.
-unsafe impl Sync for Products {}
+unsafe impl Sync for CublasLt {}
 
-impl Products {
+impl CublasLt {
     /// Creates a handle on `gpu`. `tf32` decides whether f32 is multiplied in TF32 or exactly.
     pub(crate) fn new(gpu: &CudaDevice, tf32: bool) -> Result<Self> {
         gpu.cuda_stream().context().bind_to_thread().w()?;
+        // Before the handle, which would leak if this failed.
+        // SAFETY: it is written before it is read.
+        let workspace = unsafe { gpu.alloc(CUBLASLT_WORKSPACE_BYTES)? };
         Ok(Self {
             handle: checked(result::create_handle())?,
-            // SAFETY: it is written before it is read.
-            workspace: unsafe { gpu.alloc(PRODUCTS_BYTES)? },
+            workspace,
             tf32,
             chosen: HashMap::new(),
         })
@@ -156,7 +172,7 @@ impl Products {
         self.tf32
     }
 
-    /// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices. c is not written if the depth is 0.
+    /// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices.
     ///
     /// # Errors
     /// Errors of cuBLASLt.
@@ -169,15 +185,15 @@ impl Products {
         adds: bool,
     ) -> Result<()> {
         let depth = Matrix::depth_of([&a, &b], &c);
-        if c.rows * c.cols * depth * count == 0 {
-            return Ok(());
+        if c.rows * c.cols * count * depth == 0 {
+            return write_empty_sums(gpu, c, count, adds);
         }
-        let product = Product::new(&a, &b, &c, count, self.tf32)?;
+        let descriptor = MatmulDescriptor::new(&a, &b, &c, count, self.tf32)?;
         let key = ([a.shape(), b.shape(), c.shape()], count);
         let algorithm = match self.chosen.get(&key) {
             Some(algorithm) => *algorithm,
             None => {
-                let algorithm = product.choose(self.handle, [&a, &b, &c])?;
+                let algorithm = descriptor.choose(self.handle, [&a, &b, &c])?;
                 self.chosen.insert(key, algorithm);
                 algorithm
             }
@@ -190,27 +206,27 @@ impl Products {
         checked(unsafe {
             result::matmul(
                 self.handle,
-                product.operation,
+                descriptor.operation,
                 (&raw const alpha).cast(),
                 (&raw const beta).cast(),
                 b.view.pointer as *const c_void,
-                product.layouts[0],
+                descriptor.layouts[0],
                 a.view.pointer as *const c_void,
-                product.layouts[1],
+                descriptor.layouts[1],
                 c.view.pointer as *const c_void,
-                product.layouts[2],
+                descriptor.layouts[2],
                 c.view.pointer as *mut c_void,
-                product.layouts[2],
+                descriptor.layouts[2],
                 &algorithm,
                 workspace as *mut c_void,
-                PRODUCTS_BYTES,
+                CUBLASLT_WORKSPACE_BYTES,
                 stream.cu_stream() as sys::cudaStream_t,
             )
         })
     }
 }
 
-impl Drop for Products {
+impl Drop for CublasLt {
     fn drop(&mut self) {
         // SAFETY: the handle belongs to this value. An error is ignored, since nothing can be done about it.
         let _ = unsafe { result::destroy_handle(self.handle) };
@@ -218,12 +234,12 @@ impl Drop for Products {
 }
 
 /// A matmul in cuBLASLt's terms: the operation and the layouts of b, a and c, each of which is the transpose.
-struct Product {
+struct MatmulDescriptor {
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
 }
 
-impl Product {
+impl MatmulDescriptor {
     fn new(a: &Matrix, b: &Matrix, c: &Matrix, count: usize, tf32: bool) -> Result<Self> {
         let of_f32 = [a, b].iter().all(|factor| factor.view.dtype == DType::F32);
         let sums = match tf32 && of_f32 {
@@ -233,11 +249,11 @@ impl Product {
         let scale = sys::cudaDataType_t::CUDA_R_32F;
         let operation = checked(result::create_matmul_desc(sums, scale))?;
         let none = std::ptr::null_mut();
-        let mut product = Self {
+        let mut descriptor = Self {
             operation,
             layouts: [none; 3],
         };
-        for (matrix, layout) in [b, a, c].into_iter().zip(&mut product.layouts) {
+        for (matrix, layout) in [b, a, c].into_iter().zip(&mut descriptor.layouts) {
             *layout = checked(result::create_matrix_layout(
                 data_type(matrix.view.dtype),
                 matrix.cols as u64,
@@ -282,7 +298,7 @@ impl Product {
                 )
             })?;
         }
-        Ok(product)
+        Ok(descriptor)
     }
 
     /// Returns the algorithm that cuBLASLt's heuristic ranks first.
@@ -300,7 +316,7 @@ impl Product {
             })
         };
         let choose = || {
-            let workspace_bytes = PRODUCTS_BYTES;
+            let workspace_bytes = CUBLASLT_WORKSPACE_BYTES;
             set(
                 Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                 (&raw const workspace_bytes).cast(),
@@ -336,7 +352,7 @@ impl Product {
     }
 }
 
-impl Drop for Product {
+impl Drop for MatmulDescriptor {
     fn drop(&mut self) {
         // SAFETY: each was created or is null. Errors are ignored, since nothing can be done about them.
         unsafe {

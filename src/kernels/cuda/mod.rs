@@ -81,11 +81,11 @@ fn check_alike(op: &str, x: View, y: View) -> Result<()> {
     match (x.dtype, x.len) == (y.dtype, y.len) {
         true => Ok(()),
         false => bail!(
-            "{op}: {} of {:?} to {} of {:?}",
-            x.len,
-            x.dtype,
+            "{op}: expected {} elements of {:?}, got {} of {:?}",
             y.len,
-            y.dtype
+            y.dtype,
+            x.len,
+            x.dtype
         ),
     }
 }

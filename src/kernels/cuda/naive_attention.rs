@@ -92,28 +92,28 @@ impl<'a> HeadGroups<'a> {
     }
 
     /// Returns the number of scores per head of k and v.
-    fn of_head(&self) -> usize {
+    fn scores_per_head(&self) -> usize {
         self.rows() * self.keys
     }
 
     /// Returns the number of scores of all heads.
     fn elements(&self) -> usize {
-        self.kv_heads * self.of_head()
+        self.kv_heads * self.scores_per_head()
     }
 
     /// Returns the scores of these heads as matrices.
     fn matrices<'v>(&self, view: View<'v>) -> Matrix<'v> {
-        Matrix::several(view, self.rows(), self.keys)
+        Matrix::batched(view, self.rows(), self.keys)
     }
 
     /// Returns whether blocks skip masked elements. Rows are queries only with one head of q per head of k and v.
-    fn is_cut(&self) -> bool {
+    fn skips_masked(&self) -> bool {
         self.mask != Mask::Full && self.group == 1
     }
 
     /// Returns the ranges of the blocks of `length` positions.
     fn blocks(&self, length: usize) -> impl Iterator<Item = Range<usize>> {
-        let rows = match self.is_cut() {
+        let rows = match self.skips_masked() {
             false => length,
             true => {
                 let rows = length.div_ceil(BLOCKS).next_multiple_of(ALIGNED_ROWS);
@@ -125,8 +125,8 @@ impl<'a> HeadGroups<'a> {
     }
 
     /// Returns the keys that any of these rows attends to; if none, the first key, so that a matmul writes zeros.
-    fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
-        match self.is_cut() {
+    fn keys_of_rows(&self, rows: &Range<usize>) -> Range<usize> {
+        match self.skips_masked() {
             false => 0..self.keys,
             true => {
                 let end = rows.end as i64 + self.scores().shift();
@@ -136,8 +136,8 @@ impl<'a> HeadGroups<'a> {
     }
 
     /// Returns the rows that attend to any of these keys, or the last row if there are none.
-    fn that_see(&self, keys: &Range<usize>) -> Range<usize> {
-        match self.is_cut() {
+    fn rows_of_keys(&self, keys: &Range<usize>) -> Range<usize> {
+        match self.skips_masked() {
             false => 0..self.rows(),
             true => {
                 let start = keys.start as i64 - self.scores().shift();
@@ -150,16 +150,16 @@ impl<'a> HeadGroups<'a> {
 
 /// Computes `s = x y^T` except where masked: x (rows, Dh), y (Tk, Dh), s (rows, Tk). These are the scores, from q and
 /// k, or the gradients of the probabilities, from d_out and v.
-fn compare(
+fn masked_scores(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
     [x, y]: [Matrix; 2],
     s: Matrix,
 ) -> Result<()> {
     for rows in sizes.blocks(sizes.rows()) {
-        let keys = sizes.seen_by(&rows);
-        let factors = [x.of_rows(rows.clone()), y.of_rows(keys.clone()).t()];
-        multiply(factors, s.part(rows, keys), sizes.kv_heads)?;
+        let keys = sizes.keys_of_rows(&rows);
+        let factors = [x.row_block(rows.clone()), y.row_block(keys.clone()).t()];
+        multiply(factors, s.block(rows, keys), sizes.kv_heads)?;
     }
     Ok(())
 }
@@ -173,9 +173,9 @@ fn weighted_sum(
     y: Matrix,
 ) -> Result<()> {
     for rows in sizes.blocks(sizes.rows()) {
-        let keys = sizes.seen_by(&rows);
-        let factors = [p.part(rows.clone(), keys.clone()), x.of_rows(keys)];
-        multiply(factors, y.of_rows(rows), sizes.kv_heads)?;
+        let keys = sizes.keys_of_rows(&rows);
+        let factors = [p.block(rows.clone(), keys.clone()), x.row_block(keys)];
+        multiply(factors, y.row_block(rows), sizes.kv_heads)?;
     }
     Ok(())
 }
@@ -189,61 +189,61 @@ fn transposed_weighted_sum(
     y: Matrix,
 ) -> Result<()> {
     for keys in sizes.blocks(sizes.keys) {
-        let rows = sizes.that_see(&keys);
-        let factors = [p.part(rows.clone(), keys.clone()).t(), x.of_rows(rows)];
-        multiply(factors, y.of_rows(keys), sizes.kv_heads)?;
+        let rows = sizes.rows_of_keys(&keys);
+        let factors = [p.block(rows.clone(), keys.clone()).t(), x.row_block(rows)];
+        multiply(factors, y.row_block(keys), sizes.kv_heads)?;
     }
     Ok(())
 }
 
 /// The heads whose scores are computed together: some heads of one sequence, or all heads of several sequences.
-struct Turn<'a> {
+struct HeadBatch<'a> {
     sequences: Range<usize>,
     /// The index of the first head of k and v in each sequence.
     first: usize,
-    /// The sizes, with the number of heads per sequence of this turn.
+    /// The sizes, with the number of heads per sequence of this batch.
     sizes: HeadGroups<'a>,
     /// The number of heads of k and v in a sequence.
-    of_sequence: usize,
+    heads_per_sequence: usize,
 }
 
-/// Splits all heads into turns. Each has as many heads as fit in `scores`, at least one.
-fn turns<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<Turn<'a>> {
-    let at_once = (scores.len / sizes.of_head().max(1)).max(1);
+/// Splits all heads into batches. Each has as many heads as fit in `scores`, at least one.
+fn head_batches<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<HeadBatch<'a>> {
+    let heads_per_batch = (scores.len / sizes.scores_per_head().max(1)).max(1);
     let heads = sizes.kv_heads;
-    let several = (at_once / heads.max(1)).max(1);
-    let mut turns = Vec::new();
-    for start in (0..sequences).step_by(several) {
-        for first in (0..heads).step_by(at_once) {
+    let sequences_per_batch = (heads_per_batch / heads.max(1)).max(1);
+    let mut batches = Vec::new();
+    for start in (0..sequences).step_by(sequences_per_batch) {
+        for first in (0..heads).step_by(heads_per_batch) {
             let some = HeadGroups {
-                kv_heads: at_once.min(heads - first),
+                kv_heads: heads_per_batch.min(heads - first),
                 first_head: sizes.first_head + (start * heads + first) * sizes.group,
                 ..*sizes
             };
-            turns.push(Turn {
-                sequences: start..sequences.min(start + several),
+            batches.push(HeadBatch {
+                sequences: start..sequences.min(start + sequences_per_batch),
                 first,
                 sizes: some,
-                of_sequence: heads,
+                heads_per_sequence: heads,
             });
         }
     }
-    turns
+    batches
 }
 
-impl Turn<'_> {
+impl HeadBatch<'_> {
     /// Returns the part of `view`, the scores of all heads, that belongs to these heads.
-    fn of_all<'v>(&self, view: View<'v>) -> View<'v> {
-        let first = self.sequences.start * self.of_sequence + self.first;
-        view.part(first * self.sizes.of_head(), self.elements())
+    fn in_full_buffer<'v>(&self, view: View<'v>) -> View<'v> {
+        let first = self.sequences.start * self.heads_per_sequence + self.first;
+        view.slice(first * self.sizes.scores_per_head(), self.total_scores())
     }
 
-    /// Returns the part of `view`, a buffer for one turn, that these heads fill.
-    fn alone<'v>(&self, view: View<'v>) -> View<'v> {
-        view.part(0, self.elements())
+    /// Returns the part of `view`, a buffer for one batch, that these heads fill.
+    fn in_batch_buffer<'v>(&self, view: View<'v>) -> View<'v> {
+        view.slice(0, self.total_scores())
     }
 
-    fn elements(&self) -> usize {
+    fn total_scores(&self) -> usize {
         self.sequences.len() * self.sizes.elements()
     }
 
@@ -251,7 +251,7 @@ impl Turn<'_> {
     fn scores<'v>(&self, view: View<'v>, sequence: usize) -> Matrix<'v> {
         let before = (sequence - self.sequences.start) * self.sizes.elements();
         self.sizes
-            .matrices(view.part(before, self.sizes.elements()))
+            .matrices(view.slice(before, self.sizes.elements()))
     }
 
     /// Returns the heads of a sequence as matrices.
@@ -261,13 +261,13 @@ impl Turn<'_> {
         Matrix {
             row_stride,
             matrix_stride: of_head,
-            ..Matrix::new(x.view.part_from(first), rows, cols)
+            ..Matrix::new(x.view.slice_from(first), rows, cols)
         }
     }
 }
 
 /// Computes `p = softmax(scale q k^T)` and `out = p v`. With N sequences of the heads of `sizes`: q and out (N, Hkv,
-/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in turns, as many as fit
+/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in batches, as many as fit
 /// in `scores` (.., rows, Tk) f32, which is p itself if p is f32.
 pub(crate) fn forward(
     gpu: &CudaDevice,
@@ -278,25 +278,29 @@ pub(crate) fn forward(
     p: View,
     out: Heads,
 ) -> Result<()> {
-    let is_apart = scores.pointer != p.pointer;
-    for turn in turns(sizes, q.dims[0], scores) {
-        let (some, p) = (&turn.sizes, turn.of_all(p));
-        let s = if is_apart { turn.alone(scores) } else { p };
-        for n in turn.sequences.clone() {
-            let factors = [turn.heads(q, n), turn.heads(k, n)];
-            compare(multiply, some, factors, turn.scores(s, n))?;
+    let has_own_scores = scores.pointer != p.pointer;
+    for batch in head_batches(sizes, q.dims[0], scores) {
+        let (some, p) = (&batch.sizes, batch.in_full_buffer(p));
+        let s = if has_own_scores {
+            batch.in_batch_buffer(scores)
+        } else {
+            p
+        };
+        for n in batch.sequences.clone() {
+            let factors = [batch.heads(q, n), batch.heads(k, n)];
+            masked_scores(multiply, some, factors, batch.scores(s, n))?;
         }
         softmax::forward(gpu, some.scores(), s, p)?;
-        for n in turn.sequences.clone() {
-            let factors = [turn.scores(p, n), turn.heads(v, n)];
-            weighted_sum(multiply, some, factors, turn.heads(out, n))?;
+        for n in batch.sequences.clone() {
+            let factors = [batch.scores(p, n), batch.heads(v, n)];
+            weighted_sum(multiply, some, factors, batch.heads(out, n))?;
         }
     }
     Ok(())
 }
 
 /// Computes `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`. Heads
-/// are computed in turns, as many as fit in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is dp itself if
+/// are computed in batches, as many as fit in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is dp itself if
 /// that is f32.
 pub(crate) fn backward(
     gpu: &CudaDevice,
@@ -307,19 +311,19 @@ pub(crate) fn backward(
     [dp, ds]: [View; 2],
     [dq, dk, dv]: [Heads; 3],
 ) -> Result<()> {
-    for turn in turns(sizes, q.dims[0], dp) {
-        let (some, p) = (&turn.sizes, turn.of_all(p));
-        let [dp, ds] = [dp, ds].map(|view| turn.alone(view));
-        for n in turn.sequences.clone() {
-            let [d_out, v, dv] = [d_out, v, dv].map(|x| turn.heads(x, n));
-            compare(multiply, some, [d_out, v], turn.scores(dp, n))?;
-            transposed_weighted_sum(multiply, some, [turn.scores(p, n), d_out], dv)?;
+    for batch in head_batches(sizes, q.dims[0], dp) {
+        let (some, p) = (&batch.sizes, batch.in_full_buffer(p));
+        let [dp, ds] = [dp, ds].map(|view| batch.in_batch_buffer(view));
+        for n in batch.sequences.clone() {
+            let [d_out, v, dv] = [d_out, v, dv].map(|x| batch.heads(x, n));
+            masked_scores(multiply, some, [d_out, v], batch.scores(dp, n))?;
+            transposed_weighted_sum(multiply, some, [batch.scores(p, n), d_out], dv)?;
         }
         softmax::backward_from_p(gpu, some.scores(), [dp, p], ds)?;
-        for n in turn.sequences.clone() {
-            let [q, k, dq, dk] = [q, k, dq, dk].map(|x| turn.heads(x, n));
-            weighted_sum(multiply, some, [turn.scores(ds, n), k], dq)?;
-            transposed_weighted_sum(multiply, some, [turn.scores(ds, n), q], dk)?;
+        for n in batch.sequences.clone() {
+            let [q, k, dq, dk] = [q, k, dq, dk].map(|x| batch.heads(x, n));
+            weighted_sum(multiply, some, [batch.scores(ds, n), k], dq)?;
+            transposed_weighted_sum(multiply, some, [batch.scores(ds, n), q], dk)?;
         }
     }
     Ok(())

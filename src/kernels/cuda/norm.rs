@@ -147,8 +147,8 @@ pub(crate) fn backward(
     let types = suffixes(x.dtype, dy.dtype);
     let mut kernel = source(norm).kernel(gpu, "norm_backward", types)?;
     let mut config = threads_for_rows(dy, weight.len);
-    let at_once = kernel.blocks_at_once(gpu, &config)?;
-    config.grid_dim.0 = config.grid_dim.0.min(at_once.min(NORM_BLOCKS) as u32);
+    let concurrent = kernel.concurrent_blocks(gpu, &config)?;
+    config.grid_dim.0 = config.grid_dim.0.min(concurrent.min(NORM_BLOCKS) as u32);
     if branch.is_some() {
         // The number of blocks is that of the kernel without branch, because the bits of dw depend on it.
         kernel = source(norm).kernel(gpu, "add_norm_backward", types)?;

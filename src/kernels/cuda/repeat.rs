@@ -45,7 +45,7 @@ fn launch(
         return Ok(());
     }
     if times > i32::MAX as usize || n.div_ceil(256) > i32::MAX as usize {
-        bail!("{n} words, {times} times: the kernel counts to 2^31 blocks and repeats");
+        bail!("repeat: expected under 2^31 blocks and repeats, got {n} words, {times} times");
     }
     let kernel = SOURCE.kernel(gpu, stem, types)?;
     let config = launch_config((n.div_ceil(256), 1), (256, 1));

@@ -110,8 +110,8 @@ pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Res
     let mut config = scores.config(rows, p, 32);
     if x.dtype != DType::F32 {
         // Persistent blocks, which load their next row early.
-        let at_once = kernel.blocks_at_once(gpu, &config)?;
-        config.grid_dim.0 = config.grid_dim.0.min(at_once as u32);
+        let concurrent = kernel.concurrent_blocks(gpu, &config)?;
+        config.grid_dim.0 = config.grid_dim.0.min(concurrent as u32);
     }
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&p.pointer);

@@ -23,7 +23,7 @@ pub(crate) struct Source {
 }
 
 /// Returns whether a GPU can run the kernels. They need compute capability 8.0, for conversions to bf16.
-pub(crate) fn runs_on(gpu: &CudaDevice) -> bool {
+pub(crate) fn is_supported(gpu: &CudaDevice) -> bool {
     capability(gpu).is_ok_and(|(major, _)| major >= 8)
 }
 
@@ -116,14 +116,14 @@ impl Source {
         &self,
         (major, minor): (i32, i32),
         definitions: &[Definition],
-        anew: bool,
+        skip_cache: bool,
     ) -> Result<String> {
         // Hopper's specific instructions exist only in the variant `a` of the architecture.
         let variant = if major == 9 { "a" } else { "" };
         let architecture = format!("compute_{major}{minor}{variant}");
         let key = self.cache_key(&architecture, definitions);
-        let cache = PtxCache::of_user();
-        let kept = cache.as_ref().filter(|_| !anew);
+        let cache = PtxCache::for_user();
+        let kept = cache.as_ref().filter(|_| !skip_cache);
         if let Some(ptx) = kept.and_then(|cache| cache.read(&key)) {
             return Ok(ptx);
         }
@@ -137,7 +137,7 @@ impl Source {
         COMPILED.fetch_add(1, Ordering::Relaxed);
         if let Some(cache) = &cache {
             // A failed write is not an error: it costs the next process a second of compiling.
-            let _ = cache.keep(&key, &ptx);
+            let _ = cache.store(&key, &ptx);
         }
         Ok(ptx)
     }

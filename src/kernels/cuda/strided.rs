@@ -28,7 +28,7 @@ unsafe impl DeviceRepr for Dims {}
 impl Dims {
     fn new(dims: &[Dim]) -> Result<Self> {
         if dims.len() > RANK || count(dims) > i32::MAX as usize {
-            bail!("{dims:?}: kernels take {RANK} dimensions and count to 2^31");
+            bail!("expected at most {RANK} dimensions and under 2^31 elements, got {dims:?}");
         }
         let mut all = Self {
             rank: dims.len() as i32,
@@ -151,7 +151,7 @@ pub(crate) fn sums(
     };
     let kernel = SOURCE.kernel(gpu, stem, suffix(dy.dtype))?;
     let (places, repeats) = (Dims::new(&places)?, Dims::new(&repeats)?);
-    let (n, times, dx) = (n as u32, times as u32, dx.part_from(offset));
+    let (n, times, dx) = (n as u32, times as u32, dx.slice_from(offset));
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&dx.pointer);
     launch.arg(&n).arg(&places).arg(&times).arg(&repeats);

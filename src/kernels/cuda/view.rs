@@ -46,15 +46,15 @@ impl<'a> View<'a> {
     }
 
     /// Returns a view of `len` elements from element `first` on.
-    pub(crate) fn part(self, first: usize, len: usize) -> View<'a> {
+    pub(crate) fn slice(self, first: usize, len: usize) -> View<'a> {
         debug_assert!(first + len <= self.len, "{first} + {len} of {self:?}");
         let first_byte = first * self.dtype.size_in_bytes();
         View::new(self.pointer + first_byte as u64, self.dtype, len)
     }
 
     /// Returns a view of all elements from element `first` on.
-    pub(crate) fn part_from(self, first: usize) -> View<'a> {
-        self.part(first, self.len.saturating_sub(first))
+    pub(crate) fn slice_from(self, first: usize) -> View<'a> {
+        self.slice(first, self.len.saturating_sub(first))
     }
 
     pub(crate) fn bytes(&self) -> usize {

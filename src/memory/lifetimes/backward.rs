@@ -6,7 +6,7 @@ use crate::graph::{Node, Source, Target, ValueId, ValueRef, View};
 use crate::memory::MemoryKind;
 use crate::op_table::{self, lowering_of};
 use crate::ops::lowering::{Signature, Slot};
-use crate::ops::strided::put_back;
+use crate::ops::strided::contiguous_order;
 use candle_core::DType;
 use std::collections::{BTreeMap, HashSet};
 
@@ -99,9 +99,9 @@ impl<'a> Pass<'a> {
         let Some(node) = self.node(event) else {
             return;
         };
-        let operands = self.depends_on(event).iter().chain(&node.reads);
+        let operands = self.depends_on(event).iter().chain(&node.extra_inputs);
         let held = operands.map(|operand| operand.value);
-        let held = held.chain(node.kept.iter().map(|kept| kept.value));
+        let held = held.chain(node.saved.iter().map(|kept| kept.value));
         let held: Vec<ValueId> = held.chain([node.output]).collect();
         held.into_iter().for_each(|value| self.need_value(value));
         if let Some(ids) = self.ids.remove(&event) {
@@ -127,15 +127,15 @@ impl<'a> Pass<'a> {
                     wants,
                     |pass, slot| match slot {
                         Slot::Gradient(i) => Some(pass.make_like(&node.inputs[i], BETWEEN)),
-                        Slot::Read(i) => pass.of[node.reads[i].value.0],
+                        Slot::ExtraInput(i) => pass.of[node.extra_inputs[i].value.0],
                         _ => None,
                     },
                 );
                 let same = Gradient {
-                    is_own: incoming.is_own && calls.same.len() == 1,
+                    is_own: incoming.is_own && calls.aliases.len() == 1,
                     ..incoming
                 };
-                let inputs = calls.same.iter().filter(|(input, _)| wants(*input));
+                let inputs = calls.aliases.iter().filter(|(input, _)| wants(*input));
                 passed_on.extend(inputs.map(|(input, _)| (*input, same)));
             }
             None => {
@@ -207,7 +207,7 @@ impl<'a> Pass<'a> {
     /// Returns the gradient of a value from the gradient of a view of it: unchanged, reordered, or padded with zeros.
     fn of_whole(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
         let value = self.graph.value(input.value);
-        let order = put_back(view, &value.shape);
+        let order = contiguous_order(view, &value.shape);
         // Dimensions of size 1 can be anywhere in the order.
         let long = |dim: &&usize| view.shape[**dim] != 1;
         if order

@@ -29,7 +29,7 @@ impl<'a> Pass<'a> {
         let mut is_read = vec![false; graph.values.len()];
         let read = graph
             .nodes()
-            .flat_map(|node| node.inputs.iter().chain(&node.reads));
+            .flat_map(|node| node.inputs.iter().chain(&node.extra_inputs));
         for operand in read.chain(&graph.outputs) {
             is_read[operand.value.0] = true;
         }
@@ -95,7 +95,7 @@ impl<'a> Pass<'a> {
             true => Logits,
             false => Activations,
         };
-        match node.kept.iter().find(|kept| kept.value == id) {
+        match node.saved.iter().find(|kept| kept.value == id) {
             Some(kept) => (kind, What::Named(kept.name)),
             None => (kind, What::Output(event)),
         }
@@ -151,7 +151,7 @@ impl<'a> Pass<'a> {
     /// Makes what a node reads and has been freed.
     pub fn make_again(&mut self, node: &Node) -> Vec<ValueId> {
         let mut made = Vec::new();
-        for operand in node.inputs.iter().chain(&node.reads) {
+        for operand in node.inputs.iter().chain(&node.extra_inputs) {
             let value = operand.value;
             if let (None, Some(maker)) = (self.of[value.0], self.makers[value.0]) {
                 self.make(maker, value);
@@ -175,7 +175,7 @@ impl<'a> Pass<'a> {
 
     /// Frees what an op saved, except what others read.
     fn drop_node(&mut self, event: usize, node: &Node) {
-        for kept in &node.kept {
+        for kept in &node.saved {
             if !self.is_read[kept.value.0] {
                 self.need_value(kept.value);
                 self.of[kept.value.0] = None;
@@ -202,16 +202,16 @@ impl<'a> Pass<'a> {
                 |_| true,
                 |pass, slot| match slot {
                     Slot::Output => Some(pass.make(event, node.output)),
-                    Slot::Kept(i) => Some(pass.make(event, node.kept[i].value)),
-                    Slot::Read(i) => pass.of[node.reads[i].value.0],
+                    Slot::Saved(i) => Some(pass.make(event, node.saved[i].value)),
+                    Slot::ExtraInput(i) => pass.of[node.extra_inputs[i].value.0],
                     _ => None,
                 },
             );
         }
-        let slots = (0..node.kept.len()).map(Slot::Kept).chain([Slot::Output]);
+        let slots = (0..node.saved.len()).map(Slot::Saved).chain([Slot::Output]);
         for slot in slots {
             let value = match slot {
-                Slot::Kept(i) => node.kept[i].value,
+                Slot::Saved(i) => node.saved[i].value,
                 _ => node.output,
             };
             match made.iter().find(|(other, _)| *other == slot) {
@@ -228,7 +228,7 @@ impl<'a> Pass<'a> {
             _ => None,
         });
         let dropped: Vec<ValueId> = drops.collect();
-        for operand in &node.reads {
+        for operand in &node.extra_inputs {
             match calls.is_some() && dropped.contains(&operand.value) {
                 true => self.of[operand.value.0] = None,
                 false => self.need_value(operand.value),

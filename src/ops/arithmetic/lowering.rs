@@ -197,7 +197,7 @@ impl<'a> Backward<'a> {
             let (x, y) = (Slot::OutputGradient, Slot::Gradient(input));
             self.calls.push(converted(), [("x", x)], [("y", y)]);
         } else {
-            self.calls.same.push((input, Slot::OutputGradient));
+            self.calls.aliases.push((input, Slot::OutputGradient));
         }
     }
 

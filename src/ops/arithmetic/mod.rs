@@ -106,7 +106,7 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    of_two(&ADD_SCALED_INFO, a, b, Some(scale), |a, b| {
+    apply_binary(&ADD_SCALED_INFO, a, b, Some(scale), |a, b| {
         let (a, b) = (widen(a)?, widen(b)?);
         let branch = match scale {
             0.0 => (&b * b.zeros_like()?)?, // candle drops the graph of a product with the number 0
@@ -178,11 +178,11 @@ fn binary(
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    of_two(op, a, b, None, apply)
+    apply_binary(op, a, b, None, apply)
 }
 
 /// Applies an op to a and b, with a `scale` if it has one: by its kernel, else by `apply` on operands of one dtype.
-fn of_two(
+fn apply_binary(
     info: &'static OpInfo,
     a: &Tensor,
     b: &Tensor,
@@ -190,7 +190,7 @@ fn of_two(
     apply: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
     let op = info.op;
-    let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
+    let (a, b) = (unrepeated(op, a)?, unrepeated(op, b)?);
     let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
         return Err(Error::DType {
             op,
@@ -216,7 +216,7 @@ fn of_two(
     // three times in backward. So both are computed in f32.
     let broadcasts = [&a, &b].iter().any(|x| x.view.shape() != &shape);
     let in_f32 = is_half(dtype) && (broadcasts || op == "div");
-    let cast_operand = |x: &Once| -> Result<Tensor> {
+    let cast_operand = |x: &Unrepeated| -> Result<Tensor> {
         let wide = match (in_f32, x.view.rank()) {
             (false, _) => cast(&x.view, dtype)?,
             (true, 0) => cast(&x.view, DType::F32)?, // PyTorch does not round a scalar to the others' dtype either
@@ -238,21 +238,21 @@ fn of_two(
 }
 
 /// An operand, and the shape that it represents.
-struct Once {
+struct Unrepeated {
     /// The operand. For a broadcast view in half precision, each element occurs once: its gradient is summed here, not
     /// by candle.
     view: Tensor,
     shape: Shape,
 }
 
-fn operand_once(op: &'static str, x: &Tensor) -> Result<Once> {
+fn unrepeated(op: &'static str, x: &Tensor) -> Result<Unrepeated> {
     let shape = x.shape().clone();
     check_size(op, x.dims(), x.dtype(), x.device())?;
     let view = match sums_in_half(x) {
         true => without_repeats(x)?,
         false => operand(op, x)?,
     };
-    Ok(Once { view, shape })
+    Ok(Unrepeated { view, shape })
 }
 
 /// Returns PyTorch's result dtype, after the casts of an autocast policy.

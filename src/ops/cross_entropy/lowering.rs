@@ -18,7 +18,7 @@ pub(super) const LOWERING: Lowering = Lowering {
         let operands = PlannedLoss {
             logits: Slot::Input(0),
             targets: 0,
-            statistics: Slot::Kept(0),
+            statistics: Slot::Saved(0),
             loss: Slot::Output,
         };
         planned_loss(signature, operands, Calls::default())
@@ -26,8 +26,8 @@ pub(super) const LOWERING: Lowering = Lowering {
     backward: |signature| {
         let reads = [
             ("logits", Slot::Input(0)),
-            ("targets", Slot::Read(0)),
-            ("statistics", Slot::Kept(0)),
+            ("targets", Slot::ExtraInput(0)),
+            ("statistics", Slot::Saved(0)),
             ("dloss", Slot::OutputGradient),
         ];
         planned_gradient(signature, reads, Slot::Gradient(0), Calls::default())
@@ -56,7 +56,7 @@ pub(in crate::ops) fn planned_loss(
         bound: planned_classes(signature),
         ignore: planned_ignore(signature),
     };
-    let rows = signature.reads[read].dims.iter().product();
+    let rows = signature.extra_inputs[read].dims.iter().product();
     let losses = calls.scratch(&[rows], signature.output.dtype);
     let kernel = kernel!("cross_entropy", |T, k, s| {
         let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
@@ -73,7 +73,7 @@ pub(in crate::ops) fn planned_loss(
             Some(sum) => {
                 cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
                 cuda_kernel::mean(l.gpu, losses, None, 1, sum, false)?;
-                cuda_kernel::share(l.gpu, targets, sum, mean)
+                cuda_kernel::divide_by_counted(l.gpu, targets, sum, mean)
             }
         }
     });
@@ -86,7 +86,10 @@ pub(in crate::ops) fn planned_loss(
     if counts_on_gpu(signature) {
         writes.push(("sum", calls.scratch(&[1], DType::F64))); // the sum of all losses
     }
-    let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
+    let reads = [
+        ("logits", operands.logits),
+        ("targets", Slot::ExtraInput(read)),
+    ];
     calls.checked(read, ids).call(kernel, reads, writes)
 }
 
@@ -108,7 +111,7 @@ pub(in crate::ops) fn planned_gradient(
     let kernel = kernel!("cross_entropy_backward", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
         let target = |row| targets.get(row);
-        let weight = targets.share(s.x::<<T as Stored>::Wide>("dloss")?[0]);
+        let weight = targets.divide_by_divisor(s.x::<<T as Stored>::Wide>("dloss")?[0]);
         let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
         let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
         kernel::backward(logits, classes, target, statistics, weight, dlogits);
@@ -119,7 +122,7 @@ pub(in crate::ops) fn planned_gradient(
         let mut targets = targets_on_gpu(k, l.x("targets")?);
         let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
         if let Some(share) = l.some_y("share") {
-            cuda_kernel::share(l.gpu, targets, dloss, share)?;
+            cuda_kernel::divide_by_counted(l.gpu, targets, dloss, share)?;
             (dloss, targets.divisor) = (share, 1);
         }
         cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
@@ -181,6 +184,7 @@ impl<'a> CheckedIds<'a> {
     /// # Errors
     /// A mean of no targets.
     pub(in crate::ops) fn new(
+        op: &'static str,
         ids: &'a [u32],
         ignore: Option<i64>,
         divisor: Option<usize>,
@@ -191,7 +195,7 @@ impl<'a> CheckedIds<'a> {
             None => ids.iter().filter(|id| Some(**id) != ignore).count(),
         };
         match divisor {
-            0 => Err(nothing_counts("cross_entropy", ids.len())),
+            0 => Err(nothing_counts(op, ids.len())),
             _ => Ok(Self {
                 ids,
                 ignore,
@@ -202,6 +206,7 @@ impl<'a> CheckedIds<'a> {
 
     fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
         Ok(Self::new(
+            k.name(),
             ids,
             k.some_integer("ignore"),
             k.some_count("divisor"),
@@ -223,7 +228,7 @@ impl<'a> CheckedIds<'a> {
     }
 
     /// Returns the factor of a row's gradient, given the gradient `dloss` of the loss.
-    pub(in crate::ops) fn share<T: Real>(&self, dloss: T) -> T {
+    pub(in crate::ops) fn divide_by_divisor<T: Real>(&self, dloss: T) -> T {
         T::real(WithDType::to_f64(dloss) / self.divisor as f64)
     }
 }
@@ -231,14 +236,14 @@ impl<'a> CheckedIds<'a> {
 /// Computes the gradient of a mean over the targets that count, up to a factor. Reads `targets` (all rows); writes
 /// `dloss` (1): the step's loss gradient, divided by the number of targets that count.
 pub(crate) fn gradient_of_counted(ignore: i64) -> Kernel {
-    let kernel = kernel!("loss_share", of "dloss", |T, k, s| {
+    let kernel = kernel!("divide_by_counted", of "dloss", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
         let share = s.step.loss_gradient / targets.divisor as f64;
         s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let targets = targets_on_gpu(k, l.x("targets")?);
-        cuda_kernel::share(l.gpu, targets, l.loss_gradient, l.y("dloss")?)
+        cuda_kernel::divide_by_counted(l.gpu, targets, l.loss_gradient, l.y("dloss")?)
     });
     with_ignored(kernel, Some(ignore))
 }
@@ -304,7 +309,9 @@ pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulat
             .iter()
             .map(|loss| WithDType::to_f64(*loss));
         let counting = match s.has_x("targets") {
-            true => CheckedIds::new(s.x("targets")?, k.some_integer("ignore"), None)?.divisor,
+            true => {
+                CheckedIds::new(k.name(), s.x("targets")?, k.some_integer("ignore"), None)?.divisor
+            }
             false => 1,
         };
         let share = losses.sum::<f64>() / (k.count("divisor")? * counting) as f64;

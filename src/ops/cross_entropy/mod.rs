@@ -94,7 +94,7 @@ pub(crate) fn reduced(
     let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore, reduction)?;
     let op = CrossEntropy(targets.clone());
-    run(&INFO, op, [logits], || plain(logits, &targets))
+    run(&INFO, op, [logits], || composed_loss(logits, &targets))
 }
 
 /// Computes [`cross_entropy_ignoring`], or with `None` [`cross_entropy()`], in plain candle ops.
@@ -103,7 +103,7 @@ pub(crate) fn reduced(
 /// As those.
 pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
     let targets = check(logits, targets, ignore_index, Reduction::Mean)?;
-    plain(logits, &targets)
+    composed_loss(logits, &targets)
 }
 
 /// Casts logits as the policy demands. Half precision is not cast to f32: the op computes in f32 anyway, and a copy
@@ -133,14 +133,14 @@ fn check(
     )
 }
 
-pub(super) fn loss_of(logits: &Tensor) -> (Shape, DType) {
+pub(super) fn output_of(logits: &Tensor) -> (Shape, DType) {
     (().into(), Operand::from(logits).wide_dtype())
 }
 
-pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
+pub(super) fn composed_loss(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
     let ids = targets.ids.to_vec1::<u32>()?;
-    let checked = CheckedIds::new(&ids, targets.ignore, targets.divisor)?;
+    let checked = CheckedIds::new("cross_entropy", &ids, targets.ignore, targets.divisor)?;
     // The rows that count, and their classes. Other rows are left out, so that not even NaN in them has an effect.
     let (rows, classes): (Vec<u32>, Vec<u32>) = (0..ids.len())
         .filter_map(|row| Some((row as u32, checked.get(row)? as u32)))
@@ -218,7 +218,7 @@ impl Targets {
         let divisor = match reduction {
             Reduction::Sum => Some(1),
             Reduction::Mean if graph::is_tracing() => None,
-            Reduction::Mean => Some(CheckedIds::new(&ids.to_vec1()?, ignore, None)?.divisor),
+            Reduction::Mean => Some(CheckedIds::new(op, &ids.to_vec1()?, ignore, None)?.divisor),
         };
         Ok(Self {
             ids,
@@ -263,12 +263,12 @@ impl Spec for CrossEntropy {
         self.0.attributes()
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         vec![self.0.ids.clone()]
     }
 
     /// Saves top and total separately: their log-sum-exp as one number would lose the digits of the smaller.
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let logits = &inputs[0];
         vec![(
             "top and total",

@@ -5,8 +5,8 @@ use super::Operands;
 use super::{Accumulate, Slices};
 use crate::graph::{self, Attribute};
 use crate::kernels::Mask;
-use crate::ops::operand::check_granted;
-use crate::ops::{product, reserve_scratch};
+use crate::ops::operand::{check_granted, is_half};
+use crate::ops::{matmul_kernel, reserve_scratch};
 use candle_core::{DType, Result, bail};
 use std::fmt;
 
@@ -45,7 +45,7 @@ macro_rules! on_gpu {
 pub(crate) use on_gpu;
 
 /// The name of a matmul kernel.
-pub(crate) const PRODUCT: &str = "matmul";
+pub(crate) const MATMUL: &str = "matmul";
 
 /// A function that computes a call on the CPU.
 type Run = fn(&Kernel, &Slices<'_>) -> Result<()>;
@@ -200,8 +200,8 @@ impl Kernel {
     }
 
     /// Returns whether it is a single matmul.
-    pub fn is_product(&self) -> bool {
-        self.name == PRODUCT
+    pub fn is_matmul(&self) -> bool {
+        self.name == MATMUL
     }
 
     /// Returns the parameters in words, as `explain` prints them.
@@ -226,8 +226,8 @@ impl Kernel {
 
     /// Returns the scratch memory that it needs on the CPU, if its first operand is in `dtype`.
     pub(crate) fn workspace(&self, dtype: Option<DType>) -> Option<Workspace> {
-        match (self.is_product(), dtype) {
-            (true, Some(dtype)) => product::packed(self, dtype).ok(),
+        match (self.is_matmul(), dtype) {
+            (true, Some(dtype)) => matmul_kernel::packed(self, dtype).ok(),
             _ => self.workspace,
         }
     }
@@ -335,9 +335,9 @@ impl Kernel {
     /// memory.
     pub(crate) fn run(&self, slices: &Slices<'_>) -> Result<()> {
         let mut dtype = None;
-        if self.is_product() {
+        if self.is_matmul() {
             dtype = Some(slices.dtype()?);
-            reserve_scratch(dtype != Some(DType::F32))?;
+            reserve_scratch(dtype.is_some_and(is_half))?;
         }
         if let Some(workspace) = self.workspace(dtype) {
             check_granted(workspace.what, workspace.bytes() as u64)?;

@@ -10,8 +10,8 @@ pub(in crate::ops) fn map_forward(kernel: Kernel) -> Calls {
 }
 
 /// Returns the call of an elementwise kernel of dy and an extra operand.
-pub(in crate::ops) fn map_backward(kernel: Kernel, beside: (&'static str, Slot)) -> Calls {
-    let reads = [("dy", Slot::OutputGradient), beside];
+pub(in crate::ops) fn map_backward(kernel: Kernel, extra: (&'static str, Slot)) -> Calls {
+    let reads = [("dy", Slot::OutputGradient), extra];
     Calls::default().call(map(kernel), reads, [("dx", Slot::Gradient(0))])
 }
 

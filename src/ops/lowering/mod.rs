@@ -12,7 +12,7 @@ mod slices;
 
 pub use accumulate::Accumulate;
 pub(crate) use convert::{CONVERTED, converted};
-pub(super) use kernel::PRODUCT;
+pub(super) use kernel::MATMUL;
 pub use kernel::{Kernel, Workspace};
 pub(crate) use kernel::{kernel, on_gpu};
 pub(super) use map::{map, map_backward, map_forward};
@@ -39,9 +39,9 @@ pub(crate) struct Lowering {
 pub(crate) struct Signature<'a> {
     pub attributes: &'a [(&'static str, Attribute)],
     pub inputs: Vec<Operand<'a>>,
-    pub reads: Vec<Operand<'a>>,
+    pub extra_inputs: Vec<Operand<'a>>,
     pub output: Operand<'a>,
-    pub kept: Vec<Operand<'a>>,
+    pub saved: Vec<Operand<'a>>,
     /// The device whose kernels run.
     pub target: graph::Target,
     /// The context in a plan; `None` for eager calls.
@@ -52,9 +52,9 @@ pub(crate) struct Signature<'a> {
 pub(crate) struct NodeOperands<'a> {
     pub attributes: &'a [(&'static str, Attribute)],
     pub inputs: &'a [graph::ValueRef],
-    pub reads: &'a [graph::ValueRef],
+    pub extra_inputs: &'a [graph::ValueRef],
     pub output: ValueId,
-    pub kept: &'a [graph::Kept],
+    pub saved: &'a [graph::Saved],
 }
 
 /// The context of a call in a plan. In a plan, backward may overwrite the output's gradient with the output.
@@ -72,9 +72,9 @@ impl<'g> Signature<'g> {
         let call = NodeOperands {
             attributes: &node.attributes,
             inputs: &node.inputs,
-            reads: &node.reads,
+            extra_inputs: &node.extra_inputs,
             output: node.output,
-            kept: &node.kept,
+            saved: &node.saved,
         };
         Self::of_values(&graph.values, call, graph.target, None)
     }
@@ -100,9 +100,13 @@ impl<'g> Signature<'g> {
         Self {
             attributes: node.attributes,
             inputs: operands(node.inputs),
-            reads: operands(node.reads),
+            extra_inputs: operands(node.extra_inputs),
             output: of_value(node.output),
-            kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
+            saved: node
+                .saved
+                .iter()
+                .map(|saved| of_value(saved.value))
+                .collect(),
             target,
             plan,
         }
@@ -124,11 +128,11 @@ pub(crate) enum Slot {
     /// An input of the op.
     Input(usize),
     /// An extra input of the op.
-    Read(usize),
+    ExtraInput(usize),
     /// The op's output.
     Output,
     /// A value saved for backward.
-    Kept(usize),
+    Saved(usize),
     /// The gradient of the output.
     OutputGradient,
     /// The gradient of an input, in its shape and dtype.
@@ -164,8 +168,8 @@ pub(crate) struct Calls {
     /// Ranges of slots.
     pub parts: Vec<(Slot, Range<usize>)>,
     /// Aliases. Forward: the output is this input. Backward: the gradient of this input is the other slot.
-    pub same: Vec<(usize, Slot)>,
-    /// A check of the extra input with this [index](Signature::reads).
+    pub aliases: Vec<(usize, Slot)>,
+    /// A check of the extra input with this [index](Signature::extra_inputs).
     pub check: Option<(usize, Check)>,
 }
 
@@ -211,8 +215,8 @@ impl Calls {
 
     /// Declares that input `input` is passed on unchanged: in forward the output is the input, in backward its gradient
     /// is the output's.
-    pub fn same(mut self, input: usize) -> Self {
-        self.same.push((input, Slot::OutputGradient));
+    pub fn alias(mut self, input: usize) -> Self {
+        self.aliases.push((input, Slot::OutputGradient));
         self
     }
 
@@ -311,9 +315,9 @@ impl Calls {
     }
 
     /// Returns whether the calls overwrite a value saved for backward.
-    pub fn writes_over_kept(&self) -> bool {
+    pub fn overwrites_saved(&self) -> bool {
         let mut written = self.calls.iter().flat_map(|call| call.writes.iter());
-        written.any(|slot| matches!(slot, Slot::Kept(_)))
+        written.any(|slot| matches!(slot, Slot::Saved(_)))
     }
 
     /// Returns the scratch memory that a kernel of these calls needs on the CPU.
@@ -328,8 +332,8 @@ impl Calls {
         match slot {
             Slot::Input(i) | Slot::Gradient(i) => signature.inputs.get(i).copied(),
             Slot::Output | Slot::OutputGradient => Some(signature.output),
-            Slot::Read(i) => signature.reads.get(i).copied(),
-            Slot::Kept(i) => signature.kept.get(i).copied(),
+            Slot::ExtraInput(i) => signature.extra_inputs.get(i).copied(),
+            Slot::Saved(i) => signature.saved.get(i).copied(),
             Slot::Scratch(i) => self.scratch.get(i).map(|scratch| Operand {
                 dims: &scratch.shape,
                 dtype: scratch.dtype,
@@ -342,9 +346,9 @@ impl Calls {
     pub fn checked_ids(&self, signature: &Signature<'_>) -> Option<Workspace> {
         match self.check {
             Some((read, Check::Ids { .. })) => Some(Workspace {
-                what: "ids that ops keep",
+                what: "saved ids",
                 formula: "BT",
-                elements: signature.reads[read].elements(),
+                elements: signature.extra_inputs[read].elements(),
                 element_bytes: size_of::<u32>(),
             }),
             _ => None,

@@ -1,7 +1,7 @@
 //! The operands of a call on a GPU.
 
 use super::{Kernel, Named};
-use crate::kernels::cuda::matmul::{Matrix, Products};
+use crate::kernels::cuda::matmul::{CublasLt, Matrix};
 use crate::kernels::cuda::{View, cublas};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, bail};
@@ -10,7 +10,7 @@ use std::cell::RefCell;
 /// The implementation of matmuls on a GPU.
 pub(crate) enum Multiplier<'a> {
     /// For a plan, whose stream may be captured.
-    Planned(RefCell<&'a mut Products>),
+    Planned(RefCell<&'a mut CublasLt>),
     /// With candle's cuBLAS handle.
     Eager,
 }
@@ -26,9 +26,9 @@ impl Multiplier<'_> {
         adds: bool,
     ) -> Result<()> {
         match self {
-            Self::Planned(products) => {
-                let mut products = products.borrow_mut();
-                products.multiply(gpu, factors, c, count, adds)
+            Self::Planned(cublas_lt) => {
+                let mut cublas_lt = cublas_lt.borrow_mut();
+                cublas_lt.multiply(gpu, factors, c, count, adds)
             }
             Self::Eager => cublas::multiply(gpu, factors, c, count, adds),
         }
@@ -38,7 +38,7 @@ impl Multiplier<'_> {
 /// The operands of one call on a GPU.
 pub(crate) struct Operands<'a> {
     pub gpu: &'a CudaDevice,
-    pub products: Multiplier<'a>,
+    pub multiplier: Multiplier<'a>,
     pub reads: Named<View<'a>>,
     pub writes: Named<View<'a>>,
     /// The index of the micro-batch in its step.
@@ -56,22 +56,22 @@ impl<'a> Operands<'a> {
 
     /// Returns whether f32 matmuls of attention use TF32: by the plan's setting, or by the call's attribute.
     pub fn tf32(&self, kernel: &Kernel) -> bool {
-        match &self.products {
-            Multiplier::Planned(products) => products.borrow().tf32(),
+        match &self.multiplier {
+            Multiplier::Planned(cublas_lt) => cublas_lt.borrow().tf32(),
             Multiplier::Eager => kernel.flag("tf32"),
         }
     }
 
     /// Returns the input `name`, which must be contiguous.
     pub fn x(&self, name: &str) -> Result<View<'a>> {
-        match self.lying(name)? {
-            View { strides: None, .. } => self.lying(name),
+        match self.strided(name)? {
+            View { strides: None, .. } => self.strided(name),
             _ => bail!("{name} is read by strides"),
         }
     }
 
     /// Returns the input `name`, contiguous or with strides.
-    pub fn lying(&self, name: &str) -> Result<View<'a>> {
+    pub fn strided(&self, name: &str) -> Result<View<'a>> {
         match self.reads.get(name) {
             Some(view) => Ok(*view),
             None => bail!("{name} is not read"),
@@ -87,8 +87,8 @@ impl<'a> Operands<'a> {
     }
 
     /// Returns a function that computes `c = a b` for a batch: from [a, b], c and the batch size.
-    pub fn multiplier(&self) -> impl FnMut([Matrix; 2], Matrix, usize) -> Result<()> {
-        |factors, c, count| self.products.multiply(self.gpu, factors, c, count, false)
+    pub fn multiply_batch(&self) -> impl FnMut([Matrix; 2], Matrix, usize) -> Result<()> {
+        |factors, c, count| self.multiplier.multiply(self.gpu, factors, c, count, false)
     }
 
     /// Returns the input `name`, if the call has it.

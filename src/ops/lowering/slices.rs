@@ -16,7 +16,7 @@ pub(crate) struct Slice<'a> {
     dtype: DType,
     /// The strides of four dimensions that are not contiguous; the elements are then all those from the first on.
     strides: Option<&'a [usize; 4]>,
-    lent: PhantomData<&'a ()>,
+    borrow: PhantomData<&'a ()>,
 }
 
 impl<'a> Slice<'a> {
@@ -29,7 +29,7 @@ impl<'a> Slice<'a> {
             count,
             dtype,
             strides: None,
-            lent: PhantomData,
+            borrow: PhantomData,
         }
     }
 
@@ -43,7 +43,11 @@ impl<'a> Slice<'a> {
 
     fn check<T: WithDType>(&self) -> Result<*mut T> {
         if self.dtype != T::DTYPE {
-            bail!("planned as {:?}, used as {:?}", self.dtype, T::DTYPE);
+            bail!(
+                "kernel expected {:?}, got an operand planned in {:?}",
+                T::DTYPE,
+                self.dtype
+            );
         }
         Ok(self.start.cast())
     }
@@ -51,7 +55,7 @@ impl<'a> Slice<'a> {
     fn as_slice<T: WithDType>(&self) -> Result<&'a [T]> {
         match self.strides {
             None => self.elements(),
-            Some(strides) => bail!("a kernel of elements in order was handed strides {strides:?}"),
+            Some(strides) => bail!("kernel expected contiguous elements, got strides {strides:?}"),
         }
     }
 
@@ -125,7 +129,7 @@ impl<'a> Slices<'a> {
     pub fn all_y<T: WithDType>(&self) -> Result<Vec<&'a mut [T]>> {
         self.writes
             .iter()
-            .map(|slice| taken("operand", slice))
+            .map(|slice| take_output("operand", slice))
             .collect()
     }
 
@@ -138,7 +142,7 @@ impl<'a> Slices<'a> {
     }
 
     /// Returns the input `name`, with its strides if it is heads (B, H, T, Dh) that are not contiguous.
-    pub fn lying<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<&'a [usize; 4]>)> {
+    pub fn strided<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<&'a [usize; 4]>)> {
         match self.reads.get(name) {
             Some(slice) => Ok((slice.elements()?, slice.strides)),
             None => bail!("{name} is not read"),
@@ -148,7 +152,7 @@ impl<'a> Slices<'a> {
     /// Returns the output `name`; only once.
     pub fn y<T: WithDType>(&self, name: &str) -> Result<&'a mut [T]> {
         match self.writes.get(name) {
-            Some(slice) => taken(name, slice),
+            Some(slice) => take_output(name, slice),
             None => bail!("{name} is not written"),
         }
     }
@@ -161,7 +165,7 @@ impl<'a> Slices<'a> {
     /// Returns the output `name`, if the call has it; only once.
     pub fn some_y<T: WithDType>(&self, name: &str) -> Result<Option<&'a mut [T]>> {
         let slice = self.writes.get(name);
-        slice.map(|slice| taken(name, slice)).transpose()
+        slice.map(|slice| take_output(name, slice)).transpose()
     }
 
     /// Returns the input `name` in the compute type; half precision is widened into a copy, so it is for small
@@ -178,7 +182,10 @@ impl<'a> Slices<'a> {
     }
 }
 
-fn taken<'a, T: WithDType>(name: &str, slice: &Cell<Option<Slice<'a>>>) -> Result<&'a mut [T]> {
+fn take_output<'a, T: WithDType>(
+    name: &str,
+    slice: &Cell<Option<Slice<'a>>>,
+) -> Result<&'a mut [T]> {
     let Some(slice) = slice.take() else {
         bail!("{name} is written already");
     };

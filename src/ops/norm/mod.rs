@@ -29,7 +29,7 @@ impl Spec for NormCall {
     }
 
     /// Saves for each row 1 / sqrt(mean(x^2) + eps), or the mean and 1 / sqrt(var(x) + eps).
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (rows, dtype) = (inputs[0].rows(), inputs[0].wide_dtype());
         match self.norm {
             Norm::Rms | Norm::OffsetRms => vec![("rstd", rows.into(), dtype)],
@@ -47,7 +47,7 @@ pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
     if norm == Norm::Layer {
         reads.push("bias", affine(&mut calls, 2));
     }
-    let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
+    let writes = [("y", Slot::Output), ("statistics", Slot::Saved(0))];
     let kernel = forward_kernel(norm, signature.inputs[1].dims[0]);
     calls.call(kernel.with_all(signature.attributes), reads, writes)
 }
@@ -59,7 +59,7 @@ pub(super) fn backward(norm: Norm, signature: &Signature<'_>) -> Calls {
         ("dy", Slot::OutputGradient),
         ("x", Slot::Input(0)),
         ("weight", calls.widened_on_gpu(signature, 1)),
-        ("statistics", Slot::Kept(0)),
+        ("statistics", Slot::Saved(0)),
     ];
     let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
     let partials = partials(norm, signature, &mut calls, [rows, width]);

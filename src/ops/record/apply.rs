@@ -18,19 +18,19 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 /// The inputs of a forward: storage and layout.
 pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
 
-pub(crate) type Made<S> = Result<(S, Shape)>;
+pub(crate) type ForwardResult<S> = Result<(S, Shape)>;
 
 /// The computation of an op of one, two or three inputs, all on one device.
 pub(crate) trait Op: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
-    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage>;
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> ForwardResult<CpuStorage>;
 
-    fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+    fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> ForwardResult<CudaStorage> {
         bail!("{} has no kernel for NVIDIA GPUs", self.name())
     }
 
-    fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+    fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> ForwardResult<MetalStorage> {
         bail!("{} has no kernel for Metal GPUs", self.name())
     }
 
@@ -39,10 +39,11 @@ pub(crate) trait Op: Send + Sync + 'static {
 }
 
 /// Converts a list of inputs or gradients to the number that an op has.
-pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T; N]> {
+pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]> + AsRef<[T]>) -> Result<[T; N]> {
+    let got = all.as_ref().len();
     match all.try_into() {
         Ok(all) => Ok(all),
-        Err(_) => bail!("an op of {N} inputs was given another number of operands"),
+        Err(_) => bail!("expected {N} operands, got {got}"),
     }
 }
 
@@ -101,8 +102,8 @@ impl<C: Op> Ranged<C> {
     fn forward<S: BackendStorage>(
         &self,
         inputs: Storages<'_, S>,
-        forward: fn(&C, Storages<'_, S>) -> Made<S>,
-    ) -> Made<S> {
+        forward: fn(&C, Storages<'_, S>) -> ForwardResult<S>,
+    ) -> ForwardResult<S> {
         let range = probe::op(Kind::Op, self.op.name(), self.path);
         let (storage, shape) = forward(&self.op, inputs)?;
         if probe::is_listening() {
@@ -166,7 +167,7 @@ macro_rules! custom_op {
         }
     };
     (forward $forward:ident $Storage:ident $($storage:ident $layout:ident)+) => {
-        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Made<$Storage> {
+        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> ForwardResult<$Storage> {
             self.0.forward(&[$(($storage, $layout)),+], C::$forward)
         }
     };
@@ -208,9 +209,9 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
         (false, [x]) => x.apply_op1_no_bwd(&op),
         (false, [x1, x2]) => x1.apply_op2_no_bwd(x2, &op),
         (false, [x1, x2, x3]) => x1.apply_op3_no_bwd(x2, x3, &op),
-        _ => bail!("{name}: an op of {} inputs", inputs.len()),
+        _ => bail!("{name}: expected one to three inputs, got {}", inputs.len()),
     };
-    let y = y.map_err(|error| graph::refuse_hollow(name, inputs, error))?;
+    let y = y.map_err(|error| graph::meta_tensor_error(name, inputs, error))?;
     node.entry.write(&y, &node);
     Ok(y)
 }
@@ -227,20 +228,20 @@ pub(crate) fn traced<C: Spec + Send + Sync + 'static>(
     let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let output = op.output(&operands);
     let op = Arc::new(op);
-    let (reads, attributes) = (op.reads(), op.attributes());
-    let kept = op.kept(&operands, target);
+    let (reads, attributes) = (op.extra_inputs(), op.attributes());
+    let saved = op.saved(&operands, target);
     let y = graph::record(Call {
         name,
         attributes,
         composed,
         inputs,
-        reads: &reads,
+        extra_inputs: &reads,
         output,
-        kept,
+        saved,
         is_tracked: false,
         held: op.clone(),
     })?;
-    op.forwarded();
+    op.free_after_forward();
     Ok(y)
 }
 

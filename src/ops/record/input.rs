@@ -1,6 +1,6 @@
 //! Preparation of operands for candle's own ops and for kernels.
 
-use super::apply::{Made, Op, Storages, applied, composed};
+use super::apply::{ForwardResult, Op, Storages, applied, composed};
 use super::{CONTIGUOUS, TO_DTYPE};
 use crate::grad::is_grad_enabled;
 use crate::graph;
@@ -39,7 +39,7 @@ pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> 
 /// # Errors
 /// Dtypes other than f16, bf16, f32 and f64: integers have no gradient, and candle barely supports 8-bit floats.
 pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
-    check_supported("to compute", x)?;
+    check_supported("cast", x)?;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
         _ => to_dtype(x, DType::F32),
@@ -72,15 +72,15 @@ impl Op for Contiguous {
         CONTIGUOUS.op
     }
 
-    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> ForwardResult<CpuStorage> {
         copy(inputs)
     }
 
-    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> ForwardResult<CudaStorage> {
         copy(inputs)
     }
 
-    fn metal_fwd(&self, inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+    fn metal_fwd(&self, inputs: Storages<'_, MetalStorage>) -> ForwardResult<MetalStorage> {
         copy(inputs)
     }
 
@@ -89,7 +89,9 @@ impl Op for Contiguous {
     }
 }
 
-fn copy<S: BackendStorage<Device: BackendDevice<Storage = S>>>(inputs: Storages<'_, S>) -> Made<S> {
+fn copy<S: BackendStorage<Device: BackendDevice<Storage = S>>>(
+    inputs: Storages<'_, S>,
+) -> ForwardResult<S> {
     let (x, layout) = inputs[0];
     let shape = layout.shape().clone();
     // SAFETY: the copy writes every element.

@@ -14,10 +14,10 @@ mod sum;
 
 pub(super) use apply::composed_as;
 pub(crate) use apply::{
-    Entry, Made, Node, Op, Storages, apply, composed, exactly, node_of, traced,
+    Entry, ForwardResult, Node, Op, Storages, apply, composed, exactly, node_of, traced,
 };
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
-pub(crate) use lowered::{as_they_lie, by_kernels, run};
+pub(crate) use lowered::{by_kernels, by_strided_kernels, run};
 pub(super) use spec::CallSpec;
 pub(crate) use spec::Spec;
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
@@ -28,8 +28,8 @@ use crate::graph::{CHECKPOINT, LEAF};
 
 /// The lowering of a view or copy whose elements are those of its input, which are contiguous in a plan.
 const SAME: Lowering = Lowering {
-    forward: |_| Calls::default().same(0),
-    backward: |_| Calls::default().same(0),
+    forward: |_| Calls::default().alias(0),
+    backward: |_| Calls::default().alias(0),
 };
 
 /// The ops below are not timed: candle's copies and conversions, and the ends of checkpointed segments.

@@ -16,17 +16,17 @@ pub(crate) trait Spec {
     }
 
     /// Returns the extra inputs.
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         Vec::new()
     }
 
-    /// Returns [`reads`](Self::reads) for backward on these inputs: what was freed after forward is recomputed.
-    fn reads_again(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        Ok(self.reads())
+    /// Returns [`extra_inputs`](Self::extra_inputs) for backward on these inputs: what was freed after forward is recomputed.
+    fn extra_inputs_for_backward(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        Ok(self.extra_inputs())
     }
 
     /// Returns what is saved for backward in addition to inputs and output: names, shapes and dtypes.
-    fn kept(&self, _inputs: &[Operand<'_>], _on: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, _inputs: &[Operand<'_>], _on: Target) -> Vec<(&'static str, Shape, DType)> {
         Vec::new()
     }
 
@@ -36,10 +36,10 @@ pub(crate) trait Spec {
     }
 
     /// Called after an eager forward: may pass saved values to the op's caller.
-    fn has_kept(&self, _kept: &[Tensor]) {}
+    fn on_saved(&self, _kept: &[Tensor]) {}
 
     /// Frees what backward does not need after forward.
-    fn forwarded(&self) {}
+    fn free_after_forward(&self) {}
 }
 
 pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
@@ -103,7 +103,7 @@ impl Spec for CallSpec {
         self.attributes.clone()
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         self.reads.clone()
     }
 }

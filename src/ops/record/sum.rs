@@ -43,7 +43,7 @@ impl InplaceOp2 for AddOnto {
         x_layout: &Layout,
     ) -> Result<()> {
         let Some((start, end)) = sum_layout.contiguous_offsets() else {
-            bail!("add_onto: the sum is a strided tensor: {sum_layout:?}");
+            bail!("add_onto: expected a contiguous sum, got {sum_layout:?}");
         };
         macro_rules! add {
             ($($dtype:ident),+) => {
@@ -96,18 +96,18 @@ pub(crate) fn scattered(dy: &Tensor, view: View, shape: &[usize]) -> Result<Tens
     let signature = Signature {
         attributes: &[],
         inputs: vec![dy.into()],
-        reads: Vec::new(),
+        extra_inputs: Vec::new(),
         output: Operand {
             dims: shape,
             dtype: dy.dtype(),
         },
-        kept: Vec::new(),
+        saved: Vec::new(),
         target: Target::of(dy.device()),
         plan: None,
     };
     let (storage, layout) = dy.storage_and_layout();
     let mut run = Run::new(dy.device(), &signature, &calls, Vec::new());
-    run.give(Slot::Input(0), &storage, layout)?;
+    run.push_operand(Slot::Input(0), &storage, layout)?;
     run.run(|_| true)?;
     run.tensor(Slot::Output, &shape.into())
 }

@@ -179,7 +179,7 @@ fn what_a_gpu_is_not_planned_for() {
     };
     refusal(
         of((2, 10, 12), DType::BF16, Algorithm::Flash, &config),
-        &["attention::flash has no planned form"], // eager calls run the reference instead
+        &["attention::flash cannot be planned"], // eager calls run the reference instead
     );
     let below = AttentionConfig {
         scale: Some(-0.7),
@@ -187,7 +187,7 @@ fn what_a_gpu_is_not_planned_for() {
     };
     refusal(
         of((2, 10, 8), DType::F32, Algorithm::Flash, &below),
-        &["attention::flash has no planned form"],
+        &["attention::flash cannot be planned"],
     );
     let double = Var::zeros((2, 10, 8), DType::F64, &gpu).unwrap();
     let parameters = vec![("q".to_string(), double)];

@@ -35,7 +35,7 @@ fn as_eager(model: &TransformerConfig, plan: &StepConfig, separator: Option<u32>
     let model = TransformerLM::new(model, 5, device).unwrap();
     let eager = model.clone().with_checkpointing(Checkpointing::None);
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     let what = format!("{:?} {plan:?} {separator:?}", model.config());
     let bound = if plan.precision == Precision::F32 {
         2e-5

@@ -178,7 +178,7 @@ fn confident_logits() {
         optimizer_in_backward: false,
         ..Default::default()
     };
-    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
     let got = step.run(&mut optimizer, (&batch.0, &batch.1)).unwrap();
     assert!(
         loss < 1.0 && (got - loss).abs() <= f32::EPSILON * largest, // a difference of logits of this size
@@ -208,7 +208,7 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
         clip_norm: Some(1.0),
         ..in_precision(precision)
     };
-    let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &plan).unwrap();
     let mut curves = [Vec::new(), Vec::new()];
     for i in 0..200 {
         let batch = batch(97, 4, 32, i % 10);
@@ -240,7 +240,7 @@ fn shapes_in_turn(
     let (one, mut one_optimizer) = model_and_optimizer(&model_config);
     let (other, mut other_optimizer) = model_and_optimizer(&model_config);
     let plan = in_precision(precision);
-    let mut step = Step::of(&one, &one_optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&one, &one_optimizer, &plan).unwrap();
     assert!(step.plan().is_none());
     let shapes = [
         [2, 37],
@@ -255,7 +255,7 @@ fn shapes_in_turn(
     for (i, [batch_size, length]) in shapes.into_iter().enumerate() {
         let (tokens, targets) = batch(97, batch_size, length, i);
         let got = step.run(&mut one_optimizer, (&tokens, &targets)).unwrap();
-        let mut alone = Step::of(&other, &other_optimizer, &plan).unwrap();
+        let mut alone = Step::for_model(&other, &other_optimizer, &plan).unwrap();
         let wanted = alone.run(&mut other_optimizer, (&tokens, &targets));
         assert_eq!(got.to_bits(), wanted.unwrap().to_bits(), "step {i}");
         assert_eq!(bits(&one), bits(&other), "step {i}");

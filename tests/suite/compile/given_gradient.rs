@@ -73,7 +73,7 @@ fn of_a_loss(#[values(Architecture::Llama, Architecture::Gpt2)] architecture: Ar
         ..config(2, 2, 24, 56, Algorithm::Flash)
     };
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 33, 0);
     let loss = step.forward_backward((&tokens, &targets)).unwrap();
     let once = step.gradients().unwrap();

@@ -46,7 +46,7 @@ fn train(
     steps: usize,
 ) -> Trained {
     let (model, mut optimizer) = model_on(config, device);
-    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     let mut losses = Vec::new();
     for i in 0..steps {
         optimizer.set_learning_rate(3e-3 / (i + 1) as f64); // read at each run
@@ -309,14 +309,14 @@ fn sums_and_gates_run_again(
     let gpu = crate::gpu();
     let model = config(3, 2, 32, 136, Algorithm::Flash);
     let sizes = [8, 130];
-    let hollow = Batch::hollow(sizes[0], sizes[1]).unwrap();
+    let meta = Batch::meta(sizes[0], sizes[1]).unwrap();
     let whole = in_precision(precision);
-    let (planned, _) = Step::plan_of(&gpu, &model, &whole, &hollow).unwrap();
+    let (planned, _) = Step::plan_for_model(&gpu, &model, &whole, &meta).unwrap();
     let budget = StepConfig {
         memory_budget_bytes: Some(planned.peak_bytes() * percent / 100),
         ..whole.clone()
     };
-    let (planned_again, blocks) = Step::plan_of(&gpu, &model, &budget, &hollow).unwrap();
+    let (planned_again, blocks) = Step::plan_for_model(&gpu, &model, &budget, &meta).unwrap();
     assert_eq!(blocks, Checkpointing::None);
     let is_half = precision != Precision::F32;
     let runs_gates = planned_again.flops() > planned.flops();
@@ -350,7 +350,7 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
         ..Default::default()
     })
     .unwrap();
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (mut losses, mut in_a_row, mut skipped) = (Vec::new(), 0, 0);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
@@ -362,7 +362,7 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
         let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
         let done = done.unwrap();
         losses.push(done.loss);
-        assert_eq!(done.stepped(), before != bits(&model));
+        assert_eq!(done.updated(), before != bits(&model));
         match done.non_finite {
             None => {
                 in_a_row += 1;
@@ -398,7 +398,7 @@ fn gradients_that_cannot_be_clipped(
         clip_norm: Some(1.0),
         ..in_precision(precision)
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
         tokens.to_device(&gpu).unwrap(),
@@ -433,7 +433,7 @@ fn weights_changed_elsewhere() {
     let gpu = crate::gpu();
     let model_config = config(1, 2, 32, 72, Algorithm::Flash);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
-    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let mut forward = logits_of(&model, Precision::BF16);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
@@ -475,8 +475,8 @@ fn flash_of_odd_heads_is_refused(
     let gpu = crate::gpu();
     let (precision, head_dim) = odd;
     let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &gpu);
-    let mut step = Step::of(&model, &optimizer, &in_precision(precision)).unwrap();
-    refusal(step.prepare(Batch::hollow(2, 37).unwrap()), &["naive"]);
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(precision)).unwrap();
+    refusal(step.prepare(Batch::meta(2, 37).unwrap()), &["naive"]);
 }
 
 /// In f32 a vector is four elements, so head dimensions that are multiples of four are planned, as on the CPU.
@@ -499,8 +499,9 @@ fn a_step_casts_no_weight() {
         attention: Algorithm::Flash,
         ..TransformerConfig::small()
     };
-    let batch = Batch::hollow(4, 256).unwrap();
-    let (plan, _) = Step::plan_of(&gpu, &model, &in_precision(Precision::BF16), batch).unwrap();
+    let batch = Batch::meta(4, 256).unwrap();
+    let (plan, _) =
+        Step::plan_for_model(&gpu, &model, &in_precision(Precision::BF16), batch).unwrap();
     let in_step = plan.first_run_only().end..plan.calls().len();
     let casts = plan.calls()[in_step]
         .iter()

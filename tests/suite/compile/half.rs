@@ -46,7 +46,7 @@ fn scaled_losses(
     }
     let scale = 2f64.powi(26);
     let (mut eager_scaler, mut planned_scaler) = (scaler(scale), scaler(scale));
-    let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &plan).unwrap();
     let mut skipped = 0;
     for i in 0..12 {
         let (tokens, targets) = batch(97, 2 * accumulation, 37, i);
@@ -72,7 +72,7 @@ fn scaled_losses(
         let loss: f32 = loss.to_scalar().unwrap();
         let error = (done.loss - loss).abs() / loss;
         assert!(error <= 1e-4, "step {i}: {} for {loss}", done.loss);
-        assert_eq!(done.stepped(), stepped, "step {i}");
+        assert_eq!(done.updated(), stepped, "step {i}");
         assert_eq!(done.non_finite.is_none(), bits(&planned) != before);
         assert_eq!(planned_scaler.loss_scale(), eager_scaler.loss_scale());
         match (step.gradient_norm(), norm) {
@@ -104,7 +104,7 @@ fn a_scale_is_taken_out_again() {
             clip_norm: Some(0.5),
             ..in_precision(precision)
         };
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         let (tokens, targets) = batch(97, 2, 37, 0);
         match scale {
             None => step.run(&mut optimizer, (&tokens, &targets)).unwrap(),
@@ -149,7 +149,7 @@ fn weights_are_copied_once_a_step(
             |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
         call.op.name() == "cast" && is_copy(call.writes.get("y").unwrap())
     });
-    let copies: Vec<usize> = copies.map(|(index, _)| plan.times(index)).collect();
+    let copies: Vec<usize> = copies.map(|(index, _)| plan.runs_per_step(index)).collect();
     assert_eq!(copies, vec![1; 7 * model.num_layers + 1]);
     let matrices = model.num_parameters() as u64
         - model.d_model as u64 * (model.vocab_size as u64 + 2 * model.num_layers as u64 + 1);
@@ -161,7 +161,7 @@ fn weights_are_copied_once_a_step(
 fn nothing_is_to_be_refreshed() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let before = step.forward_backward((&tokens, &targets)).unwrap();
     for (_, var) in model.parameters() {

@@ -1,7 +1,7 @@
 //! Steps of custom losses planned on a GPU against the same steps planned on the CPU.
 
 use super::loss_step::{
-    Case, elementwise_ops, every_op, fused_in_segments, hollow, ignoring_head, ops_of_other_models,
+    Case, elementwise_ops, every_op, fused_in_segments, ignoring_head, meta, ops_of_other_models,
     outputs_made_again, parts,
 };
 use super::{CPU, distance};
@@ -49,7 +49,7 @@ fn train_on(
         precision,
         ..Default::default()
     };
-    let loss = |given: &Inputs| (case.loss)(&weights, &hollow(given, &case.inputs)?);
+    let loss = |given: &Inputs| (case.loss)(&weights, &meta(given, &case.inputs)?);
     let mut step = Step::new(&optimizer, &config, loss).unwrap();
     let mut losses = vec![step.forward_backward(inputs.as_slice()).unwrap()];
     let found = step.gradients().unwrap();

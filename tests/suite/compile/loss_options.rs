@@ -173,12 +173,12 @@ fn loss_scales() {
     let done = step
         .run_scaled(&mut optimizer, &mut scaler, inputs)
         .unwrap();
-    assert!(!done.stepped() && done.loss.is_finite(), "{done:?}");
+    assert!(!done.updated() && done.loss.is_finite(), "{done:?}");
     assert_eq!((model.bits(), optimizer.steps()), (before, 0));
     while !step
         .run_scaled(&mut optimizer, &mut scaler, inputs)
         .unwrap()
-        .stepped()
+        .updated()
     {}
     assert_eq!(optimizer.steps(), 1);
 

@@ -35,7 +35,7 @@ fn in_half<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result<T> {
 type Loss<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Tensor> + Sync);
 
 /// Returns the meta tensors of these inputs, in their order.
-pub fn hollow(inputs: &Inputs, of: &[(&str, Tensor)]) -> Result<Vec<Tensor>> {
+pub fn meta(inputs: &Inputs, of: &[(&str, Tensor)]) -> Result<Vec<Tensor>> {
     of.iter().map(|(name, _)| inputs.get(name)).collect()
 }
 
@@ -68,7 +68,7 @@ fn assert_as_eager(
     let named: Vec<(&str, &Tensor)> = inputs.iter().map(|(name, x)| (*name, x)).collect();
     let named = named.as_slice();
     let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
-    let traced = |given: &Inputs| loss(&hollow(given, inputs)?);
+    let traced = |given: &Inputs| loss(&meta(given, inputs)?);
     let mut step = Step::new(&optimizer, &clipping(), traced).unwrap();
 
     let planned = step.forward_backward(named).unwrap();
@@ -270,7 +270,7 @@ fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
 
     let optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
     let named = inputs.each_ref().map(|(name, x)| (*name, x));
-    let once = |given: &Inputs| loss(&hollow(given, &inputs)?);
+    let once = |given: &Inputs| loss(&meta(given, &inputs)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), once).unwrap();
     let logits_bytes =
         (rows * classes) as u64 * half.map_or(4, |dtype| dtype.size_in_bytes() as u64);
@@ -313,7 +313,7 @@ fn a_head_that_ignores_targets_is_as_eager(
     case.assert_as_eager(half);
     let optimizer = AdamW::new(case.parameters.clone(), AdamWConfig::default()).unwrap();
     let weights: Vec<Var> = case.parameters.iter().map(|(_, var)| var.clone()).collect();
-    let loss = |given: &Inputs| (case.loss)(&weights, &hollow(given, &case.inputs)?);
+    let loss = |given: &Inputs| (case.loss)(&weights, &meta(given, &case.inputs)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
     let named: Vec<_> = case.inputs.iter().map(|(name, x)| (*name, x)).collect();
     let plan = step.prepare(named.as_slice()).unwrap();
@@ -391,11 +391,11 @@ fn targets_in_i64(
             &ops::cross_entropy_ignoring(&logits, &fixed, IGNORED)?,
         )
     };
-    let hollow = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
+    let meta = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
     let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
     let traced = |inputs: &Inputs| loss(&inputs.get("tokens")?, &inputs.get("targets")?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), traced).unwrap();
-    step.prepare((&hollow[0], &hollow[1])).unwrap();
+    step.prepare((&meta[0], &meta[1])).unwrap();
     let run = |step: &mut Step, targets: &Tensor| step.forward_backward((&tokens, targets));
     let found = run(&mut step, &targets).unwrap();
     let eager = loss(&tokens, &targets).unwrap();
@@ -733,7 +733,7 @@ fn a_model_in_f64() {
     assert_eq!(logits.dtype(), DType::F64);
     assert!(distance(&logits, &model.forward(&tokens).unwrap()) < 1e-14);
     let eager = model.loss(&tokens, &tokens).unwrap();
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let loss = step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
     assert_eq!(
         f64::from(loss) as f32,
@@ -776,13 +776,13 @@ fn refusals() {
     let mut optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
     let mut step = Step::new(&optimizer, &config, |inputs| mean(&inputs.get("x")?)).unwrap();
     let wide = Tensor::ones((3, 5), DType::F32, DEVICE).unwrap();
-    let hollow = graph::input("x", (3, 4), DType::F32).unwrap();
+    let meta = graph::input("x", (3, 4), DType::F32).unwrap();
     for (inputs, words) in [
         (vec![], "no tensor for the input \"x\""),
         (vec![("y", &good)], "no tensor for the input \"x\""),
         (vec![("x", &good), ("y", &good)], "\"y\" is no input"),
         (vec![("x", &wide)], "linear"),
-        (vec![("x", &hollow)], "hollow"),
+        (vec![("x", &meta)], "meta"),
     ] {
         refusal(step.run(&mut optimizer, inputs.as_slice()), &[words]);
     }

@@ -38,8 +38,8 @@ fn the_arena_is_what_the_plan_says() {
         gemm::reserve_scratch(true).unwrap(); // belongs to the process
         tracker::reset_peak();
         let before = alive();
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
-        let plan = step.prepare(Batch::hollow(8, 256).unwrap()).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
+        let plan = step.prepare(Batch::meta(8, 256).unwrap()).unwrap();
         let arena_bytes = plan.peak_bytes();
         // The rest of a step: calls, buffers, tables. The planner's own memory is freed.
         let beside = alive() - before - arena_bytes;
@@ -84,5 +84,5 @@ fn categories_add_up() {
     let logits = plan.buffers().iter().filter(|b| b.name.ends_with("logits"));
     assert!(logits.map(|b| b.bytes()).max().unwrap() <= 12 << 20);
     // The arena's layout wastes little.
-    assert!(plan.peak_bytes() as f64 <= 1.05 * plan.busiest_bytes() as f64);
+    assert!(plan.peak_bytes() as f64 <= 1.05 * plan.max_live_bytes() as f64);
 }

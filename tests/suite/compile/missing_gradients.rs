@@ -138,7 +138,7 @@ fn assert_as_eager(missing: MissingGradients, config: &StepConfig, device: &Devi
             true => {
                 let scaled = step.run_scaled(&mut optimizer, &mut scaler, [("x", &x)]);
                 let scaled = scaled.unwrap();
-                assert!(scaled.stepped());
+                assert!(scaled.updated());
                 scaled.loss
             }
         };

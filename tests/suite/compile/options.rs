@@ -63,7 +63,7 @@ pub fn clipping_by_value_to_the_bit(
         (model, optimizer)
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
-    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
     let parameters = eager.parameters();
     for i in 0..3 {
         let (tokens, targets) = batch(97, 2, 37, i);
@@ -114,7 +114,7 @@ pub fn moments_in_bf16(
         (model, AdamW::with_groups(groups).unwrap())
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
-    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
     for i in 0..4 {
         let (tokens, targets) = batch(97, 2, 37, i);
         let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
@@ -187,7 +187,7 @@ fn the_same_bits_however_planned(
     let bits = |plan: StepConfig, checkpointing: Checkpointing| {
         let (model, mut optimizer) = model_and_optimizer(&model_config);
         let model = model.with_checkpointing(checkpointing);
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         for i in 0..3 {
             let (tokens, targets) = batch(97, 2, 37, i);
             step.run(&mut optimizer, (&tokens, &targets)).unwrap();
@@ -298,7 +298,7 @@ fn schedules_and_groups_are_read_at_each_run() {
     };
     let (eager, mut eager_optimizer) = with_groups();
     let (planned, mut planned_optimizer) = with_groups();
-    let mut step = Step::of(&planned, &planned_optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &StepConfig::default()).unwrap();
     for i in 0..4 {
         let batch = batch(97, 2, 37, i);
         for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
@@ -325,7 +325,7 @@ fn without_the_update() {
         clip_norm: Some(0.1),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 4, 37, 0);
     let before = weights(&model);
     let loss = step.forward_backward((&tokens, &targets)).unwrap();
@@ -346,7 +346,7 @@ fn without_the_update() {
         optimizer_in_backward: true,
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     refusal(
         step.forward_backward((&tokens, &targets)),
@@ -363,7 +363,7 @@ fn planned_and_eager_take_turns() {
     for optimizer in [&mut eager_optimizer, &mut mixed_optimizer] {
         optimizer.set_learning_rate(1e-4);
     }
-    let mut step = Step::of(&mixed, &mixed_optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&mixed, &mixed_optimizer, &StepConfig::default()).unwrap();
     for i in 0..6 {
         let batch = batch(97, 2, 37, i);
         let wanted = eager_step(&eager, &mut eager_optimizer, &batch, None);
@@ -398,9 +398,9 @@ fn the_same_bits_for_any_number_of_threads(
             precision,
             ..Default::default()
         };
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         pool(planned_with).install(|| {
-            let batch = Batch::hollow(4, 130).unwrap();
+            let batch = Batch::meta(4, 130).unwrap();
             step.prepare(batch).unwrap();
         });
         let mut losses = Vec::new();

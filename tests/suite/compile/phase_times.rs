@@ -18,7 +18,7 @@ fn steps(device: &Device, timed: bool) -> (Vec<u64>, Vec<Option<PhaseTimes>>) {
         clip_norm: Some(0.5),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let mut times = vec![step.phase_times().unwrap()];
     step.time_phases(timed);
     times.push(step.phase_times().unwrap());

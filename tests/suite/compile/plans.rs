@@ -133,7 +133,7 @@ fn profiles_see_every_call() {
         clip_norm: Some(1.0),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 4, 20, 0);
     step.prepare((&tokens, &targets)).unwrap();
     let profiler = Profiler::start_on_this_thread().unwrap();
@@ -152,13 +152,13 @@ fn profiles_see_every_call() {
         assert_eq!(span.path.to_string(), wanted);
     }
     let costs: Vec<_> = ops.iter().map(|span| span.cost().unwrap()).collect();
-    let products: f64 = costs.iter().map(|cost| cost.product_flops).sum();
+    let products: f64 = costs.iter().map(|cost| cost.matmul_flops).sum();
     assert_eq!(products, plan.flops());
     let others = |is_in: fn(&Call) -> bool| {
         let calls = costs.iter().zip(calls).filter(|(_, call)| is_in(call));
         calls.map(|(cost, _)| cost.other_flops).sum::<f64>()
     };
-    let of_parts = others(|call| call.part.is_some());
+    let of_parts = others(|call| call.cost_index.is_some());
     assert!((of_parts / plan.other_flops() - 1.0).abs() < 1e-12);
     let of_updates = others(|call| matches!(call.op, Op::AdamW { .. }));
     assert_eq!(of_updates, 14.0 * model.config().num_parameters() as f64);
@@ -231,7 +231,7 @@ fn no_plan_takes_less_than_the_lower_bound(
                     memory_budget_bytes: budget,
                     ..unlimited
                 };
-                let least = Step::least_bytes(&model, &config, sizes).unwrap();
+                let least = Step::memory_lower_bound(&model, &config, sizes).unwrap();
                 if let Ok((plan, _)) = plan_of(&model, &config, sizes) {
                     assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
                 }
@@ -260,7 +260,7 @@ fn no_plan_takes_less_than_the_lower_bound(
         ..TransformerConfig::tiny()
     };
     let config = in_precision(precision);
-    let least = Step::least_bytes(&model, &config, [16, 256]).unwrap();
+    let least = Step::memory_lower_bound(&model, &config, [16, 256]).unwrap();
     let (plan, _) = plan_of(&model, &config, [16, 256]).unwrap();
     assert!(
         3 * least > plan.total_bytes(),
@@ -290,11 +290,11 @@ fn what_a_plan_does_not_have_is_none() {
     assert_eq!(small.buffer(id.unwrap()), None);
     assert!(large.buffer(id.unwrap()).is_some());
     assert_eq!(small.table(999), None);
-    assert_eq!(small.times(usize::MAX), 0);
+    assert_eq!(small.runs_per_step(usize::MAX), 0);
 
     let own = &small.calls()[0];
     let mut of_no_part = own.clone();
-    of_no_part.part = Some(999);
+    of_no_part.cost_index = Some(999);
     let mut too_long = own.clone();
     let everything = BufferRange {
         buffer: own.operands().next().unwrap().buffer,

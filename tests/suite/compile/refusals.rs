@@ -41,7 +41,7 @@ use tallow::precision::{Precision, Regime};
 fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
     let model_config = config(2, 2, 8, 24, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    refusal(Step::of(&model, &optimizer, &plan), words);
+    refusal(Step::for_model(&model, &optimizer, &plan), words);
     refusal(plan_of(&model_config, &plan, [2, 10]), words);
 }
 
@@ -58,8 +58,8 @@ fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
 )]
 fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&str]) {
     let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
-    let batch = Batch::hollow(plan.accumulation * sizes[0], sizes[1]).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
+    let batch = Batch::meta(plan.accumulation * sizes[0], sizes[1]).unwrap();
     refusal(step.prepare(batch), words);
     assert!(step.plan().is_none());
 }
@@ -67,7 +67,7 @@ fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&
 #[test]
 fn batches() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let mut forward = logits_of(&model, Precision::F32);
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
@@ -116,20 +116,26 @@ fn optimizers() {
     let (model, mut optimizer) = model_and_optimizer(&model_config);
     let (_, mut other) = model_and_optimizer(&model_config);
     let words = ["token_embeddings.weight", "model.parameters()"];
-    refusal(Step::of(&model, &other, &StepConfig::default()), &words);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    refusal(
+        Step::for_model(&model, &other, &StepConfig::default()),
+        &words,
+    );
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     refusal(step.run(&mut other, (&tokens, &targets)), &words);
 
     let some = model.parameters().into_iter().skip(1);
     let some = AdamW::new(some, AdamWConfig::default()).unwrap();
-    refusal(Step::of(&model, &some, &StepConfig::default()), &words);
+    refusal(
+        Step::for_model(&model, &some, &StepConfig::default()),
+        &words,
+    );
     let stranger = Var::zeros(3, DType::F32, &CPU).unwrap();
     let more = model.parameters().into_iter();
     let more = more.chain([("stranger".to_string(), stranger)]);
     let more = AdamW::new(more, AdamWConfig::default()).unwrap();
     refusal(
-        Step::of(&model, &more, &StepConfig::default()),
+        Step::for_model(&model, &more, &StepConfig::default()),
         &["stranger"],
     );
 
@@ -148,7 +154,10 @@ fn models() {
     let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
     let optimizer = AdamW::new(half.parameters(), AdamWConfig::default()).unwrap();
     let config = StepConfig::default();
-    refusal(Step::of(&half, &optimizer, &config), &["f32", "bf16"]);
+    refusal(
+        Step::for_model(&half, &optimizer, &config),
+        &["f32", "bf16"],
+    );
 }
 
 /// With clipping, gradients that are not finite are detected before the update.
@@ -159,7 +168,7 @@ fn gradients_that_are_not_finite() {
         clip_norm: Some(1.0),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let parameters: HashMap<_, _> = model.parameters().into_iter().collect();
     let norm = &parameters["layers.1.ln2.weight"];
     let good = norm.as_tensor().copy().unwrap();
@@ -184,7 +193,7 @@ fn loss_scales() {
     let mut scaler = GradScaler::new(Default::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
     refusal(done, &["loss_scaling", "or call run"]);
 
@@ -192,7 +201,7 @@ fn loss_scales() {
         loss_scaling: true,
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &scaling).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &scaling).unwrap();
     let loss = model.loss(&tokens, &targets).unwrap();
     let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
     scaler.unscale(&mut gradients, &model.parameters()).unwrap();
@@ -208,7 +217,7 @@ fn loss_scales() {
 #[test]
 fn what_is_read_too_early_or_never_there() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     refusal(step.gradients(), &["no step has been run"]);
     assert_eq!(step.gradient_norm(), None);
     let (tokens, targets) = batch(97, 2, 10, 0);
@@ -218,7 +227,7 @@ fn what_is_read_too_early_or_never_there() {
         optimizer_in_backward: true,
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &in_backward).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_backward).unwrap();
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     refusal(
         step.gradients(),

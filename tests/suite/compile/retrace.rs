@@ -81,11 +81,11 @@ fn after(change: impl Fn(&mut Captured, &Var), words: &[&str]) {
 fn what_has_changed() {
     after(
         |captured, _| captured.factor = 0.25,
-        &["scale of softmax is 0.25, and was 0.5"],
+        &["expected scale of softmax to be 0.5, got 0.25"],
     );
     after(
         |captured, _| captured.takes_relu = true,
-        &["relu is where softmax was"],
+        &["expected softmax, got relu"],
     );
     let other = Tensor::full(2f32, (3, 4), &CPU).unwrap();
     let words = ["the constant [3, 4] in f32 that mul reads"];
@@ -128,7 +128,7 @@ fn what_has_not() {
 
     let of = |step_config: StepConfig| {
         let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-        let mut step = Step::of(&model, &optimizer, &step_config).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &step_config).unwrap();
         for length in [7, 9, 7] {
             let (tokens, targets) = batch(97, 2, length, 0);
             step.run(&mut optimizer, (&tokens, &targets)).unwrap();
@@ -143,7 +143,7 @@ fn what_has_not() {
 #[test]
 fn evictions() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     for (length, evicted) in [
         (3, 0),
         (4, 0),
@@ -156,7 +156,7 @@ fn evictions() {
     ] {
         let (tokens, targets) = batch(97, 2, length, 0);
         step.run(&mut optimizer, (&tokens, &targets)).unwrap();
-        assert_eq!(step.evicted(), evicted, "{length}");
+        assert_eq!(step.evicted_plans(), evicted, "{length}");
     }
     assert_eq!(step.plans().count(), Step::MAX_PLANS);
 }

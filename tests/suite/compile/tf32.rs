@@ -30,7 +30,7 @@ fn ids(device: &Device) -> (Tensor, Tensor) {
 /// Returns each parameter's gradient in a planned step.
 fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
     let (model, optimizer) = model_on(model, device);
-    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::F32)).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::F32)).unwrap();
     let (tokens, targets) = ids(device);
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap().into_iter();
@@ -98,7 +98,8 @@ fn a_plan_keeps_to_it() {
             let run = |planned_in: bool, run_in: bool| {
                 let (model, mut optimizer) = model_on(&model(attention), &gpu);
                 set_tf32(&gpu, planned_in).unwrap();
-                let mut step = Step::of(&model, &optimizer, &in_precision(precision)).unwrap();
+                let mut step =
+                    Step::for_model(&model, &optimizer, &in_precision(precision)).unwrap();
                 step.prepare((&tokens, &targets)).unwrap();
                 set_tf32(&gpu, run_in).unwrap();
                 let losses = [0; 4].map(|_| {

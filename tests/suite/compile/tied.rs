@@ -53,7 +53,7 @@ fn once_each() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = tied(&model_config);
     let (tokens, targets) = batch(97, 2, 9, 0);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let calls = step.prepare((&tokens, &targets)).unwrap().calls();
     let count = |name: &str| calls.iter().filter(|call| call.op.name() == name).count();
     assert_eq!(count("adamw"), model.parameters().len());

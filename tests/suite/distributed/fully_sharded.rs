@@ -71,10 +71,10 @@ fn both_ways(
     let whole = TransformerLM::new(model, 1, &Device::Cpu)?;
     let optimizer = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
-    let step = Step::of(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
+    let step = Step::for_model(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
     let (divided, optimizer, sharded) = sharded_model(ranks, model)?;
-    let step = Step::of_fully_sharded(&divided, &optimizer, config, &sharded)?;
+    let step = Step::fully_sharded_for_model(&divided, &optimizer, config, &sharded)?;
     let found = run(step, optimizer)?;
     let weights = whole.parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
@@ -153,8 +153,8 @@ fn evaluations(
             precision,
             ..plan_config(1, None)
         };
-        let mut of_whole = Step::of(&whole, &optimizer, &step_config)?;
-        let mut of_parts = Step::of_fully_sharded(&model, &divided, &step_config, &sharded)?;
+        let mut of_whole = Step::for_model(&whole, &optimizer, &step_config)?;
+        let mut of_parts = Step::fully_sharded_for_model(&model, &divided, &step_config, &sharded)?;
         let wanted = of_whole.forward((&tokens, &targets))?;
         let found = of_parts.forward((&tokens, &targets))?;
         let loss =
@@ -177,20 +177,20 @@ fn overflows_and_what_is_not_finite() {
             precision: Precision::F16,
             ..plan_config(1, None)
         };
-        let mut step = Step::of_fully_sharded(&model, &optimizer, &config, &sharded)?;
+        let mut step = Step::fully_sharded_for_model(&model, &optimizer, &config, &sharded)?;
         let [tokens, targets] = batch(ranks.rank());
         let mut stepped = Vec::new();
         for init_scale in [if ranks.rank() == 0 { 1e38 } else { 1.0 }, 1.0] {
             let mut scaler = scaler_from(init_scale);
             let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
-            stepped.push(done.stepped());
+            stepped.push(done.updated());
         }
         let (_, var) = sharded.parameters().swap_remove(3);
         if ranks.rank() == 1 {
             var.set(&(var.as_tensor() * f64::INFINITY)?)?;
         }
         let clipped = plan_config(1, Some(1.0));
-        let mut step = Step::of_fully_sharded(&model, &optimizer, &clipped, &sharded)?;
+        let mut step = Step::fully_sharded_for_model(&model, &optimizer, &clipped, &sharded)?;
         let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         Ok((stepped, error.to_string(), optimizer.steps()))
     });
@@ -273,8 +273,8 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
             d_ff: 192,
             ..config_of_six_layers()
         };
-        let batch = Batch::hollow(1, 12).unwrap();
-        Step::plan_of(&Device::Cpu, &model, &config, batch)
+        let batch = Batch::meta(1, 12).unwrap();
+        Step::plan_for_model(&Device::Cpu, &model, &config, batch)
             .unwrap()
             .0
     };
@@ -315,11 +315,11 @@ fn what_is_refused() {
         let (divided, optimizer, sharded) = sharded_model(&ranks, &config())?;
         let config = plan_config(1, None);
         // A plan without ranks for a model that is sharded.
-        let error = Step::of(&divided, &optimizer, &config).unwrap_err();
+        let error = Step::for_model(&divided, &optimizer, &config).unwrap_err();
         assert!(matches!(error, Error::Order { .. }), "{error}");
         let other = model(1);
         refusal(
-            Step::of_fully_sharded(&other, &optimizer, &config, &sharded),
+            Step::fully_sharded_for_model(&other, &optimizer, &config, &sharded),
             &["FullyShard::builder"],
         );
         refusal(sharded.whole("nobody"), &["nobody"]);

@@ -5,12 +5,13 @@ mod estimate;
 
 use crate::check::refusal;
 use estimate::{Estimate, estimates};
-use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
+use tallow::compile::{Batch, Op, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
 use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
 
 const RATES: Rates = Rates {
-    product_flops: 1e12,
+    matmul_flops: 1e12,
     memory_bytes: 1e11,
     kernel_seconds: 1e-6,
     reduce_bytes: 1e10,
@@ -75,8 +76,8 @@ fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
 const BATCH: [usize; 2] = [2, 32];
 
 fn planned(config: &StepConfig) -> Plan {
-    let batch = Batch::hollow(BATCH[0], BATCH[1]).unwrap();
-    Step::plan_of(Target::Cuda, &model(), config, batch)
+    let batch = Batch::meta(BATCH[0], BATCH[1]).unwrap();
+    Step::plan_for_model(Target::Cuda, &model(), config, batch)
         .unwrap()
         .0
 }
@@ -107,6 +108,32 @@ fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
             assert!(step.step_seconds >= step.exchange_seconds, "{name}");
         }
     }
+}
+
+/// On the CPU, calls before the micro-batches (here copies of weights) run in every step, and are counted.
+#[test]
+fn calls_before_the_micro_batches_are_counted() {
+    let config = StepConfig {
+        accumulation: 2,
+        precision: Precision::BF16,
+        ..alone()
+    };
+    let batch = Batch::meta(2 * BATCH[0], BATCH[1]).unwrap();
+    let (plan, _) = Step::plan_for_model(Target::Cpu, &model(), &config, batch).unwrap();
+    assert!(plan.per_micro_batch().start > 0);
+    let rates = Rates {
+        matmul_flops: 1e300,
+        memory_bytes: 1e300,
+        kernel_seconds: 1.0,
+        ..RATES
+    };
+    let calls = plan.calls().iter().enumerate();
+    let kernels = calls.filter(|(_, call)| matches!(call.op, Op::Kernel(_)));
+    let runs: usize = kernels.map(|(i, _)| plan.runs_per_step(i)).sum();
+    close(
+        plan.timeline(1, &rates).unwrap().kernel_seconds,
+        runs as f64,
+    );
 }
 
 /// A rank sends the bytes of NCCL's ring and tree algorithms.
@@ -233,10 +260,10 @@ fn rates_that_cannot_be_are_refused() {
     for (rates, field) in [
         (
             Rates {
-                product_flops: 0.0,
+                matmul_flops: 0.0,
                 ..RATES
             },
-            "product_flops",
+            "matmul_flops",
         ),
         (
             Rates {

@@ -51,8 +51,8 @@ fn as_eager(
                 precision,
                 ..plan_config(accumulation, Some(0.5))
             };
-            let mut step =
-                Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            let mut step = Step::for_model(&model, &optimizer, &config)?
+                .replicated(&optimizer, &replicated)?;
             let first = ranks.rank() * accumulation;
             let [tokens, targets] = batches(first..first + accumulation);
             let loss = step.run(&mut optimizer, (&tokens, &targets))?;
@@ -84,7 +84,7 @@ fn a_rank_that_ends_is_named() {
         let model = model(1);
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let mut step = Step::of(&model, &optimizer, &plan_config(1, Some(0.5)))?
+        let mut step = Step::for_model(&model, &optimizer, &plan_config(1, Some(0.5)))?
             .replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         step.run(&mut optimizer, (&tokens, &targets))?;
@@ -101,8 +101,8 @@ fn a_rank_that_ends_is_named() {
 #[test]
 fn buckets_in_backward() {
     let of = |config: &StepConfig| {
-        let batch = Batch::hollow(1, 12).unwrap();
-        Step::plan_of(&Device::Cpu, &config_of_six_layers(), config, batch)
+        let batch = Batch::meta(1, 12).unwrap();
+        Step::plan_for_model(&Device::Cpu, &config_of_six_layers(), config, batch)
             .unwrap()
             .0
     };
@@ -152,7 +152,7 @@ fn buckets_in_backward() {
     // Each exchange but the last is followed by matmuls of backward that hide it; a flat one follows all of them.
     let products_after = |plan: &Plan, index: usize| {
         let calls = plan.calls()[index..plan.per_micro_batch().end].iter();
-        calls.filter(|call| call.op.is_product()).count()
+        calls.filter(|call| call.op.is_matmul()).count()
     };
     let after: Vec<usize> = places
         .iter()
@@ -181,11 +181,11 @@ fn an_overflow_is_seen_by_all() {
             ..plan_config(1, Some(0.5))
         };
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let mut scaler = scaler_from(if ranks.rank() == 0 { 1e38 } else { 1.0 });
         let [tokens, targets] = batch(ranks.rank());
         let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
-        Ok((done.stepped(), optimizer.steps()))
+        Ok((done.updated(), optimizer.steps()))
     });
     assert_eq!(found, [(false, 0); 2]);
 }
@@ -202,7 +202,7 @@ fn what_is_refused() {
     let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
     let config = plan_config(1, Some(0.5));
     let [tokens, targets] = batch(0);
-    let step = Step::of(&model, &optimizer, &config).unwrap();
+    let step = Step::for_model(&model, &optimizer, &config).unwrap();
     let mut step = step.replicated(&optimizer, &replicated).unwrap();
     refusal(step.prepare((&tokens, &targets)), &["None or f32"]);
     let without_ranks = StepConfig {
@@ -210,7 +210,7 @@ fn what_is_refused() {
         ..config.clone()
     };
     let mut optimizer = optimizer;
-    let mut step = Step::of(&model, &optimizer, &without_ranks).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &without_ranks).unwrap();
     for error in [
         step.run(&mut optimizer, (&tokens, &targets)).unwrap_err(),
         step.forward_backward((&tokens, &targets)).unwrap_err(),
@@ -254,7 +254,7 @@ fn in_bf16_on_a_gpu() {
         };
         let ranks = Communicator::alone(&gpu);
         let replicated = Replicated::new(&ranks, model.parameters(), way).unwrap();
-        let mut step = Step::of(&model, &optimizer, &config)
+        let mut step = Step::for_model(&model, &optimizer, &config)
             .unwrap()
             .replicated(&optimizer, &replicated)
             .unwrap();

@@ -117,8 +117,8 @@ fn planned_steps(
                     precision,
                     ..plan_config(accumulation, clip_norm)
                 };
-                let mut step =
-                    Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+                let mut step = Step::for_model(&model, &optimizer, &config)?
+                    .replicated(&optimizer, &replicated)?;
                 let first = ranks.rank() * accumulation;
                 let [tokens, targets] = batches(first..first + accumulation);
                 let mut losses = Vec::new();
@@ -164,13 +164,13 @@ fn an_overflow_is_seen_by_all() {
             ..plan_config(1, None)
         };
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         let mut stepped = Vec::new();
         for init_scale in [if ranks.rank() == 0 { 1e38 } else { 1.0 }, 1.0] {
             let mut scaler = scaler_from(init_scale);
             let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
-            stepped.push(done.stepped());
+            stepped.push(done.updated());
         }
         optimizer.gather_weights()?;
         Ok((stepped, weights(&model)))
@@ -191,7 +191,7 @@ fn a_gradient_that_is_not_finite_is_named() {
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, Some(1.0));
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         Ok((error.to_string(), optimizer.steps()))
@@ -220,8 +220,8 @@ fn what_a_rank_does() {
             },
             ..plan_config(1, Some(1.0))
         };
-        let batch = Batch::hollow(1, 12).unwrap();
-        Step::plan_of(&Device::Cpu, &config_of_six_layers(), &config, batch)
+        let batch = Batch::meta(1, 12).unwrap();
+        Step::plan_for_model(&Device::Cpu, &config_of_six_layers(), &config, batch)
             .unwrap()
             .0
     };
@@ -335,10 +335,10 @@ fn what_is_refused() {
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, None);
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(0);
         refusal(step.run(&mut whole, (&tokens, &targets)), &["AdamW::shard"]);
-        let error = Step::of(&model, &optimizer, &config)
+        let error = Step::for_model(&model, &optimizer, &config)
             .and_then(|mut step| step.run(&mut optimizer, (&tokens, &targets)));
         refusal(error, &["AdamW::shard"]);
         Ok(())

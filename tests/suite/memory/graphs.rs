@@ -264,10 +264,10 @@ fn a_plans_memory_by_kind() {
     };
     let alone = StepConfig::default();
     let parameters = 4 * TransformerConfig::tiny().num_parameters() as u64;
-    let batch = Batch::hollow(8, 128).unwrap();
+    let batch = Batch::meta(8, 128).unwrap();
     for target in [compile::Target::Cpu, compile::Target::Cuda] {
         let of = |config: &StepConfig| {
-            let plan = Step::plan_of(target, &TransformerConfig::tiny(), config, &batch);
+            let plan = Step::plan_for_model(target, &TransformerConfig::tiny(), config, &batch);
             let (plan, _) = plan.unwrap();
             let breakdown = planned_breakdown(&plan);
             assert_eq!(breakdown.peak_bytes(), plan.total_bytes());

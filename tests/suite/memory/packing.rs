@@ -4,11 +4,11 @@ use crate::child;
 use half::bf16;
 use proptest::prelude::*;
 use tallow::internals::Stored;
-use tallow::internals::gemm::{MatRef, ProductSizes, Threads, matmul, packing_bytes};
+use tallow::internals::gemm::{MatRef, MatmulSizes, Threads, matmul, packing_bytes};
 use tallow::memory::tracker;
 
-fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
-    ProductSizes {
+fn sizes(rows: usize, depth: usize, cols: usize) -> MatmulSizes {
+    MatmulSizes {
         rows,
         depth,
         cols,
@@ -19,8 +19,8 @@ fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
 }
 
 /// Returns the peak allocation of a matmul, in bytes, on a thread that has computed one of the same sizes.
-fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
-    let ProductSizes {
+fn taken<T: Stored>(sizes: MatmulSizes) -> u64 {
+    let MatmulSizes {
         rows, depth, cols, ..
     } = sizes;
     let a = vec![T::one(); rows * depth];
@@ -61,7 +61,7 @@ fn compare() {
         assert_eq!(packing_bytes(half, Threads::One), 0.0);
         assert!(taken::<bf16>(half) < 256, "{half:?}: kept by the thread"); // except the list of blocks
 
-        let full = ProductSizes {
+        let full = MatmulSizes {
             element_bytes: 4,
             ..half
         };
@@ -86,12 +86,12 @@ proptest! {
         half: bool,
     ) {
         let element_bytes = if half { 2 } else { 4 };
-        let forward = ProductSizes { b_transposed, element_bytes, ..sizes(rows, depth, cols) };
-        let longer = ProductSizes { rows: rows + more, ..forward };
+        let forward = MatmulSizes { b_transposed, element_bytes, ..sizes(rows, depth, cols) };
+        let longer = MatmulSizes { rows: rows + more, ..forward };
         prop_assert!(is_no_less(packing_bytes(longer, Threads::All), packing_bytes(forward, Threads::All)));
 
-        let gradient = ProductSizes { a_transposed: true, b_transposed: false, ..forward };
-        let deeper = ProductSizes { depth: depth + more, ..gradient };
+        let gradient = MatmulSizes { a_transposed: true, b_transposed: false, ..forward };
+        let deeper = MatmulSizes { depth: depth + more, ..gradient };
         prop_assert!(is_no_less(packing_bytes(deeper, Threads::All), packing_bytes(gradient, Threads::All)));
     }
 }
@@ -105,7 +105,7 @@ fn sizes_beyond_any_machine_do_not_overflow() {
     let most = usize::MAX;
     for element_bytes in [2, 4, 8] {
         for transposed in [false, true] {
-            let sizes = ProductSizes {
+            let sizes = MatmulSizes {
                 a_transposed: transposed,
                 element_bytes,
                 ..sizes(most, most, most)

@@ -104,7 +104,7 @@ impl Way {
         let tokens = tokens.broadcast_as(SHAPE)?;
         if self.planned {
             let plan = in_precision(self.precision);
-            let mut step = Step::of(&model, &optimizer, &plan)?;
+            let mut step = Step::for_model(&model, &optimizer, &plan)?;
             return step.run(&mut optimizer, (&tokens, &tokens));
         }
         let loss = self.precision.run(|| model.loss(&tokens, &tokens))?;

@@ -69,7 +69,7 @@ fn eager(model: &TransformerLM) -> (Tensor, Vec<(String, Tensor)>) {
 fn planned(model: &TransformerLM, precision: Precision) -> Vec<(String, Tensor)> {
     let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let config = in_precision(precision);
-    let mut step = Step::of(model, &optimizer, &config).unwrap();
+    let mut step = Step::for_model(model, &optimizer, &config).unwrap();
     let [tokens, targets] = batch();
     step.forward_backward((&tokens, &targets)).unwrap();
     step.gradients().unwrap()

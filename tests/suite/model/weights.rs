@@ -156,22 +156,19 @@ fn weights_of_other_shapes_are_refused() {
 
 /// An optimizer and a file need elements; the error names the meta tensor.
 #[test]
-fn hollow_weights_are_neither_trained_nor_saved() {
+fn meta_weights_are_neither_trained_nor_saved() {
     let model = TransformerLM::from_var_builder(&mini(), graph::weights(DType::F32)).unwrap();
     let refused = AdamW::new(model.parameters(), AdamWConfig::default());
-    refusal(refused, &["token_embeddings.weight", "hollow"]);
+    refusal(refused, &["token_embeddings.weight", "meta"]);
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("hollow.safetensors");
-    refusal(
-        model.save(&path),
-        &["weight", "hollow", "nothing was saved"],
-    );
+    let path = folder.path().join("meta.safetensors");
+    refusal(model.save(&path), &["weight", "meta", "nothing was saved"]);
     assert!(!path.exists());
 }
 
 /// 16 TiB as a meta tensor, without allocating them.
 #[test]
-fn a_hollow_weight_is_of_any_size() {
+fn a_meta_weight_is_of_any_size() {
     let (rows, cols) = (1 << 21, 1 << 21);
     let layer = Linear::new(cols, rows, graph::weights(DType::F32)).unwrap();
     assert_eq!(layer.weight().dims(), [rows, cols]);

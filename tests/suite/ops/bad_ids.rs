@@ -150,6 +150,9 @@ fn a_mean_of_nothing() {
     data(&parts, &|| {
         ops::cross_entropy_ignoring(&x(&[2, 5]), &ids(&[3, 3]), 3)
     });
+    data(&["linear_cross_entropy", "2 targets, all ignored"], &|| {
+        ops::linear_cross_entropy_ignoring(&x(&[2, 4]), &x(&[5, 4]), &ids(&[3, 3]), 3)
+    });
     data(&["0 targets"], &|| {
         ops::cross_entropy(&x(&[0, 5]), &ids(&[]))
     });

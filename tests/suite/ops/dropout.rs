@@ -154,7 +154,7 @@ fn edges() {
 
 /// A key that is an input of a plan has no value yet: the op can be traced with it, its reference cannot.
 #[test]
-fn of_a_hollow_key() {
+fn of_a_meta_key() {
     let traced = |reference: bool| {
         graph::trace(Target::Cpu, || {
             let x = graph::input("x", (4, 8), DType::F32)?;
@@ -167,7 +167,7 @@ fn of_a_hollow_key() {
     };
     let graph = traced(false).unwrap();
     let node = graph.nodes().next().unwrap();
-    assert_eq!((node.op, node.reads.len()), ("dropout", 1));
+    assert_eq!((node.op, node.extra_inputs.len()), ("dropout", 1));
     assert!(traced(true).is_err());
 }
 

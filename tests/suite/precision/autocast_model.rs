@@ -88,7 +88,7 @@ impl Judge {
         let losses = losses(&logits, targets).unwrap();
         let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
         let config = in_precision(precision);
-        let mut step = Step::of(&model, &optimizer, &config).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &config).unwrap();
         let loss = step.forward_backward((tokens, targets)).unwrap();
         let loss = Tensor::new(loss, tokens.device()).unwrap();
         let gradients = step.gradients().unwrap().into_iter();

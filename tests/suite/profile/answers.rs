@@ -91,8 +91,8 @@ fn planned() -> Recording {
         };
         call
     };
-    let cost = |product_flops, other_flops| Cost {
-        product_flops,
+    let cost = |matmul_flops, other_flops| Cost {
+        matmul_flops,
         other_flops,
         ..Default::default()
     };

@@ -304,7 +304,7 @@ fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     step.time_phases(times_phases);
     let shape = (2 * plan.accumulation, 7);
     let tokens = Tensor::zeros(shape, candle_core::DType::U32, &device).unwrap();

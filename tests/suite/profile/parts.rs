@@ -68,7 +68,7 @@ fn planned_calls_tell_their_parts(
     let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let plan = in_precision(precision);
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();
     step.prepare((&tokens, &tokens)).unwrap();
     let _alone = alone();

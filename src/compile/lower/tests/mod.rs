@@ -24,16 +24,16 @@ fn planned(
     config: &StepConfig,
     recompute: Recompute,
 ) -> Planned {
-    let hollow = loss::hollow_model(model, length).unwrap();
-    let job = loss::Job {
+    let meta = loss::meta_model(model, length).unwrap();
+    let job = loss::PlanRequest {
         op: "test",
         kind: PlanKind::TrainStep,
         target,
-        weights: Some(&hollow.parameters()),
-        loss: &loss::Loss::Model(Box::new(hollow)),
+        weights: Some(&meta.parameters()),
+        loss: &loss::Loss::Model(Box::new(meta)),
         config,
     };
-    let batch = Batch::hollow(batch_size * config.accumulation, length).unwrap();
+    let batch = Batch::meta(batch_size * config.accumulation, length).unwrap();
     let inputs = Inputs::of("test", &batch, config.accumulation, false).unwrap();
     let function = job.trace(&inputs, model.checkpointing).unwrap();
     let function = Rc::new(function);
@@ -109,8 +109,8 @@ fn a_budget_takes_the_cheapest_first() {
             memory_budget_bytes: Some(budget_bytes),
             ..config.clone()
         };
-        let batch = Batch::hollow(8, 1024).unwrap();
-        Step::plan_of(Target::Cuda, &model, &config, batch)
+        let batch = Batch::meta(8, 1024).unwrap();
+        Step::plan_for_model(Target::Cuda, &model, &config, batch)
             .unwrap()
             .0
     };
@@ -158,11 +158,11 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let hollow = loss::hollow_model(&model, 1024).unwrap();
+    let meta = loss::meta_model(&model, 1024).unwrap();
     let tokens = graph::input("tokens", (2, 1024), DType::U32).unwrap();
     let (kind, batch) = (PlanKind::Forward, [("tokens", &tokens)]);
     let plan = Step::plan_for(Target::Cuda, kind, &in_bf16(), batch, |inputs| {
-        hollow.forward(&inputs.get("tokens")?)
+        meta.forward(&inputs.get("tokens")?)
     });
     let plan = plan.unwrap();
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
@@ -322,7 +322,7 @@ fn thirds_of_a_projection(
         crate::ops::linear_cross_entropy(&x, &table, &targets)
     };
     let traced = || Ok(vec![precision.run(forward)?]);
-    let function = TracedFunction::of_hollow_weights("test", Target::Cuda, traced).unwrap();
+    let function = TracedFunction::with_meta_weights("test", Target::Cuda, traced).unwrap();
     let config = StepConfig {
         clip_norm: Some(1.0),
         ..Default::default()

@@ -5,9 +5,9 @@
 //! This depends on the sizes alone. In half precision, tiles are widened as they are copied, and outputs and gradients
 //! are rounded once.
 
-use crate::kernels::attention::{Seen, Sizes};
+use crate::kernels::attention::{KeyRanges, Sizes};
 use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, TileMatmul, pack_transposed};
 use crate::kernels::cpu::parallel::{self, Shared, for_tasks_with};
 use crate::kernels::cpu::rows::softmax;
 use crate::kernels::cpu::{Real, Stored, simd};
@@ -38,7 +38,7 @@ pub struct Inputs<'a, T> {
 
 /// The division of a call into chunks, and the padded row lengths of its buffers.
 #[derive(Clone, Copy)]
-struct Cut {
+struct Chunking {
     sizes: Sizes,
     /// Dh and Dv, rounded up to whole registers.
     head_row: usize,
@@ -73,13 +73,13 @@ impl Block {
     }
 
     /// Returns the keys that a query sees, relative to the block's first.
-    fn visible(&self, seen: Seen<'_>, query: usize) -> Range<usize> {
-        let Range { start, end } = seen.by(query);
+    fn visible(&self, seen: KeyRanges<'_>, query: usize) -> Range<usize> {
+        let Range { start, end } = seen.of_query(query);
         start.saturating_sub(self.keys.start)..end.saturating_sub(self.keys.start)
     }
 }
 
-impl Cut {
+impl Chunking {
     /// Plans the division of a call of `matrices` matrices, each of which gets at least one task.
     fn new(sizes: &Sizes, matrices: usize) -> Self {
         let most = (sizes.queries.div_ceil(BLOCK) / CHUNK_BLOCKS).max(1);
@@ -101,17 +101,17 @@ impl Cut {
     /// Returns all keys that some queries read, and the blocks of these queries.
     fn blocks(
         queries: Range<usize>,
-        seen: Seen<'_>,
+        seen: KeyRanges<'_>,
     ) -> (Range<usize>, impl Iterator<Item = Block>) {
         let all = match queries.is_empty() {
             true => 0..0,
-            false => seen.by_all_of(&queries),
+            false => seen.of_queries(&queries),
         };
         let first = all.start / COLUMNS * COLUMNS;
         let all = first..all.end;
         let blocks = queries.clone().step_by(BLOCK).map(move |start| {
             let queries = start..queries.end.min(start + BLOCK);
-            let keys = seen.by_all_of(&queries);
+            let keys = seen.of_queries(&queries);
             let start = keys.start.max(first) / COLUMNS * COLUMNS; // the same whatever the chunk
             Block {
                 keys: start..keys.end.max(start),
@@ -159,10 +159,10 @@ impl Cut {
 /// type.
 pub fn scratch_elements(sizes: &Sizes, threads: usize) -> [f64; 2] {
     let (forward, backward) = (
-        Cut::new(sizes, sizes.matrices()),
-        Cut::new(sizes, sizes.kv_matrices()),
+        Chunking::new(sizes, sizes.matrices()),
+        Chunking::new(sizes, sizes.kv_matrices()),
     );
-    let at_once = |cut: Cut, matrices: usize, len: usize| {
+    let at_once = |cut: Chunking, matrices: usize, len: usize| {
         (matrices * cut.chunks).min(threads) as f64 * len as f64
     };
     let partial = match backward.chunks {
@@ -186,7 +186,7 @@ pub fn forward<T: Stored>(
     lse: &mut [T::Wide],
     out: &mut [T],
 ) {
-    let cut = Cut::new(sizes, sizes.matrices());
+    let cut = Chunking::new(sizes, sizes.matrices());
     let unit = unit_of_tiles::<T>(sizes.head_dim);
     let has_lse = !lse.is_empty();
     let (p, lse, out) = (Shared::new(p), Shared::new(lse), Shared::new(out));
@@ -201,8 +201,8 @@ pub fn forward<T: Stored>(
     let scratch = || vec![T::Wide::ZERO; cut.forward_len()];
     for_tasks_with(sizes.matrices() * cut.chunks, scratch, |scratch, task| {
         let (i, chunk) = (task / cut.chunks, task % cut.chunks);
-        let seen = sizes.seen(inputs.first_keys, i / sizes.heads);
-        let (all, blocks) = Cut::blocks(cut.queries(chunk), seen);
+        let seen = sizes.key_ranges(inputs.first_keys, i / sizes.heads);
+        let (all, blocks) = Chunking::blocks(cut.queries(chunk), seen);
         let mut rest = &mut scratch[..];
         let q_block = take(&mut rest, BLOCK * head_dim); // (queries, Dh)
         let out_block = take(&mut rest, BLOCK * cut.value_row); // (queries, value_row)
@@ -217,7 +217,7 @@ pub fn forward<T: Stored>(
             let (rows, row) = (block.rows(), block.row());
             let q = rows_of(inputs.q, i * queries, &block.queries, head_dim);
             load(q, head_dim, q_block, head_dim);
-            let product = Product {
+            let product = TileMatmul {
                 a: q_block,
                 a_row: head_dim,
                 a_col: 1,
@@ -249,7 +249,7 @@ pub fn forward<T: Stored>(
                 p[start..end].copy_from_slice(&scores[..end - start]);
                 p[end..].fill(T::Wide::ZERO);
             }
-            let product = Product {
+            let product = TileMatmul {
                 a: scores,
                 a_row: row,
                 a_col: 1,
@@ -284,7 +284,7 @@ pub fn backward<T: Stored>(
     p: &[T::Wide],
     [dq, dk, dv]: [&mut [T]; 3],
 ) {
-    let cut = Cut::new(sizes, sizes.kv_matrices());
+    let cut = Chunking::new(sizes, sizes.kv_matrices());
     let (matrices, sums_len) = (sizes.kv_matrices(), cut.sums_len());
     let is_cut = cut.chunks > 1;
     let partial_len = if is_cut { sums_len } else { 0 };
@@ -335,7 +335,7 @@ pub fn backward<T: Stored>(
 
 /// Computes dq of a chunk of queries and its contribution to dk and dv, as sums (keys, head_row) and (keys, value_row).
 fn of_chunk<T: Stored>(
-    cut: &Cut,
+    cut: &Chunking,
     inputs: Inputs<'_, T>,
     (dout, p): (&[T], &[T::Wide]),
     task: usize,
@@ -365,8 +365,8 @@ fn of_chunk<T: Stored>(
     let p_block = take(rest, cut.scores_len()); // (queries, Block::row)
     let ds = take(rest, cut.scores_len());
     for i in shared * group..(shared + 1) * group {
-        let seen = cut.sizes.seen(inputs.first_keys, i / cut.sizes.heads);
-        let (all, blocks) = Cut::blocks(cut.queries(chunk), seen);
+        let seen = cut.sizes.key_ranges(inputs.first_keys, i / cut.sizes.heads);
+        let (all, blocks) = Chunking::blocks(cut.queries(chunk), seen);
         if i == shared * group {
             let of_kv = |x, width| rows_of::<T>(x, shared * keys, &all, width);
             load(of_kv(inputs.k, head_dim), head_dim, k, head_row);
@@ -382,7 +382,7 @@ fn of_chunk<T: Stored>(
                 to[..block.keys.len()].copy_from_slice(&p[block.keys.clone()]);
             }
             let at = all.start + block.before; // the block's first key
-            let product = Product {
+            let product = TileMatmul {
                 a: &*p_block,
                 a_row: 1,
                 a_col: row,
@@ -398,7 +398,7 @@ fn of_chunk<T: Stored>(
                 unit,
             };
             product.run(Part::Values);
-            let product = Product {
+            let product = TileMatmul {
                 a: &*dout_block,
                 a_row: value_row,
                 a_col: 1,
@@ -417,7 +417,7 @@ fn of_chunk<T: Stored>(
             let visible = |row: usize| block.visible(seen, block.queries.start + row);
             let len = rows * row;
             softmax::backward_rows_from(&mut ds[..len], &p_block[..len], row, scale, visible);
-            let product = Product {
+            let product = TileMatmul {
                 a: &*ds,
                 a_row: row,
                 a_col: 1,
@@ -436,7 +436,7 @@ fn of_chunk<T: Stored>(
             // SAFETY: no other task has these queries.
             let dq = unsafe { dq.range(first * head_dim, rows * head_dim) };
             store(dq_block, head_row, dq, head_dim);
-            let product = Product {
+            let product = TileMatmul {
                 a: &*ds,
                 a_row: 1,
                 a_col: row,

@@ -1,7 +1,7 @@
 //! Batched matmuls of many small matrices.
 
+use super::matmul::matmul;
 use super::matrix::MatRef;
-use super::product::matmul;
 use super::threads::Threads;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::parallel::{self, Shared};

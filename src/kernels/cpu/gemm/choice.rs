@@ -5,7 +5,7 @@ use super::micro_kernel::has_avx512;
 
 /// The sizes of a matmul: (rows, depth) times (depth, cols).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ProductSizes {
+pub struct MatmulSizes {
     /// Rows of a and c.
     pub rows: usize,
     /// Columns of a, rows of b.
@@ -31,7 +31,7 @@ pub(super) fn prefers_own_gemm<T>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> bool {
 }
 
 /// Decides like [`prefers_own_gemm`], for factors without gaps between lines.
-pub(super) fn prefers_own_gemm_by(sizes: ProductSizes) -> bool {
+pub(super) fn prefers_own_gemm_by(sizes: MatmulSizes) -> bool {
     let line_bytes = sizes.rows.saturating_mul(sizes.element_bytes);
     let is_aliased = sizes.a_transposed && line_bytes.is_multiple_of(PAGE_BYTES);
     let lengths = [sizes.rows, sizes.depth, sizes.cols];

@@ -23,7 +23,7 @@ use std::ops::Range;
 ///
 /// Every element is the sum, in order, of one chain of multiply-adds per block of the depth, and the blocks depend on
 /// the depth alone: the bits depend neither on the cut nor on the number of threads.
-pub(super) fn product<T, C>(
+pub(super) fn matmul<T, C>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
     c: MatMut<'_, C>,

@@ -1,6 +1,6 @@
 //! Memory that matmuls allocate for packing, for memory estimates.
 
-use super::choice::{ProductSizes, prefers_own_gemm_by};
+use super::choice::{MatmulSizes, prefers_own_gemm_by};
 use super::panels::{PANEL_FLOPS, PanelCut};
 use super::threads::Threads;
 
@@ -10,7 +10,7 @@ use super::threads::Threads;
 /// The crate's own kernel allocates nothing: each thread keeps its packing buffer, 0.75 MiB from its first matmul on
 /// and 2.5 MiB from its first in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate
 /// allocates packing buffers each time, and packs all rows of a together if a is stored column by column.
-pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
+pub fn packing_bytes(sizes: MatmulSizes, threads: Threads) -> f64 {
     let is_half = sizes.element_bytes < 4;
     if sizes.rows == 0 || sizes.depth == 0 || sizes.cols == 0 {
         return 0.0;
@@ -22,8 +22,8 @@ pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
 }
 
 /// Returns the number of elements that the `gemm` crate packs for the panels that run concurrently.
-fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
-    let ProductSizes {
+fn crate_elements(sizes: MatmulSizes, threads: Threads) -> f64 {
+    let MatmulSizes {
         rows, depth, cols, ..
     } = sizes;
     let packed_depth = depth.min(CRATE_DEPTH) as f64;
@@ -40,7 +40,7 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
             true => 1.0,
             false => ((count + 1) as f64 * PANEL_FLOPS / flops).min(1.0),
         };
-        let panels = PanelCut::so_many(count, rows, cols);
+        let panels = PanelCut::with_count(count, rows, cols);
         let [of_a, of_b] = match panels.by_rows {
             true => panel_lines(sizes, panels.step.min(rows), cols),
             false => panel_lines(sizes, rows, panels.step.min(cols)),
@@ -56,7 +56,7 @@ const CRATE_DEPTH: usize = 512;
 
 /// Returns how many lines of a and b the `gemm` crate packs for one panel: `gemm_basic_generic` of gemm 0.19, whose lhs
 /// is our b^T and whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
-fn panel_lines(sizes: ProductSizes, rows: usize, cols: usize) -> [f64; 2] {
+fn panel_lines(sizes: MatmulSizes, rows: usize, cols: usize) -> [f64; 2] {
     const REGISTERS: usize = 64;
     const BLOCK: usize = 8 * REGISTERS;
     let packs_a = match sizes.a_transposed {

@@ -7,7 +7,7 @@ use crate::kernels::cpu::parallel::{self, Shared};
 use std::ops::Range;
 
 /// Computes `c = a b`, or `c += a b` if `accumulate`.
-pub(super) fn product<T: Real>(
+pub(super) fn matmul<T: Real>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
     c: MatMut<'_, T>,
@@ -74,7 +74,7 @@ pub(super) struct PanelCut {
 
 impl PanelCut {
     fn of(rows: usize, depth: usize, cols: usize) -> Self {
-        Self::so_many(Self::count_of(rows, depth, cols), rows, cols)
+        Self::with_count(Self::count_of(rows, depth, cols), rows, cols)
     }
 
     pub fn count_of(rows: usize, depth: usize, cols: usize) -> usize {
@@ -83,7 +83,7 @@ impl PanelCut {
     }
 
     /// Divides c into at most `count` panels.
-    pub fn so_many(count: usize, rows: usize, cols: usize) -> Self {
+    pub fn with_count(count: usize, rows: usize, cols: usize) -> Self {
         // By columns, because packing b's part is cheaper to repeat, unless c is tall.
         let by_rows = rows > cols.saturating_mul(4);
         let length = if by_rows { rows } else { cols };
@@ -119,7 +119,7 @@ fn panel<T: Real>(
         threads => gemm::Parallelism::Rayon(threads),
     };
     // SAFETY: the views' constructors checked that sizes and strides stay inside their slices, the ranges were checked
-    // above, and `product` checked that c has a.rows rows and b.cols columns.
+    // above, and `matmul` checked that c has a.rows rows and b.cols columns.
     unsafe {
         gemm::gemm(
             rows.len(),

@@ -83,7 +83,7 @@ fn reserve_of_gemm_crate() -> Result<(), TryReserveError> {
     let x = MatRef::new(&x, SIDE, SIDE);
     for x in [x, x.t()] {
         let y = MatMut::new(&mut y, SIDE, SIDE);
-        panels::product(x, x, y, false, Threads::One);
+        panels::matmul(x, x, y, false, Threads::One);
     }
     Ok(())
 }

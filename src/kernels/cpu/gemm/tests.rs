@@ -65,7 +65,7 @@ where
                 let mut one = before.clone();
                 let mut chosen = before.clone();
                 for (c, threads) in [(&mut c, Threads::All), (&mut one, Threads::One)] {
-                    packed::product(a, b, MatMut::new(c, rows, cols), accumulate, threads);
+                    packed::matmul(a, b, MatMut::new(c, rows, cols), accumulate, threads);
                 }
                 let to = MatMut::new(&mut chosen, rows, cols);
                 matmul_to(a, b, to, accumulate, Threads::All); // by any implementation
@@ -178,9 +178,9 @@ fn errors_are_no_larger_than_the_gemm_crates() {
         let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
         let [mut ours, mut theirs] = [(); 2].map(|()| vec![0f32; rows * cols]);
         let c = MatMut::new(&mut ours, rows, cols);
-        packed::product(a, b, c, false, Threads::All);
+        packed::matmul(a, b, c, false, Threads::All);
         let c = MatMut::new(&mut theirs, rows, cols);
-        panels::product(a, b, c, false, Threads::All);
+        panels::matmul(a, b, c, false, Threads::All);
         let (ours, theirs) = (error(&ours), error(&theirs));
         assert!(
             ours > 0.0 && ours <= 1.1 * theirs,

@@ -1,6 +1,6 @@
 //! Matmuls of tiles that are in cache, without packing: attention multiplies its tiles with these.
 
-use super::bf16::{Lines, Output, SIDE, Unit, product_of_tiles};
+use super::bf16::{Lines, Output, SIDE, Unit, matmul_of_tiles};
 use super::matrix::{MatMut, MatRef};
 pub use super::micro_kernel::COLUMNS;
 use super::micro_kernel::{PANEL, Sums, Tiles};
@@ -15,7 +15,7 @@ use crate::probe::parts::{Part, timed};
 /// Elements of a are broadcast; rows of b and c are registers. A block of c stays in registers during the loop over the
 /// depth. Every element of c is one chain of multiply-adds in the order of the depth. If a bf16 unit multiplies
 /// instead, rows or columns of a must be contiguous.
-pub(crate) struct Product<'a, T> {
+pub(crate) struct TileMatmul<'a, T> {
     pub a: &'a [T],
     /// The stride from one row of a to the next.
     pub a_row: usize,
@@ -40,7 +40,7 @@ pub(crate) struct Product<'a, T> {
     pub unit: Option<Unit>,
 }
 
-/// Packs the transpose of x (columns, depth) as [`Product`]'s b: `to` (units, depth, COLUMNS), padded with zeros.
+/// Packs the transpose of x (columns, depth) as [`TileMatmul`]'s b: `to` (units, depth, COLUMNS), padded with zeros.
 /// `lines` is scratch of (COLUMNS, depth).
 pub(crate) fn pack_transposed<T: Stored>(
     x: &[T],
@@ -53,7 +53,7 @@ pub(crate) fn pack_transposed<T: Stored>(
     b_block(b, 0..depth, 0..columns, to, lines);
 }
 
-impl<T: Lanes> Product<'_, T> {
+impl<T: Lanes> TileMatmul<'_, T> {
     /// Computes the matmul on the calling thread; its time is recorded as `part` of an op.
     pub(crate) fn run(self, part: Part) {
         if self.rows == 0 || self.columns == 0 {
@@ -88,7 +88,7 @@ impl<T: Lanes> Product<'_, T> {
         let mut c = MatMut::band(self.c, self.rows, self.columns, self.c_row);
         let c = Output::new(&mut c, self.accumulate).expect("tiles of f32");
         // SAFETY: c is borrowed until this returns.
-        unsafe { product_of_tiles(unit, [a, b], self.depth, c) };
+        unsafe { matmul_of_tiles(unit, [a, b], self.depth, c) };
     }
 
     /// Returns the matmul on raw memory, after checking that the views, of at least one row and column, stay inside
@@ -171,7 +171,7 @@ mod tests {
         let b = values::<T>((depth + padding) * row, 1.1);
         let before = values::<T>(rows * row, 1.3);
         let mut c = before.clone();
-        let product = Product {
+        let product = TileMatmul {
             a: &a,
             a_row,
             a_col,

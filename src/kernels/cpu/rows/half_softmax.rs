@@ -3,8 +3,8 @@
 //! With half the bytes, arithmetic is the bottleneck, where f32 is bound by memory. So this makes fewer passes and uses
 //! a cheaper exponential than [`softmax`](super::softmax), whose f32 results do not change.
 
-use super::softmax::only;
-use crate::kernels::attention::Seen;
+use super::softmax::visible_part;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::{Lanes, Real, Stored, parallel};
 use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
@@ -17,7 +17,7 @@ const PADDING: usize = 16;
 pub(super) struct Rows<'a, T> {
     /// The index of the first row in the batch.
     pub first: usize,
-    pub seen: Seen<'a>,
+    pub seen: KeyRanges<'a>,
     pub scale: T,
 }
 
@@ -36,7 +36,7 @@ pub(super) fn forward_rows<T: Stored>(rows: Rows<'_, T::Wide>, x: &[T], p: &mut 
 pub fn backward_from_scores<T: Stored>(
     dp: &[T],
     x: &[T],
-    seen: Seen<'_>,
+    seen: KeyRanges<'_>,
     scale: f64,
     dx: &mut [T],
 ) {
@@ -77,8 +77,8 @@ impl<T: Stored> WithSimd for Forward<'_, T> {
         let keys = rows.seen.keys;
         let pairs = p.chunks_exact_mut(keys).zip(x.chunks_exact(keys));
         for (row, (p, x)) in pairs.enumerate() {
-            let visible = rows.seen.by_row(rows.first + row);
-            let (x, p) = (&x[visible.clone()], only(p, visible, T::zero()));
+            let visible = rows.seen.of_row(rows.first + row);
+            let (x, p) = (&x[visible.clone()], visible_part(p, visible, T::zero()));
             let (e, max) = scaled(simd, x, rows.scale, e);
             let sum = fold_registers::<T::Wide, S, _, 0>(
                 e,
@@ -120,9 +120,9 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
         let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
         let inputs = self.dp.chunks_exact(keys).zip(self.x.chunks_exact(keys));
         for (row, (dx, (dp, x))) in self.dx.chunks_exact_mut(keys).zip(inputs).enumerate() {
-            let visible = seen.by_row(first + row);
+            let visible = seen.of_row(first + row);
             let (dp, x) = (&dp[visible.clone()], &x[visible.clone()]);
-            let dx = only(dx, visible, T::zero());
+            let dx = visible_part(dx, visible, T::zero());
             let gradient = &mut self.gradient[..dx.len().next_multiple_of(PADDING)];
             T::load(dp, &mut gradient[..dx.len()]);
             gradient[dx.len()..].fill(T::Wide::ZERO); // stale elements of a longer row may be NaN

@@ -3,13 +3,13 @@
 pub use super::half_softmax::backward_from_scores;
 
 use super::half_softmax::{self, Rows};
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::{Real, Stored, parallel, simd};
 use crate::probe::parts::{Part, timed};
 use std::ops::Range;
 
 /// Computes `p` from scores `x`, both (batch, queries, keys). Hidden places and rows without a visible key are 0.
-pub fn forward<T: Stored>(x: &[T], seen: Seen<'_>, scale: f64, p: &mut [T]) {
+pub fn forward<T: Stored>(x: &[T], seen: KeyRanges<'_>, scale: f64, p: &mut [T]) {
     let keys = seen.keys;
     let rows = |first: usize, p: &mut [T]| {
         let x = &x[first * keys..first * keys + p.len()];
@@ -54,7 +54,7 @@ pub fn forward_rows_to<T: Real>(
 }
 
 /// Computes `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere.
-pub fn backward<T: Real>(dp: &[T], p: &[T], seen: Seen<'_>, scale: f64, dx: &mut [T]) {
+pub fn backward<T: Real>(dp: &[T], p: &[T], seen: KeyRanges<'_>, scale: f64, dx: &mut [T]) {
     let rows = |first: usize, dx: &mut [T]| {
         let range = first * seen.keys..first * seen.keys + dx.len();
         dx.copy_from_slice(&dp[range.clone()]);
@@ -67,10 +67,10 @@ pub fn backward<T: Real>(dp: &[T], p: &[T], seen: Seen<'_>, scale: f64, dx: &mut
 pub(in crate::kernels::cpu) fn forward_rows<T: Real>(
     p: &mut [T],
     first: usize,
-    seen: Seen<'_>,
+    seen: KeyRanges<'_>,
     scale: f64,
 ) {
-    let visible = |row: usize| seen.by_row(first + row);
+    let visible = |row: usize| seen.of_row(first + row);
     forward_rows_to(p, seen.keys, scale, visible, &mut []);
 }
 
@@ -90,7 +90,7 @@ fn forward_visible<T: Real>(
         #[inline(always)]
         || {
             for (row, p) in p.chunks_exact_mut(width).enumerate() {
-                let p = only(p, visible(row), T::ZERO);
+                let p = visible_part(p, visible(row), T::ZERO);
                 for p in p.iter_mut() {
                     *p *= scale; // before the maximum, so that negative scales work
                 }
@@ -111,7 +111,7 @@ fn forward_visible<T: Real>(
 
 /// Returns the elements `visible` of a row, after filling the others with `zero`.
 #[inline(always)]
-pub(super) fn only<T: Copy>(row: &mut [T], visible: Range<usize>, zero: T) -> &mut [T] {
+pub(super) fn visible_part<T: Copy>(row: &mut [T], visible: Range<usize>, zero: T) -> &mut [T] {
     let (row, after) = row.split_at_mut(visible.end);
     after.fill(zero);
     let (before, row) = row.split_at_mut(visible.start);
@@ -124,10 +124,10 @@ pub(in crate::kernels::cpu) fn backward_rows<T: Real>(
     dx: &mut [T],
     p: &[T],
     first: usize,
-    seen: Seen<'_>,
+    seen: KeyRanges<'_>,
     scale: f64,
 ) {
-    let visible = |row: usize| seen.by_row(first + row);
+    let visible = |row: usize| seen.of_row(first + row);
     backward_rows_from(dx, p, seen.keys, scale, visible);
 }
 
@@ -148,7 +148,7 @@ pub fn backward_rows_from<T: Real>(
                 for (row, (dx, p)) in rows.enumerate() {
                     let visible = visible(row);
                     let p = &p[visible.clone()];
-                    let dx = only(dx, visible, T::ZERO);
+                    let dx = visible_part(dx, visible, T::ZERO);
                     let inner = simd::dot(p, dx);
                     for (dx, p) in dx.iter_mut().zip(p) {
                         *dx = *p * (*dx - inner) * scale;

@@ -30,7 +30,7 @@ pub trait Real: WithDType + Neg<Output = Self> {
 
     /// Returns the standard normal cumulative distribution at x = `self`, given `e = exp(-x^2 / 2)`. The `f32` version
     /// is branch-free; its relative error is 5e-7 for |x| up to 2, and 2e-6 up to 6.
-    fn normal_share(self, e: Self) -> Self;
+    fn normal_cdf(self, e: Self) -> Self;
 
     /// Returns the larger of two; NaN if `other` is NaN.
     #[inline(always)]
@@ -75,8 +75,8 @@ impl Real for f32 {
     }
 
     #[inline(always)]
-    fn normal_share(self, e: Self) -> Self {
-        normal_share_f32(self, e)
+    fn normal_cdf(self, e: Self) -> Self {
+        normal_cdf_f32(self, e)
     }
 }
 
@@ -116,7 +116,7 @@ impl Real for f64 {
     }
 
     #[inline(always)]
-    fn normal_share(self, _: Self) -> Self {
+    fn normal_cdf(self, _: Self) -> Self {
         0.5 * erfc_f64(-self * std::f64::consts::FRAC_1_SQRT_2)
     }
 }
@@ -157,7 +157,7 @@ fn tanh_f32(x: f32) -> f32 {
 /// `t = 1 / (1 + 0.3 |x|)`. q of degree 7 fits erfc divided by the exponential (relative error 5e-8 for |x| up to 9;
 /// beyond, only the exponential matters).
 #[inline(always)]
-fn normal_share_f32(x: f32, e: f32) -> f32 {
+fn normal_cdf_f32(x: f32, e: f32) -> f32 {
     const Q: [f32; 8] = [
         0.119_605_49,
         0.121_105_7,
@@ -233,10 +233,10 @@ mod tests {
 
     #[test]
     fn normal_share_f32_is_erfcs() {
-        let share = |x: f32| x.normal_share((-0.5 * x * x).exponential());
+        let share = |x: f32| x.normal_cdf((-0.5 * x * x).exponential());
         for i in -60_000..60_000 {
             let x = i as f32 * 1e-4;
-            let exact = f64::from(x).normal_share(f64::NAN);
+            let exact = f64::from(x).normal_cdf(f64::NAN);
             let allowed = if x.abs() < 2.0 { 5e-7 } else { 2e-6 };
             let found = f64::from(share(x));
             assert!(

@@ -18,7 +18,7 @@ impl Tables {
         inverse: View,
         flags: View,
     ) -> Result<()> {
-        set_to_zero(gpu, flags.part(entries.start, entries.len()))?;
+        set_to_zero(gpu, flags.slice(entries.start, entries.len()))?;
         let chunks = self.chunks(&entries);
         if chunks.is_empty() {
             return Ok(());
@@ -53,7 +53,7 @@ impl Tables {
             }
             let kernel = SOURCE.kernel(gpu, "chunk_squares", gradients)?;
             let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
-            let sums = chunk_sums.part(chunks.start - first, chunks.len());
+            let sums = chunk_sums.slice(chunks.start - first, chunks.len());
             let mut launch = kernel.builder();
             launch.arg(&tensors).arg(&table);
             launch.arg(&sums.pointer);

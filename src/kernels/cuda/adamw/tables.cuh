@@ -23,7 +23,7 @@ struct Chunk {
 };
 
 struct Update {
-    float decay, first_share, beta2, second_share, step_size, second_correction, eps;
+    float decay, one_minus_beta1, beta2, one_minus_beta2, step_size, second_correction, eps;
     unsigned rounding; // the key of the stochastic rounding of moments in bf16
     float clip_value;  // the bound of each gradient element
 };

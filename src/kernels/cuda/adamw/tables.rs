@@ -61,7 +61,7 @@ impl Tables {
 
     /// Builds the tables of parameters in half precision: `copy` is the parameter, which others read and may set, and
     /// `value` its master weight in f32. Gradients are f32 or in the parameters' dtype.
-    pub(crate) fn of_halves(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
+    pub(crate) fn with_master_weights(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         if entries.iter().any(|entry| entry.copy.is_none()) {
             bail!("AdamW's tables: an exact value without its parameter in half precision");
         }

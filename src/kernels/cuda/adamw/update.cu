@@ -13,8 +13,8 @@
 
 __device__ __forceinline__ void step(float* p, float g, float* m, float* v, const Update& u) {
     g = g > u.clip_value ? u.clip_value : g < -u.clip_value ? -u.clip_value : g; // keeps NaN
-    *m = add(*m, mul(u.first_share, sub(g, *m)));
-    *v = add(mul(*v, u.beta2), mul(mul(u.second_share, g), g));
+    *m = add(*m, mul(u.one_minus_beta1, sub(g, *m)));
+    *v = add(mul(*v, u.beta2), mul(mul(u.one_minus_beta2, g), g));
     float denominator = add(__fdiv_rn(__fsqrt_rn(*v), u.second_correction), u.eps);
     *p = sub(mul(*p, u.decay), __fdiv_rn(mul(u.step_size, *m), denominator));
 }

@@ -42,15 +42,15 @@ impl Tables {
     }
 }
 
-/// Updates all entries in place, by tables that are built for this step only. `halves` selects [`Tables::of_halves`].
+/// Updates all entries in place, by tables that are built for this step only. `has_master_weights` selects [`Tables::with_master_weights`].
 pub(crate) fn step(
     gpu: &CudaDevice,
     entries: &[Entry],
     updates: &[Update],
-    halves: bool,
+    has_master_weights: bool,
 ) -> Result<()> {
-    let tables = match halves {
-        true => Tables::of_halves(gpu, entries)?,
+    let tables = match has_master_weights {
+        true => Tables::with_master_weights(gpu, entries)?,
         false => Tables::new(gpu, entries)?,
     };
     let updates: Vec<f32> = updates.iter().flat_map(words).collect();
@@ -67,9 +67,9 @@ pub(crate) const WORDS: usize = 9;
 pub(crate) fn words(update: &Update) -> [f32; WORDS] {
     let words = [
         update.decay,
-        update.first_share,
+        update.one_minus_beta1,
         update.beta2,
-        update.second_share,
+        update.one_minus_beta2,
         update.step_size,
         update.second_correction,
         update.eps,

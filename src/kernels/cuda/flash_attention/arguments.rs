@@ -88,7 +88,7 @@ impl CallSizes {
 
 /// The dropout of the probabilities.
 #[derive(Clone, Copy)]
-pub(crate) struct Dropped<'a> {
+pub(crate) struct ProbabilityDropout<'a> {
     pub dropout: Dropout,
     /// (4) u32: seed, seed >> 32, step, micro-batch.
     pub key: View<'a>,
@@ -106,7 +106,7 @@ pub(super) struct DropoutArguments {
 }
 
 impl DropoutArguments {
-    pub(super) fn new(dropped: Option<Dropped<'_>>) -> Self {
+    pub(super) fn new(dropped: Option<ProbabilityDropout<'_>>) -> Self {
         let dropout = dropped.map(|dropped| dropped.dropout);
         Self {
             key: dropped.map_or(0, |dropped| dropped.key.pointer),

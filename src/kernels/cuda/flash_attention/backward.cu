@@ -23,28 +23,28 @@
 //                           dynamic shared memory  QUERIES * HEAD_DIM * 2 bytes
 //
 // A block has KEYS keys, whose dK and dV stay in its warps' registers, and loops over the queries of all heads that
-// share them. A warp has KEYS * SHARE / WARPS keys. It computes their S^T and dP^T, so P^T and dS^T are the left
+// share them. A warp has KEYS * WARPS_PER_KEY_GROUP / WARPS keys. It computes their S^T and dP^T, so P^T and dS^T are the left
 // operands of dV and dK in the registers where they were computed. dS is written to shared memory for dQ, whose sum
 // over the keys spans warps and blocks. That sum has the order of the keys: a block adds to a tile of dq_sums when it
 // is its turn, so every run has the same bits. Blocks take their keys in order, by ticket, so a block only waits for
 // blocks that already run, a tile of queries ahead. dQ of a tile is computed during the next tile, with one barrier per
 // tile.
 //
-// Wide heads (SHARE 2): two warps have the same keys. Each has half of a tile's queries and half of the columns of dV
+// Wide heads (WARPS_PER_KEY_GROUP 2): two warps have the same keys. Each has half of a tile's queries and half of the columns of dV
 // and dK, and they exchange P^T and dS^T. A warp thus has twice the keys, and uses what it reads of queries twice as
 // often: shared memory bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from 173 to
 // 210.)
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef AT_ONCE // queries whose S and dP are in registers at a time
-#define AT_ONCE (HEAD_DIM == 256 ? 16 : 32)
+#ifndef QUERY_STEP // queries whose S and dP are in registers at a time
+#define QUERY_STEP (HEAD_DIM == 256 ? 16 : 32)
 #endif
 #ifndef WARPS
 #define WARPS (HEAD_DIM <= 64 ? 4 : 8)
 #endif
-#ifndef SHARE // warps that have the same keys and share the queries of a tile and the columns of dK and dV
-#define SHARE (HEAD_DIM >= 128 ? 2 : 1)
+#ifndef WARPS_PER_KEY_GROUP // warps that have the same keys and share the queries of a tile and the columns of dK and dV
+#define WARPS_PER_KEY_GROUP (HEAD_DIM >= 128 ? 2 : 1)
 #endif
 #ifndef DQ_ROW_WARPS // warps along the rows of dQ; the others are along its columns
 #define DQ_ROW_WARPS (HEAD_DIM == 16 || HEAD_DIM == 96 ? 4 : 2)
@@ -53,9 +53,9 @@
 #define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
 #endif
 constexpr int THREADS = 32 * WARPS;                 // computing threads
-constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16; // blocks of 16 keys per warp
-constexpr int DIMS = HEAD_DIM / SHARE;              // columns of dK and dV per warp
-constexpr int OWN_QUERIES = QUERIES / SHARE;        // queries of a tile whose S and dP a warp computes
+constexpr int K_BLOCKS = KEYS * WARPS_PER_KEY_GROUP / WARPS / 16; // blocks of 16 keys per warp
+constexpr int DIMS = HEAD_DIM / WARPS_PER_KEY_GROUP;              // columns of dK and dV per warp
+constexpr int OWN_QUERIES = QUERIES / WARPS_PER_KEY_GROUP;        // queries of a tile whose S and dP a warp computes
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int DQ_ROW_BLOCKS = QUERIES / 16 / DQ_ROW_WARPS;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
@@ -66,11 +66,11 @@ constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES; /
 constexpr int STATISTICS_BYTES = QUERIES * 8;
 constexpr int BACKWARD_SHARED =
     2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
-static_assert(KEYS * SHARE % (16 * WARPS) == 0 && OWN_QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0,
+static_assert(KEYS * WARPS_PER_KEY_GROUP % (16 * WARPS) == 0 && OWN_QUERIES % QUERY_STEP == 0 && QUERY_STEP % 16 == 0,
               "tiles of whole blocks");
-static_assert(SHARE == 1 || (SHARE == 2 && AT_ONCE == OWN_QUERIES), "two warps exchange all that they made of a tile");
+static_assert(WARPS_PER_KEY_GROUP == 1 || (WARPS_PER_KEY_GROUP == 2 && QUERY_STEP == OWN_QUERIES), "two warps exchange all that they made of a tile");
 static_assert(QUERIES % (16 * DQ_ROW_WARPS) == 0 && HEAD_DIM % (16 * DQ_COLUMN_WARPS) == 0, "dQ in whole blocks");
-static_assert(DIMS % 16 == 0 && (SHARE == 1 || DIMS % 64 == 0), "shares of whole blocks");
+static_assert(DIMS % 16 == 0 && (WARPS_PER_KEY_GROUP == 1 || DIMS % 64 == 0), "shares of whole blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     // The first keys come first: with a causal mask most queries attend to them.
     int kv_head_in_all, key_tile;
-    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
+    locate_ticket(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
     const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
     const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
 
@@ -144,14 +144,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (steps > 0) copy_queries(0);
 
     // This warp's keys, its columns of dK and dV, and the queries of a tile whose S and dP it computes.
-    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS,
-              warp_query = warp % SHARE * OWN_QUERIES;
+    const int warp_key = warp / WARPS_PER_KEY_GROUP * 16 * K_BLOCKS, warp_dim = warp % WARPS_PER_KEY_GROUP * DIMS,
+              warp_query = warp % WARPS_PER_KEY_GROUP * OWN_QUERIES;
     const Blocks<ROW_BYTES, BY_ROWS> k_left(k_tile, warp_key, lane), v_left(v_tile, warp_key, lane);
     const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, warp_query, lane), d_out_right(d_out_tiles, warp_query, lane);
     const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane),
         d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
     // The queries of the warp with the same keys, and the blocks that it wrote for them.
-    const int other_query = SHARE == 1 ? 0 : OWN_QUERIES - warp_query;
+    const int other_query = WARPS_PER_KEY_GROUP == 1 ? 0 : OWN_QUERIES - warp_query;
     const Blocks<DS_ROW_BYTES, BY_ROWS> of_other =
         Blocks<DS_ROW_BYTES, BY_ROWS>(ds_tiles, warp_key, lane).from_column(other_query);
     // This warp's blocks of dQ: rows dq_row, dq_row + 16 DQ_ROW_WARPS and so on, columns likewise.
@@ -165,10 +165,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
 
     // A left operand of dV or dK in registers: P^T or dS^T (keys, queries) of this warp's keys.
-    typedef u32 Factor[AT_ONCE / 16][K_BLOCKS][4];
+    typedef u32 Factor[QUERY_STEP / 16][K_BLOCKS][4];
 
-    // c (keys, AT_ONCE) += left (keys, HEAD_DIM) right (AT_ONCE, HEAD_DIM)^T
-    auto multiply_by_dims = [](float (&c)[K_BLOCKS][AT_ONCE / 8][4], const Blocks<ROW_BYTES, BY_ROWS>& left,
+    // c (keys, QUERY_STEP) += left (keys, HEAD_DIM) right (QUERY_STEP, HEAD_DIM)^T
+    auto multiply_by_dims = [](float (&c)[K_BLOCKS][QUERY_STEP / 8][4], const Blocks<ROW_BYTES, BY_ROWS>& left,
                                const Blocks<ROW_BYTES, BY_COLUMNS>& right, int first_row, u32 stage) {
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], left.at(m * 16, i * 16));
 #pragma unroll
-            for (int n = 0; n < AT_ONCE / 16; n++) {
+            for (int n = 0; n < QUERY_STEP / 16; n++) {
                 u32 b[4];
                 load_matrices(b, right.at(first_row + n * 16, i * 16, stage));
 #pragma unroll
@@ -187,11 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
         }
     };
-    // c (keys, DIMS) += left (keys, AT_ONCE) right (AT_ONCE, DIMS)
+    // c (keys, DIMS) += left (keys, QUERY_STEP) right (QUERY_STEP, DIMS)
     auto multiply_by_queries = [](float (&c)[K_BLOCKS][DIMS / 8][4], const Factor& left,
                                   const Blocks<ROW_BYTES, BY_ROWS>& right, int first_row, u32 stage) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE / 16; i++)
+        for (int i = 0; i < QUERY_STEP / 16; i++)
 #pragma unroll
             for (int n = 0; n < DIMS / 16; n++) {
                 u32 b[4];
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // Writes an operand to the tile of dS, for other warps.
     auto write_factor = [&](const Factor& factor, int part, int stage) {
 #pragma unroll
-        for (int n = 0; n < AT_ONCE / 8; n++)
+        for (int n = 0; n < QUERY_STEP / 8; n++)
 #pragma unroll
             for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
@@ -218,13 +218,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
     auto read_others = [&](Factor& factor, int stage) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE / 16; i++)
+        for (int i = 0; i < QUERY_STEP / 16; i++)
 #pragma unroll
             for (int m = 0; m < K_BLOCKS; m++)
                 load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
     };
     // Waits for the warp with the same keys.
-    auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SHARE), "n"(32 * SHARE) : "memory"); };
+    auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / WARPS_PER_KEY_GROUP), "n"(32 * WARPS_PER_KEY_GROUP) : "memory"); };
 
     // Adds dQ of a tile, whose dS is in shared memory, to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {
@@ -276,9 +276,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         // Whether some queries have first keys after the warp's first key.
         const bool begins_later = FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key;
 #pragma unroll
-        for (int part = 0; part < OWN_QUERIES; part += AT_ONCE) {
+        for (int part = 0; part < OWN_QUERIES; part += QUERY_STEP) {
             const u32 q_stage = stage * QUERY_TILE_BYTES;
-            float s[K_BLOCKS][AT_ONCE / 8][4] = {}, dp[K_BLOCKS][AT_ONCE / 8][4] = {}; // S^T, dP^T: keys, queries
+            float s[K_BLOCKS][QUERY_STEP / 8][4] = {}, dp[K_BLOCKS][QUERY_STEP / 8][4] = {}; // S^T, dP^T: keys, queries
             multiply_by_dims(s, k_left, q_right, part, q_stage);
             multiply_by_dims(dp, v_left, d_out_right, part, q_stage);
 
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                 for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
-                    for (int n = 0; n < AT_ONCE / 8; n++) cap_scores(s[m][n], sizes);
+                    for (int n = 0; n < QUERY_STEP / 8; n++) cap_scores(s[m][n], sizes);
             }
             if (masked) {
 #pragma unroll
@@ -298,12 +298,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
                                             first_query - warp_query - part - quad_column - i % 2;
 #pragma unroll
-                        for (int n = 0; n < AT_ONCE / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
+                        for (int n = 0; n < QUERY_STEP / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
                     }
             }
             if (begins_later) {
 #pragma unroll
-                for (int n = 0; n < AT_ONCE / 8; n++)
+                for (int n = 0; n < QUERY_STEP / 8; n++)
 #pragma unroll
                     for (int odd = 0; odd < 2; odd++) {
                         // Counted from this thread's first key.
@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             Factor p, ds;
             u32 stay[K_BLOCKS][2];
 #pragma unroll
-            for (int n = 0; n < AT_ONCE / 8; n++) {
+            for (int n = 0; n < QUERY_STEP / 8; n++) {
                 if (DROPOUT && n % 2 == 0) {
 #pragma unroll
                     for (int m = 0; m < K_BLOCKS; m++)
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
 
             const u32 own_rows = q_stage + warp_query * ROW_BYTES;
-            if (SHARE == 1) {
+            if (WARPS_PER_KEY_GROUP == 1) {
                 write_factor(ds, part, stage);
                 multiply_by_queries(dv, p, d_out_rows, part, own_rows);
                 multiply_by_queries(dk, ds, q_rows, part, own_rows);

@@ -1,10 +1,11 @@
 //! Launches of backward: row statistics, gradients, and dq rounded.
 
 use super::arguments::{
-    BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Dropped, Heads, Map, Strides,
+    BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Heads, Map, ProbabilityDropout,
+    Strides,
 };
 use super::element;
-use super::form::{Backward as Form, definitions, line, pointer_to};
+use super::kernel_config::{Backward as KernelConfig, config_1d, definitions, pointer_to};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::attention::Sizes;
@@ -55,7 +56,7 @@ pub(crate) struct Inputs<'a> {
     /// (B, Tq) u32, contiguous, as in forward.
     pub first_keys: Option<View<'a>>,
     /// The dropout of the probabilities, as in forward.
-    pub dropout: Option<Dropped<'a>>,
+    pub dropout: Option<ProbabilityDropout<'a>>,
 }
 
 /// The outputs of backward.
@@ -67,13 +68,13 @@ pub(crate) struct Gradients<'a> {
 }
 
 /// Returns the kernels for every GPU and their launch sizes, for a call.
-fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
+fn generic_kernels(dtype: DType, tf32: bool, head_dim: usize) -> KernelConfig {
     if dtype == DType::F32 {
         return super::f32::backward(head_dim, tf32);
     }
     let tiles = tiles::Backward::new(head_dim);
     let threads = 32 * tiles.warps;
-    Form {
+    KernelConfig {
         source: &SOURCE,
         keys: tiles.keys,
         queries: tiles.queries,
@@ -85,7 +86,7 @@ fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
 }
 
 /// Returns the tiles of the Hopper kernels, if the GPU and the call have them.
-fn of_hopper(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
+fn hopper_tiles(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
     let tiles = tiles::BackwardHopper::new(head_dim);
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
@@ -93,9 +94,9 @@ fn of_hopper(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::B
 /// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    match of_hopper(gpu, dtype, head_dim) {
+    match hopper_tiles(gpu, dtype, head_dim) {
         Some(tiles) => tiles.shared_bytes(head_dim),
-        None => form_for(dtype, tf32, head_dim).shared_bytes,
+        None => generic_kernels(dtype, tf32, head_dim).shared_bytes,
     }
 }
 
@@ -125,15 +126,11 @@ pub(crate) fn backward(
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let drops = inputs.dropout.is_some();
-    let hopper = of_hopper(gpu, dtype, head_dim);
-    let launch_generic = form_for(dtype, tf32, head_dim);
+    let hopper = hopper_tiles(gpu, dtype, head_dim);
+    let generic = generic_kernels(dtype, tf32, head_dim);
     let (source, tiles, queries) = match &hopper {
         Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
-        None => (
-            launch_generic.source,
-            launch_generic.tiles.clone(),
-            launch_generic.queries,
-        ),
+        None => (generic.source, generic.tiles.clone(), generic.queries),
     };
     let definitions = definitions(sizes, element, inputs.first_keys, drops, tiles);
     let kernel = |stem| source.kernel_with(gpu, &definitions, stem, element);
@@ -141,9 +138,9 @@ pub(crate) fn backward(
     let tiles_of_queries = tiles_of_queries(sizes, queries);
     let rows = tiles_of_queries * queries;
     // `prepare` writes statistics and turns. The first tile of keys overwrites its part of the sums.
-    let mut room = Workspace::new(workspace);
+    let mut scratch = Workspace::new(workspace);
     let [statistics, dq_sums, turns] =
-        parts(tiles_of_queries, queries, head_dim).map(|len| room.take(len).pointer);
+        parts(tiles_of_queries, queries, head_dim).map(|len| scratch.take(len).pointer);
     let heads_at_once = match &hopper {
         Some(tiles) => tiles.heads_at_once(sizes),
         None => sizes.batch * sizes.kv_heads,
@@ -179,7 +176,7 @@ pub(crate) fn backward(
         let mut launch = kernel.builder();
         launch.arg(&arguments);
         // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
-        unsafe { launch.launch(line(blocks, threads, shared_bytes)) }.w()?;
+        unsafe { launch.launch(config_1d(blocks, threads, shared_bytes)) }.w()?;
         Ok(())
     };
 
@@ -196,28 +193,27 @@ pub(crate) fn backward(
                 Map::new(&inputs.v, tiles::BackwardHopper::KEYS)?,
                 Map::new(&inputs.d_out, queries)?,
             ]);
-            let kernel_of_products = kernel("flash_backward_hopper")?;
+            let matmul_kernel = kernel("flash_backward_hopper")?;
             let shared_bytes = tiles.shared_bytes(head_dim);
-            kernel_of_products.allow_shared_bytes(shared_bytes)?;
+            matmul_kernel.allow_shared_bytes(shared_bytes)?;
             let works =
                 sizes.keys.div_ceil(tiles::BackwardHopper::KEYS) * sizes.batch * sizes.kv_heads;
             let blocks = works.min(multiprocessors(gpu)?);
-            let mut launch = kernel_of_products.builder();
+            let mut launch = matmul_kernel.builder();
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.
-            unsafe { launch.launch(line(blocks, 384, shared_bytes)) }.w()?;
+            unsafe { launch.launch(config_1d(blocks, 384, shared_bytes)) }.w()?;
             Ok(())
         }
         None => {
-            let form = &launch_generic;
-            let blocks = sizes.keys.div_ceil(form.keys) * sizes.batch * sizes.kv_heads;
+            let blocks = sizes.keys.div_ceil(generic.keys) * sizes.batch * sizes.kv_heads;
             run(
                 &kernel("flash_backward")?,
                 blocks,
-                form.threads,
-                form.shared_bytes,
+                generic.threads,
+                generic.shared_bytes,
             )?;
-            let (threads, shared_bytes) = form.finish;
+            let (threads, shared_bytes) = generic.finish;
             run(
                 &kernel("flash_backward_finish")?,
                 tiles_of_queries,
@@ -251,21 +247,21 @@ mod tests {
                     soft_cap: None,
                 };
                 let compiled = compiled_head_dim(head_dim);
-                let launch_generic = [
+                let generic = [
                     (DType::BF16, false),
                     (DType::F32, false),
                     (DType::F32, true),
                 ];
-                let launch_generic =
-                    launch_generic.map(|(dtype, tf32)| form_for(dtype, tf32, compiled).queries);
+                let generic =
+                    generic.map(|(dtype, tf32)| generic_kernels(dtype, tf32, compiled).queries);
                 let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
-                for tile in launch_generic.into_iter().chain(hopper) {
+                for tile in generic.into_iter().chain(hopper) {
                     let words = workspace::flash_backward(&sizes);
                     let odd = View::new(4, DType::U32, words); // begins a word after a multiple of 256 bytes
                     let end = odd.pointer + 4 * words as u64;
-                    let mut room = Workspace::new(odd);
+                    let mut scratch = Workspace::new(odd);
                     let parts = parts(tiles_of_queries(&sizes, tile), tile, compiled);
-                    for part in parts.map(|len| room.take(len)) {
+                    for part in parts.map(|len| scratch.take(len)) {
                         let part_end = part.pointer + 4 * part.len as u64;
                         assert!(part_end <= end, "{sizes:?}, tiles of {tile}");
                     }

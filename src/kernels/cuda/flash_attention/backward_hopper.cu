@@ -46,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
     const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
-    const Described known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
+    const Descriptor known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
     const Blocks<128, BY_ROWS> ds_blocks(at.ds_tiles, warpgroup * 64 + warp_row, lane);
     // This group's rows of dS and columns of K, for dQ.
-    const Described known_left(at.ds_tiles + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
-    const Described known_right(at.k_tiles + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
+    const Descriptor known_left(at.ds_tiles + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
+    const Descriptor known_right(at.k_tiles + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
     float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
     float s[QUERIES / 2], dp[QUERIES / 2]; // S^T, dP^T: 64 keys, QUERIES queries
     float dq[32];                          // 64 queries, 64 columns
@@ -61,22 +61,22 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (lane == 0) barrier_arrive(barrier);
     };
     auto issue_scores = [&](int stage, int keys_stage) {
-        const Described a = known_k.moved(keys_stage * KEY_TILE_BYTES).anew(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
+        const Descriptor a = known_k.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
             multiply_tiles<0, 0>(s, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
                                  i > 0);
     };
     auto issue_dp = [&](int stage) {
-        const Described a = known_v.anew(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
+        const Descriptor a = known_v.opaque_copy(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
             multiply_tiles<0, 0>(dp, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
                                  i > 0);
     };
     auto issue_dq = [&](int stage, int keys_stage) {
-        const Described a = known_left.moved(stage * DS_TILE_BYTES).anew(),
-                        b = known_right.moved(keys_stage * KEY_TILE_BYTES).anew();
+        const Descriptor a = known_left.offset_by(stage * DS_TILE_BYTES).opaque_copy(),
+                        b = known_right.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) multiply_tiles<1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
     };
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #if FIRST_KEYS
         const int latest_first = first_keys.of(tile * QUERIES + QUERIES - 1);
 #endif
-        products_wait<1>();
+        wgmma_wait<1>();
         if (SOFT_CAP) cap_scores(s, sizes);
         const int first_key = work.key_tile * KEYS + warpgroup * 64;
         if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
@@ -195,16 +195,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     barrier_wait(at.queries_full, 0);
     // One group begins later, so that its exponentials overlap the other's matmuls.
     if (warpgroup == 1) named_sync(ORDER, 256);
-    products_fence();
+    wgmma_fence();
     issue_scores(0, 0);
-    products_commit();
+    wgmma_commit();
     barrier_wait(at.v_full, 0);
-    products_fence();
+    wgmma_fence();
     issue_dp(0);
-    products_commit();
+    wgmma_commit();
     if (warpgroup == 0) named_arrive(ORDER, 256);
     exponentiate(0);
-    products_wait<0>();
+    wgmma_wait<0>();
     if (work.steps == 1) free(at.v_empty);
 
     int step = 0; // over all work items
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
         for (int i = 0; i < steps; i++, step++) {
             const int stage = step % 2, next_stage = stage ^ 1, next_round = (step + 1) / 2;
-            const Described q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128),
+            const Descriptor q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128),
                 d_out(at.d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
@@ -234,11 +234,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const float p0 = s[half * 32 + k * 2], p1 = s[half * 32 + k * 2 + 1];
                     p[k / 4][k % 4] = E::pack(DROPOUT && p0 < 0 ? 0 : p0, DROPOUT && p1 < 0 ? 0 : p1);
                 }
-                products_fence();
+                wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     multiply_registers<1>(dv, p[k], d_out.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
-                products_commit();
+                wgmma_commit();
 
 #pragma unroll
                 for (int n = 0; n < 8; n++)
@@ -261,11 +261,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     store_matrices(ds_blocks.at(half * KEYS, k * 16, stage * DS_TILE_BYTES), ds[k]);
-                products_fence();
+                wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     multiply_registers<1>(dk, ds[k], q.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
-                products_commit();
+                wgmma_commit();
             }
             stores_fence();
             __syncwarp();
@@ -274,13 +274,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             // dQ of the step before (in the first step of nothing). It is written to shared memory before the matmuls
             // of S and dP begin, which use the full bandwidth of shared memory.
             if (step > 0) barrier_wait(at.ds_full + next_stage * 8, next_round - 1);
-            products_fence();
+            wgmma_fence();
             issue_dq(next_stage, keys_stage ^ (i == 0));
-            products_commit();
-            products_wait<1>();
+            wgmma_commit();
+            wgmma_wait<1>();
             __syncwarp(); // all lanes have read the statistics
             free(at.queries_empty + stage * 8);
-            products_wait<0>();
+            wgmma_wait<0>();
             if (step > 0) free(at.ds_empty + next_stage * 8);
             if (i == 0 && turn > 0) free(at.keys_empty + (keys_stage ^ 1) * 8);
             const bool sends = step > 0 && due < 0;
@@ -302,9 +302,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 more = number < works;
             }
             if (more) barrier_wait(at.queries_full + next_stage * 8, next_round);
-            products_fence();
+            wgmma_fence();
             issue_scores(next_stage, keys_stage ^ last);
-            products_commit();
+            wgmma_commit();
             if (last) {
                 const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
                 const float stayed[2] = {stay_scale, stay_scale}, scaled[2] = {sizes.scale, sizes.scale};
@@ -319,9 +319,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                      of_dv.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
                 if (more) barrier_wait(at.v_full, turn + 1);
             }
-            products_fence();
+            wgmma_fence();
             issue_dp(next_stage);
-            products_commit();
+            wgmma_commit();
             if (sends) send_dq();
             if (last && more) {
                 work = Work(sizes, number, query_tiles, key_tiles);
@@ -336,16 +336,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             exponentiate(next_stage);
             barrier_wait(at.ds_empty + next_stage * 8,
                          next_round - 1); // here, since the compiler moves no exponential across it
-            products_wait<0>();
+            wgmma_wait<0>();
             if (last ? more && work.steps == 1 : i + 2 == steps) free(at.v_empty);
         }
     }
     step--;
     barrier_wait(at.ds_full + step % 2 * 8, step / 2);
-    products_fence();
+    wgmma_fence();
     issue_dq(step % 2, (turn - 1) % 2);
-    products_commit();
-    products_wait<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
     if (due < 0) store_dq(), send_dq();
     else finish_dq(due, due_alone);
 }

@@ -23,7 +23,7 @@ struct Work {
     __device__ __forceinline__ Work(const Sizes& sizes, int number, int tiles, int key_tiles) {
         // The first keys come first: with a causal mask most queries attend to them.
         int kv_head;
-        place(number, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head, key_tile);
+        locate_ticket(number, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head, key_tile);
         const int group = sizes.heads / sizes.kv_heads;
         first_head = kv_head * group;
         // Keys that no query attends to visit the last tile in vain.

@@ -319,7 +319,7 @@ struct FirstKeys {
 
 // The head (of the batch) and the tile of ticket number `ticket`. Groups of `at_once` heads follow each other. Within a
 // group, all heads of a tile come before the next tile.
-__device__ __forceinline__ void place(int ticket, int heads, int tiles, int at_once, int& head, int& tile) {
+__device__ __forceinline__ void locate_ticket(int ticket, int heads, int tiles, int at_once, int& head, int& tile) {
     int group = ticket / (at_once * tiles);
     int members = min(at_once, heads - group * at_once);
     int within = ticket - group * at_once * tiles;

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // The latest queries come first: with a causal mask they attend to the most keys.
     const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
     int head_in_all, row_tile;
-    place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+    locate_ticket(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
     const int first_row = (row_tiles - 1 - row_tile) * ROWS;
     const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
     const int kv_head = head / (sizes.heads / sizes.kv_heads);

@@ -1,11 +1,11 @@
 //! Launches of forward.
 
 use super::arguments::{
-    CallSizes, DropoutArguments, Dropped, ForwardArguments, ForwardHopperArguments, Heads, Map,
-    Strides,
+    CallSizes, DropoutArguments, ForwardArguments, ForwardHopperArguments, Heads, Map,
+    ProbabilityDropout, Strides,
 };
 use super::element;
-use super::form::{Forward as Form, definitions, line, pointer_to};
+use super::kernel_config::{Forward as KernelConfig, config_1d, definitions, pointer_to};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::Mask;
@@ -47,7 +47,7 @@ pub(crate) struct ForwardInputs<'a> {
     /// (B, Tq) u32, contiguous: the first key of each query of a sequence, the same for all heads, never decreasing.
     pub first_keys: Option<View<'a>>,
     /// The dropout of the probabilities, if there is any.
-    pub dropout: Option<Dropped<'a>>,
+    pub dropout: Option<ProbabilityDropout<'a>>,
 }
 
 /// The outputs of forward.
@@ -69,13 +69,13 @@ impl Outputs<'_> {
 }
 
 /// Returns the kernel for every GPU and its launch sizes, for a call.
-fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
+fn generic_kernel(dtype: DType, tf32: bool, sizes: &Sizes) -> KernelConfig {
     let head_dim = compiled_head_dim(sizes.head_dim);
     if dtype == DType::F32 {
         return super::f32::forward(head_dim, tf32);
     }
     let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
-    Form {
+    KernelConfig {
         source: &SOURCE,
         rows: tiles.rows,
         threads: 32 * tiles.warps,
@@ -85,7 +85,7 @@ fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
 }
 
 /// Returns the tiles of the Hopper kernel, if the GPU and the call have one.
-fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
+fn hopper_tiles(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys);
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
@@ -106,7 +106,7 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let first_keys = inputs.first_keys;
     debug_assert!(first_keys.is_none_or(|all| all.len == sizes.batch * sizes.queries));
-    match of_hopper(gpu, inputs.q.view.dtype, sizes) {
+    match hopper_tiles(gpu, inputs.q.view.dtype, sizes) {
         Some(tiles) => hopper(gpu, sizes, &tiles, inputs, outputs, workspace),
         None => launch_generic(gpu, sizes, tf32, inputs, outputs),
     }
@@ -114,9 +114,9 @@ pub(crate) fn forward(
 
 /// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
-    match of_hopper(gpu, dtype, sizes) {
+    match hopper_tiles(gpu, dtype, sizes) {
         Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
-        None => form_for(dtype, tf32, sizes).shared_bytes,
+        None => generic_kernel(dtype, tf32, sizes).shared_bytes,
     }
 }
 
@@ -134,12 +134,12 @@ fn launch_generic(
         first_keys,
         dropout,
     } = inputs;
-    let form = form_for(q.view.dtype, tf32, sizes);
+    let generic = generic_kernel(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
     let drops = dropout.is_some();
-    let definitions = definitions(sizes, element, first_keys, drops, form.tiles);
-    let kernel = (form.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
-    kernel.allow_shared_bytes(form.shared_bytes)?;
+    let definitions = definitions(sizes, element, first_keys, drops, generic.tiles);
+    let kernel = (generic.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
+    kernel.allow_shared_bytes(generic.shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
     let arguments = ForwardArguments {
         q: q.view.pointer,
@@ -156,11 +156,11 @@ fn launch_generic(
         first_keys: pointer_to(first_keys),
         dropout: DropoutArguments::new(dropout),
     };
-    let blocks = sizes.queries.div_ceil(form.rows) * all_heads;
+    let blocks = sizes.queries.div_ceil(generic.rows) * all_heads;
     let mut launch = kernel.builder();
     launch.arg(&arguments);
     // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
-    unsafe { launch.launch(line(blocks, form.threads, form.shared_bytes)) }.w()?;
+    unsafe { launch.launch(config_1d(blocks, generic.threads, generic.shared_bytes)) }.w()?;
     Ok(())
 }
 
@@ -186,7 +186,7 @@ fn hopper(
     let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
     // As many heads as fit in the level-2 cache with their keys.
-    let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
+    let heads_at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
     let tickets = Workspace::new(workspace).take(TICKETS);
     set_to_zero(gpu, tickets)?;
     let arguments = ForwardHopperArguments {
@@ -200,7 +200,7 @@ fn hopper(
         lse: outputs.lse.pointer,
         tickets: tickets.pointer,
         out_strides: Strides::from(&outputs.out),
-        sizes: CallSizes::new(sizes, at_once),
+        sizes: CallSizes::new(sizes, heads_at_once),
         first_keys: pointer_to(first_keys),
         dropout: DropoutArguments::new(dropout),
     };
@@ -209,6 +209,6 @@ fn hopper(
     let mut launch = kernel.builder();
     launch.arg(&arguments);
     // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
-    unsafe { launch.launch(line(blocks, tiles.threads(), shared_bytes)) }.w()?;
+    unsafe { launch.launch(config_1d(blocks, tiles.threads(), shared_bytes)) }.w()?;
     Ok(())
 }

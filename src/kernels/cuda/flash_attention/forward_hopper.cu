@@ -53,7 +53,7 @@ struct Work {
     __device__ __forceinline__ Work(const Sizes& sizes, int number) {
         const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
         int tile;
-        place(number, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, tile);
+        locate_ticket(number, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, tile);
         first_row = (row_tiles - 1 - tile) * ROWS;
         batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
         kv_head = head / (sizes.heads / sizes.kv_heads);
@@ -153,14 +153,14 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     int row = 0; // this thread's row of the pending work item; its other is row + 8
     for (int turn = 0;; turn++) {
         auto issue_scores = [&](int stage) {
-            const Described a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
+            const Descriptor a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
 #pragma unroll
             for (int step = 0; step < K_STEPS; step++)
                 multiply_tiles<0, 0>(s, a.at(step / 4 * ROWS * 128 + step % 4 * 32),
                                      b.at(step / 4 * COLUMNS * 128 + step % 4 * 32), step > 0);
         };
         auto issue_values = [&](int stage) {
-            const Described b(v_tiles + stage * TILE_BYTES, COLUMNS * 128);
+            const Descriptor b(v_tiles + stage * TILE_BYTES, COLUMNS * 128);
 #pragma unroll
             for (int step = 0; step < COLUMNS / 16; step++)
 #pragma unroll
@@ -245,24 +245,24 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
         if (pending) barrier_wait(v_full + used % 2 * 8, used / 2);
         if (more || pending) named_sync(my_turn, 256);
         if (more && pending) {
-            products_fence();
+            wgmma_fence();
             issue_scores(next_used % 2);
             issue_values(used % 2);
-            products_commit();
+            wgmma_commit();
             named_arrive(next_turn, 256);
-            products_wait<0>();
+            wgmma_wait<0>();
         } else if (more) {
-            products_fence();
+            wgmma_fence();
             issue_scores(next_used % 2);
-            products_commit();
+            wgmma_commit();
             named_arrive(next_turn, 256);
-            products_wait<0>();
+            wgmma_wait<0>();
         } else if (pending) {
-            products_fence();
+            wgmma_fence();
             issue_values(used % 2);
-            products_commit();
+            wgmma_commit();
             named_arrive(next_turn, 256);
-            products_wait<0>();
+            wgmma_wait<0>();
         }
         if (more) free(k_empty + next_used % 2 * 8);
         if (pending) free(v_empty + used % 2 * 8);
@@ -321,18 +321,18 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 const int stage = used % 2, next_stage = stage ^ 1;
                 barrier_wait(k_full + next_stage * 8, (used + 1) / 2);
                 named_sync(my_turn, 256);
-                products_fence();
+                wgmma_fence();
                 issue_scores(next_stage);
-                products_commit();
+                wgmma_commit();
                 barrier_wait(v_full + stage * 8, used / 2);
-                products_fence();
+                wgmma_fence();
                 issue_values(stage);
-                products_commit();
+                wgmma_commit();
                 named_arrive(next_turn, 256);
-                products_wait<1>();
+                wgmma_wait<1>();
                 free(k_empty + next_stage * 8);
                 softmax(tile, masked, factor, grown);
-                products_wait<0>();
+                wgmma_wait<0>();
                 free(v_empty + stage * 8);
                 if (grown) {
 #pragma unroll

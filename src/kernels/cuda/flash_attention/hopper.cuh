@@ -8,18 +8,18 @@
 // the copy engine's. Wider operands are several such tiles, one after another; all begin at multiples of 1024 bytes.
 // `leading` is the distance of two tiles, which matters only for a transposed operand wider than 64. Eight rows are
 // 1024 bytes.
-struct Described {
+struct Descriptor {
     u32 low;
-    __device__ __forceinline__ Described(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
+    __device__ __forceinline__ Descriptor(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
     // The same descriptor, opaque to the compiler, which would otherwise keep everything derived from it in registers.
-    __device__ __forceinline__ Described anew() const {
-        Described same = *this;
+    __device__ __forceinline__ Descriptor opaque_copy() const {
+        Descriptor same = *this;
         asm volatile("" : "+r"(same.low));
         return same;
     }
     // The descriptor `bytes` further on, for offsets that depend on the loop, so that `at` has only constants.
-    __device__ __forceinline__ Described moved(u32 bytes) const {
-        Described further = *this;
+    __device__ __forceinline__ Descriptor offset_by(u32 bytes) const {
+        Descriptor further = *this;
         further.low += bytes >> 4;
         return further;
     }
@@ -78,9 +78,9 @@ __device__ __forceinline__ void multiply_registers(float (&d)[64], const u32 (&a
 }
 
 // Required before matmuls whose registers were written by other instructions.
-__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 template <int REGISTERS> __device__ __forceinline__ void take_registers() {
@@ -148,11 +148,11 @@ __device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
 
 // Writes this thread's two rows of a result of N columns, times `factor`, to `x`, the address of the first; the other
 // is 8 rows below. The four threads of a quad have two columns each in four blocks of eight. They exchange them, so
-// that each has the eight columns of one block and writes 16 bytes. With `what_is_left`, writes the rounding error
+// that each has the eight columns of one block and writes 16 bytes. With `rounding_error`, writes the rounding error
 // instead.
 template <int N> __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float (&factor)[2], E* x,
                                                             long long stride, int rows, int first_column, int columns,
-                                                            int lane, bool what_is_left = false) {
+                                                            int lane, bool rounding_error = false) {
 #pragma unroll
     for (int n = 0; n < N / 8; n += 4)
 #pragma unroll
@@ -163,7 +163,7 @@ template <int N> __device__ __forceinline__ void write_rows(const float (&d)[N /
                 const float first = d[(n + i) * 4 + half * 2] * factor[half],
                             second = d[(n + i) * 4 + half * 2 + 1] * factor[half];
                 pairs[i] = E::pack(first, second);
-                if (what_is_left) {
+                if (rounding_error) {
                     float rounded_first, rounded_second;
                     E::unpack(pairs[i], rounded_first, rounded_second);
                     pairs[i] = E::pack(first - rounded_first, second - rounded_second);

@@ -7,18 +7,18 @@
 //! different sets. For f32 there is one set ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32.
 //! Its lse belongs to the computed scores, so both passes of a call must have the same accuracy.
 //!
-//! [`tiles`] has the tile sizes for each head dimension; [`forward`] and [`backward`] launch. [`takes`] reports the
+//! [`tiles`] has the tile sizes for each head dimension; [`forward`] and [`backward`] launch. [`supports`] reports the
 //! calls that the kernels support: callers pad or copy the others.
 
 mod arguments;
 mod backward;
 mod f32;
-mod form;
 mod forward;
+mod kernel_config;
 mod tiles;
 mod workspace;
 
-pub(crate) use arguments::{Dropped, Heads};
+pub(crate) use arguments::{Heads, ProbabilityDropout};
 pub(crate) use backward::{Gradients, Inputs, backward};
 pub(crate) use forward::{ForwardInputs, Outputs, forward};
 
@@ -30,7 +30,7 @@ use candle_core::cuda_backend::CudaDevice;
 /// Returns whether the GPU has kernels for a call (`tf32` matters only for f32). Rows must be multiples of 16 bytes (8
 /// elements, 4 in f32), the scale positive, so that it keeps the order of scores, and the tiles of both passes must fit
 /// in the shared memory of a block, of which most GPUs have less than Hopper.
-pub(crate) fn takes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
+pub(crate) fn supports(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
     let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
     let suits = matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
         && sizes.head_dim.is_multiple_of(in_vector(dtype))
@@ -43,7 +43,7 @@ pub(crate) fn takes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -
         forward.max(backward::shared_bytes(gpu, dtype, tf32, sizes))
     };
     suits
-        && source::runs_on(gpu)
+        && source::is_supported(gpu)
         && source::most_shared_bytes(gpu).is_ok_and(|most| shared_bytes() <= most)
 }
 

@@ -99,8 +99,8 @@ pub(super) struct Backward {
     pub keys: usize,
     pub queries: usize,
     pub warps: usize,
-    at_once: usize,
-    share: usize,
+    query_step: usize,
+    warps_per_key_group: usize,
     dq_row_warps: usize,
     blocks_per_sm: usize,
 }
@@ -108,7 +108,7 @@ pub(super) struct Backward {
 impl Backward {
     pub(super) fn new(head_dim: usize) -> Self {
         let small = head_dim <= 64;
-        let (keys, queries, share) = match head_dim {
+        let (keys, queries, warps_per_key_group) = match head_dim {
             256 => (64, 32, 2),
             128 => (128, 64, 2),
             _ => (128, 64, 1),
@@ -117,8 +117,8 @@ impl Backward {
             keys,
             queries,
             warps: if small { 4 } else { 8 },
-            at_once: 32.min(queries / share),
-            share,
+            query_step: 32.min(queries / warps_per_key_group),
+            warps_per_key_group,
             dq_row_warps: if matches!(head_dim, 16 | 96) { 4 } else { 2 },
             blocks_per_sm: if small { 2 } else { 1 },
         }
@@ -128,9 +128,9 @@ impl Backward {
         vec![
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
-            Definition::Size("AT_ONCE", self.at_once),
+            Definition::Size("QUERY_STEP", self.query_step),
             Definition::Size("WARPS", self.warps),
-            Definition::Size("SHARE", self.share),
+            Definition::Size("WARPS_PER_KEY_GROUP", self.warps_per_key_group),
             Definition::Size("DQ_ROW_WARPS", self.dq_row_warps),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
         ]

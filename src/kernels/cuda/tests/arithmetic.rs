@@ -63,20 +63,20 @@ fn sums<A: Element, B: Element, Y: Element>(
         Buffer::new(gpu, &b, offsets[1]),
     );
     let [of_a, of_b] = [on_gpu.0.view(gpu), on_gpu.1.view(gpu)];
-    let y = Buffer::<Y>::room(gpu, n, offsets[2]);
+    let y = Buffer::<Y>::unwritten(gpu, n, offsets[2]);
     add(gpu, of_a, of_b, y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), exact, "{what}");
     assert_eq!(bits(&on_gpu.1.read(gpu)), bits(&b), "{what}: b");
     // In place of an operand.
     if B::DTYPE == Y::DTYPE && period == n {
         add(gpu, of_a, of_b, of_b).unwrap();
-        assert_eq!(bits(&on_gpu.1.read(gpu)), exact, "{what}, where b lay");
+        assert_eq!(bits(&on_gpu.1.read(gpu)), exact, "{what}, in place of b");
     }
     assert_eq!(bits(&on_gpu.0.read(gpu)), bits(&a), "{what}: a");
     if A::DTYPE == Y::DTYPE {
         let of_b = Buffer::new(gpu, &b, offsets[1]);
         add(gpu, of_a, of_b.view(gpu), of_a).unwrap();
-        assert_eq!(bits(&on_gpu.0.read(gpu)), exact, "{what}, where a lay");
+        assert_eq!(bits(&on_gpu.0.read(gpu)), exact, "{what}, in place of a");
     }
 }
 
@@ -84,12 +84,12 @@ fn sums<A: Element, B: Element, Y: Element>(
 #[ignore = "needs a CUDA device"]
 fn sums_of_other_lengths_and_dtypes_are_refused() {
     let gpu = gpu();
-    let wide = Buffer::<f32>::room(&gpu, 12, 0);
-    let short = Buffer::<f32>::room(&gpu, 5, 0);
-    let half = Buffer::<bf16>::room(&gpu, 12, 0);
-    let other_half = Buffer::<f16>::room(&gpu, 12, 0);
-    let double = Buffer::<f64>::room(&gpu, 12, 0);
-    let nothing = wide.view(&gpu).part(0, 0);
+    let wide = Buffer::<f32>::unwritten(&gpu, 12, 0);
+    let short = Buffer::<f32>::unwritten(&gpu, 5, 0);
+    let half = Buffer::<bf16>::unwritten(&gpu, 12, 0);
+    let other_half = Buffer::<f16>::unwritten(&gpu, 12, 0);
+    let double = Buffer::<f64>::unwritten(&gpu, 12, 0);
+    let nothing = wide.view(&gpu).slice(0, 0);
     let [wide, short] = [wide.view(&gpu), short.view(&gpu)];
     let [half, other_half] = [half.view(&gpu), other_half.view(&gpu)];
     let double = double.view(&gpu);

@@ -32,7 +32,7 @@ impl Parameters {
         });
         Self {
             on_gpu: on_gpu.collect(),
-            copies: LENS.map(|len| Buffer::room(gpu, len, 0)).into(),
+            copies: LENS.map(|len| Buffer::unwritten(gpu, len, 0)).into(),
             before: before.into(),
         }
     }
@@ -129,7 +129,7 @@ fn moments_in_bf16_are_rounded_as_on_the_cpu() {
         });
         let entries: Vec<Entry> = entries.collect();
         let tables = match of_halves {
-            true => Tables::of_halves(&gpu, &entries),
+            true => Tables::with_master_weights(&gpu, &entries),
             false => Tables::new(&gpu, &entries),
         };
         let words = Buffer::new(&gpu, &words(&update), 0);
@@ -160,8 +160,8 @@ fn norms_clip_the_update() {
     let tables = parameters.tables(&gpu);
     let squares_of = |entries: std::ops::Range<usize>| {
         let lens = LENS[entries.clone()].iter().copied();
-        let sums = Buffer::<f64>::room(&gpu, lens.map(workspace::chunks).sum(), 0);
-        let squares = Buffer::<f64>::room(&gpu, entries.len(), 0);
+        let sums = Buffer::<f64>::unwritten(&gpu, lens.map(workspace::chunks).sum(), 0);
+        let squares = Buffer::<f64>::unwritten(&gpu, entries.len(), 0);
         let views = (sums.view(&gpu), squares.view(&gpu));
         tables
             .sums_of_squares(&gpu, entries, views.0, views.1)
@@ -206,8 +206,8 @@ fn norms_clip_the_update() {
     let mixed = Tables::new(&gpu, &entries.collect::<Vec<Entry>>()).unwrap();
     let chunks = LENS.iter().copied().map(workspace::chunks).sum();
     let (sums, found) = (
-        Buffer::<f64>::room(&gpu, chunks, 0),
-        Buffer::<f64>::room(&gpu, 3, 0),
+        Buffer::<f64>::unwritten(&gpu, chunks, 0),
+        Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     mixed
         .sums_of_squares(&gpu, 0..3, sums.view(&gpu), found.view(&gpu))
@@ -223,7 +223,7 @@ fn norms_clip_the_update() {
 
     let (max_norm, clip) = (
         Buffer::new(&gpu, &[1f64], 0),
-        Buffer::<f64>::room(&gpu, 3, 0),
+        Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     let clip_by = |squares: View| {
         adamw::clip_factor(&gpu, squares, max_norm.view(&gpu), clip.view(&gpu)).unwrap();
@@ -277,11 +277,11 @@ fn an_overflow_leaves_everything_as_it_was() {
     let tables = Tables::new(&gpu, &entries).unwrap();
     let (inverse, flags) = (
         Buffer::new(&gpu, &[2f64], 0),
-        Buffer::<u32>::room(&gpu, 3, 0),
+        Buffer::<u32>::unwritten(&gpu, 3, 0),
     );
     let (first, clip) = (
-        Buffer::<u32>::room(&gpu, 1, 0),
-        Buffer::<f64>::room(&gpu, 3, 0),
+        Buffer::<u32>::unwritten(&gpu, 1, 0),
+        Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     let check = |flags: View| {
         adamw::check_overflow(&gpu, flags, first.view(&gpu), clip.view(&gpu)).unwrap();
@@ -298,7 +298,7 @@ fn an_overflow_leaves_everything_as_it_was() {
     );
     let doubled: Vec<f32> = parameters.before[1][1].iter().map(|g| g * 2.0).collect();
     assert_eq!(bits(&parameters.on_gpu[1][1].read(&gpu)), bits(&doubled));
-    assert_eq!(check(flags.view(&gpu).part(1, 1)), (1, (0.0, 1.0, 0, -1)));
+    assert_eq!(check(flags.view(&gpu).slice(1, 1)), (1, (0.0, 1.0, 0, -1)));
 
     tables
         .unscale(&gpu, 0..3, inverse.view(&gpu), flags.view(&gpu))

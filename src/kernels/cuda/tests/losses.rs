@@ -55,7 +55,7 @@ fn loss<T: Element>(
         divisor: counted,
     };
     let dloss = Buffer::new(gpu, &[dloss], 0);
-    let losses = Buffer::<f32>::room(gpu, rows, 0);
+    let losses = Buffer::<f32>::unwritten(gpu, rows, 0);
     for row_stride in [classes, classes.next_multiple_of(8), classes + 3] {
         let between = vec![T::from_f64(99.0); row_stride - classes]; // must not be read or written
         let rows = logits.chunks(classes);
@@ -78,15 +78,15 @@ fn loss<T: Element>(
         assert_close("losses", &losses.read(gpu), &exact_losses);
     }
 
-    let mean = Buffer::<f64>::room(gpu, 1, 0);
+    let mean = Buffer::<f64>::unwritten(gpu, 1, 0);
     let first = rows / 2;
     let view = losses.view(gpu);
-    let rest = view.part(first, rows - first);
+    let rest = view.slice(first, rows - first);
     let add = |losses, accumulate| {
         cross_entropy::mean(gpu, losses, None, counted, mean.view(gpu), accumulate).unwrap();
     };
     add(rest, false);
-    add(view.part(0, first), true);
+    add(view.slice(0, first), true);
     let exact = wide(&losses.read(gpu)).iter().sum::<f64>() / counted as f64;
     let got = mean.read(gpu)[0];
     assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
@@ -120,8 +120,8 @@ fn targets_are_counted() {
         let (wide, narrow) = (Buffer::new(&gpu, &[5f64], 0), Buffer::new(&gpu, &[5f32], 0));
         for x in [wide.view(&gpu), narrow.view(&gpu)] {
             for (ignore, counted) in [(Some(ignore), counted), (None, rows)] {
-                let y = Buffer::<f32>::room(&gpu, 1, 0);
-                cross_entropy::share(&gpu, all(ignore), x, y.view(&gpu)).unwrap();
+                let y = Buffer::<f32>::unwritten(&gpu, 1, 0);
+                cross_entropy::divide_by_counted(&gpu, all(ignore), x, y.view(&gpu)).unwrap();
                 assert_eq!(y.read(&gpu), [(5.0 / counted as f64) as f32]);
             }
         }
@@ -181,10 +181,10 @@ fn rows_of_a_table<G: Element, T: Element>(
     let run = || {
         let table = match accumulate {
             true => Buffer::new(gpu, &before, 0),
-            false => Buffer::room(gpu, vocab * width, 0),
+            false => Buffer::unwritten(gpu, vocab * width, 0),
         };
         let words = embedding_backward(count, vocab).iter().sum();
-        let workspace = Buffer::<u32>::room(gpu, words, 0);
+        let workspace = Buffer::<u32>::unwritten(gpu, words, 0);
         embedding::backward(
             gpu,
             dy.view(gpu),

@@ -6,8 +6,8 @@ mod gradients;
 mod heads;
 mod losses;
 mod maps;
+mod matmuls;
 mod norm;
-mod products;
 mod reduce;
 mod rows;
 mod strided;
@@ -50,7 +50,7 @@ impl<T: Element> Buffer<T> {
     }
 
     /// Creates a buffer of poison, all of which the kernel must overwrite.
-    fn room(gpu: &CudaDevice, len: usize, offset: usize) -> Self {
+    fn unwritten(gpu: &CudaDevice, len: usize, offset: usize) -> Self {
         Self::new(gpu, &vec![poison::<T>(); len], offset)
     }
 
@@ -67,7 +67,11 @@ impl<T: Element> Buffer<T> {
         for guard in [before, after] {
             let poison = poison::<T>().to_f64().to_bits();
             let touched = guard.iter().find(|x| x.to_f64().to_bits() != poison);
-            assert!(touched.is_none(), "written beside {} elements", self.len);
+            assert!(
+                touched.is_none(),
+                "written out of bounds of {} elements",
+                self.len
+            );
         }
         values.to_vec()
     }

@@ -136,7 +136,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
         let [weight, bias] = [&self.weight, &self.bias].map(|w| Buffer::new(gpu, w, of_y));
         let (weight, bias) = (weight.view(gpu), bias.view(gpu));
         let forward = |x: View, y: View| {
-            let statistics = Buffer::<f32>::room(gpu, 2 * self.rows(), of_x);
+            let statistics = Buffer::<f32>::unwritten(gpu, 2 * self.rows(), of_x);
             let inputs = inputs(x, weight, bias);
             let outputs = Outputs {
                 sum: None,
@@ -146,7 +146,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             norm::forward(gpu, Norm::Layer, self.eps, inputs, outputs).unwrap();
             statistics
         };
-        let y = Buffer::<Y>::room(gpu, self.x.len(), of_y);
+        let y = Buffer::<Y>::unwritten(gpu, self.x.len(), of_y);
         let statistics = forward(x.view(gpu), y.view(gpu));
         let y = y.read(gpu);
         assert_close(&self.what("y"), &y, &exact.y);
@@ -180,7 +180,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             );
             let apart = match place {
                 Place::Added => Buffer::new(gpu, &self.before.0, of_y),
-                _ => Buffer::<X>::room(gpu, n, of_y),
+                _ => Buffer::<X>::unwritten(gpu, n, of_y),
             };
             let dx = match place {
                 Place::X => x.view(gpu),
@@ -188,7 +188,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
                 Place::Apart | Place::Added => apart.view(gpu),
             };
             let [dw, db] = [&sums[0], &sums[1]].map(|values| Buffer::new(gpu, values, of_x));
-            let partials = Buffer::<f32>::room(gpu, partials_len, of_x);
+            let partials = Buffer::<f32>::unwritten(gpu, partials_len, of_x);
             let adds = place == Place::Added;
             let gradients = Gradients {
                 dx,
@@ -222,8 +222,8 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             };
             (dx, dw.read(gpu), db.read(gpu))
         };
-        let room = [(); 2].map(|()| vec![f32::NAN; self.width]);
-        let (dx, dw, db) = backward(Place::Apart, &room);
+        let nans = [(); 2].map(|()| vec![f32::NAN; self.width]);
+        let (dx, dw, db) = backward(Place::Apart, &nans);
         assert_close(&self.what("dx"), &dx, &exact.dx);
         assert_close(&self.what("dw"), &dw, &exact.dw);
         assert_close(&self.what("db"), &db, &exact.db);
@@ -234,7 +234,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             places.push(Place::Dy);
         }
         for place in places {
-            let (dx_again, dw_again, db_again) = backward(place, &room);
+            let (dx_again, dw_again, db_again) = backward(place, &nans);
             let what = self.what(&format!("{place:?}"));
             assert!(bits(&dx_again) == bits(&dx), "dx, {what}");
             assert!(bits(&dw_again) == bits(&dw), "dw, {what}");

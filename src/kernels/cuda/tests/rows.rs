@@ -93,8 +93,8 @@ fn norm<X: Element, Y: Element>(
         bias: (of == Norm::Layer).then_some(bias_view),
     };
     let forward = |inputs, sum| {
-        let y = Buffer::<Y>::room(gpu, n, offset);
-        let statistics = Buffer::<f32>::room(gpu, rows * of.statistics(), offset);
+        let y = Buffer::<Y>::unwritten(gpu, n, offset);
+        let statistics = Buffer::<f32>::unwritten(gpu, rows * of.statistics(), offset);
         let outputs = Outputs {
             sum,
             y: y.view(gpu),
@@ -133,8 +133,8 @@ fn norm<X: Element, Y: Element>(
         let on_gpu = Buffer::new(gpu, &dy, offset);
         let dx = Buffer::new(gpu, &before, offset);
         let [dw, db] = [&dw_before, &db_before].map(|before| Buffer::new(gpu, before, offset));
-        let copy = Buffer::<Y>::room(gpu, n, offset);
-        let partials = Buffer::<f32>::room(gpu, norm_partials(of, rows, width), 0);
+        let copy = Buffer::<Y>::unwritten(gpu, n, offset);
+        let partials = Buffer::<f32>::unwritten(gpu, norm_partials(of, rows, width), 0);
         let gradients = Gradients {
             dx: dx.view(gpu),
             add_dx: true,
@@ -145,8 +145,8 @@ fn norm<X: Element, Y: Element>(
             db: (of == Norm::Layer).then(|| db.view(gpu)),
             add_db: true,
         };
-        let (read, room) = ([on_gpu.view(gpu), statistics_view], partials.view(gpu));
-        norm::backward(gpu, of, read, inputs, gradients, room).unwrap();
+        let (read, scratch) = ([on_gpu.view(gpu), statistics_view], partials.view(gpu));
+        norm::backward(gpu, of, read, inputs, gradients, scratch).unwrap();
         partials.read(gpu);
         let [copy, y_again] = [copy, on_gpu].map(|buffer| buffer.read(gpu));
         (dx.read(gpu), copy, y_again, dw.read(gpu), db.read(gpu))
@@ -231,7 +231,7 @@ fn gate<T: Element>(f: Gate, gpu: &CudaDevice, rows: usize, width: usize, offset
     assert_close("y again", &dy_apart.read(gpu), &y);
 
     let gate_up = Buffer::new(gpu, &packed, offset);
-    let out = Buffer::<T>::room(gpu, rows * width, offset);
+    let out = Buffer::<T>::unwritten(gpu, rows * width, offset);
     gated::packed_forward(gpu, f, gate_up.view(gpu), out.view(gpu), width).unwrap();
     assert_close("packed y", &out.read(gpu), &y);
     assert_eq!(bits(&gate_up.read(gpu)), bits(&packed));
@@ -300,7 +300,7 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
             *dx = scale * p * (*dx - inner);
         }
     }
-    let dx = Buffer::<T>::room(gpu, dp.len(), 0);
+    let dx = Buffer::<T>::unwritten(gpu, dp.len(), 0);
     let from = [dp_on_gpu.view(gpu), p.view(gpu)];
     softmax::backward_from_p(gpu, scores, from, dx.view(gpu)).unwrap();
     assert_close("dx", &dx.read(gpu), &exact);
@@ -335,7 +335,7 @@ fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: u
         }
         let on_gpu = Buffer::new(gpu, &qkv, 0);
         let [cos, sin] = [&cos, &sin].map(|table| Buffer::new(gpu, table, 0));
-        let sizes = rope::Turned {
+        let sizes = rope::PackedHeads {
             batch,
             length,
             heads: 2 * heads,
@@ -343,9 +343,9 @@ fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: u
             row,
         };
         let tables = [cos.view(gpu), sin.view(gpu)];
-        let turn = rope::Turn {
+        let turn = rope::Rotation {
             by_halves: false,
-            back,
+            inverse: back,
         };
         rope::in_place(gpu, on_gpu.view(gpu), tables, &sizes, turn).unwrap();
         assert_close("q, k, v", &on_gpu.read(gpu), &exact);

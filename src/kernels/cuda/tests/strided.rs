@@ -2,7 +2,7 @@
 
 use super::super::strided::{copy, sums};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, view_of};
-use crate::kernels::strided::{Dim, joined, writes_apart};
+use crate::kernels::strided::{Dim, merged_dims, writes_are_disjoint};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
@@ -11,7 +11,7 @@ type Case = (Vec<[usize; 3]>, [usize; 2]);
 
 fn dims(of: &[[usize; 3]]) -> Vec<Dim> {
     let dims = of.iter().map(|&[size, from, to]| Dim { size, from, to });
-    joined(dims)
+    merged_dims(dims)
 }
 
 /// Returns the offsets in source and destination for each index.
@@ -61,7 +61,7 @@ fn copies() {
         }
     }
     let seven = vec![[2, 1, 2]; 7];
-    let buffer = Buffer::<f32>::room(&gpu, 200, 0);
+    let buffer = Buffer::<f32>::unwritten(&gpu, 200, 0);
     let view = buffer.view(&gpu);
     copy(&gpu, view, view, &dims(&seven)).unwrap_err();
 }
@@ -124,8 +124,8 @@ fn sums_of_one_place() {
             summed::<bf16>(&gpu, of, *len, *offset, at);
         }
     }
-    let double = Buffer::<f64>::room(&gpu, 3, 0);
-    let wide = Buffer::<f32>::room(&gpu, 3, 0);
+    let double = Buffer::<f64>::unwritten(&gpu, 3, 0);
+    let wide = Buffer::<f32>::unwritten(&gpu, 3, 0);
     let (double, wide) = (double.view(&gpu), wide.view(&gpu));
     sums(&gpu, double, wide, 0, &dims(&[[3, 1, 1]])).unwrap_err();
     sums(&gpu, wide, double, 0, &dims(&[[3, 1, 1]])).unwrap_err();
@@ -133,7 +133,7 @@ fn sums_of_one_place() {
 
 fn summed<T: Element>(gpu: &CudaDevice, of: &[[usize; 3]], len: usize, offset: usize, at: usize) {
     let dims = dims(of);
-    assert!(writes_apart(&dims), "{of:?}");
+    assert!(writes_are_disjoint(&dims), "{of:?}");
     let dy = numbers::<T>(of.iter().map(|[size, ..]| size).product(), 1);
     let mut exact = vec![0.0; len];
     for (dy, [_, to]) in dy.iter().zip(places(of)) {
@@ -141,7 +141,7 @@ fn summed<T: Element>(gpu: &CudaDevice, of: &[[usize; 3]], len: usize, offset: u
     }
     let from = Buffer::new(gpu, &dy, at);
     let run = || {
-        let dx = Buffer::<f32>::room(gpu, len, at);
+        let dx = Buffer::<f32>::unwritten(gpu, len, at);
         sums(gpu, from.view(gpu), dx.view(gpu), offset, &dims).unwrap();
         dx.read(gpu)
     };

@@ -128,7 +128,9 @@ impl<T: Stored> Pass<'_, T> {
         // queries sees.
         let first_task = |head: usize, query: usize| {
             let batch = (matrices.start + head / sizes.group()) / sizes.kv_heads;
-            let seen = sizes.seen(self.inputs.first_keys, batch).by(query);
+            let seen = sizes
+                .key_ranges(self.inputs.first_keys, batch)
+                .of_query(query);
             seen.start / k_tile
         };
         let heads = matrices.len() * sizes.group();

@@ -9,7 +9,7 @@ use super::{Sizes, Tiles};
 use crate::kernels::DropoutMask;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::bf16::Unit;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, TileMatmul};
 use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
 use crate::probe::parts::Part;
@@ -148,7 +148,7 @@ impl<T: Lanes> Scratch<T> {
             inputs.v.matrix(batch, kv_head),
         );
         let (_, lse_rest) = inputs.lse.split_at(task.delta.len());
-        let seen_keys = sizes.seen(inputs.first_keys, batch);
+        let seen_keys = sizes.key_ranges(inputs.first_keys, batch);
         // Relative to the tile's first key.
         let inside = |seen: Range<usize>| {
             let [first, end] = [seen.start, seen.end].map(|key| key.clamp(keys.start, keys.end));
@@ -161,7 +161,7 @@ impl<T: Lanes> Scratch<T> {
             let first_row = (batch * sizes.heads + head) * sizes.queries; // of lse and delta
             for start in (0..sizes.queries).step_by(self.q_tile) {
                 let range = start..sizes.queries.min(start + self.q_tile);
-                let by_tile = inside(seen_keys.by_all_of(&range));
+                let by_tile = inside(seen_keys.of_queries(&range));
                 if by_tile.is_empty() {
                     continue;
                 }
@@ -174,7 +174,7 @@ impl<T: Lanes> Scratch<T> {
                         lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
                         lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
                         delta: task.delta[first_row + query],
-                        seen: inside(seen_keys.by(query)),
+                        seen: inside(seen_keys.of_query(query)),
                     }
                 }));
                 // A query that sees none of these keys must not contribute, whatever it holds.
@@ -187,7 +187,8 @@ impl<T: Lanes> Scratch<T> {
                 }
                 // The dS of a hidden key is 0, and 0 * NaN is NaN. If there are NaNs or infinities, queries are
                 // processed one by one, so that none meets a key that it does not see.
-                let [first, last] = [range.start, range.end - 1].map(|query| seen_keys.by(query));
+                let [first, last] =
+                    [range.start, range.end - 1].map(|query| seen_keys.of_query(query));
                 let by_all = inside(last).start..inside(first).end;
                 let together = by_all == by_tile || self.finite(range.len());
                 let step = if together { range.len() } else { 1 };
@@ -284,7 +285,7 @@ impl<T: Lanes> Scratch<T> {
     }
 
     /// Returns the range from the first key that some of these queries see to the last.
-    fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
+    fn keys_of_rows(&self, rows: &Range<usize>) -> Range<usize> {
         self.queries[rows.start].seen.start..self.queries[rows.end - 1].seen.end
     }
 
@@ -297,7 +298,7 @@ impl<T: Lanes> Scratch<T> {
         dropout: Option<(&DropoutMask, usize, Range<usize>)>,
     ) {
         let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
-        let seen = self.seen_by(&rows);
+        let seen = self.keys_of_rows(&rows);
         if seen.is_empty() {
             return;
         }
@@ -310,7 +311,7 @@ impl<T: Lanes> Scratch<T> {
         let first_row = rows.start;
         let rows = rows.len();
         // Line 10: S = (scale Q) K^T, with the same bits as in forward.
-        let product = Product {
+        let product = TileMatmul {
             a: q,
             a_row: width,
             a_col: 1,
@@ -341,7 +342,7 @@ impl<T: Lanes> Scratch<T> {
                 .for_each(|row| cap_by(&mut row[..columns], cap));
         }
         // Line 13: dP = dO V^T.
-        let product = Product {
+        let product = TileMatmul {
             a: d_out,
             a_row: width,
             a_col: 1,
@@ -389,7 +390,7 @@ impl<T: Lanes> Scratch<T> {
         }
         scale(&mut ds[..rows * k_tile]);
         // Line 12: dV += P^T dO.
-        let product = Product {
+        let product = TileMatmul {
             a: &p[seen.start..],
             a_row: 1,
             a_col: k_tile,
@@ -406,7 +407,7 @@ impl<T: Lanes> Scratch<T> {
         };
         product.run(Part::Values);
         // Line 16: dK += dS^T (scale Q).
-        let product = Product {
+        let product = TileMatmul {
             a: &ds[seen.start..],
             a_row: 1,
             a_col: k_tile,
@@ -426,11 +427,11 @@ impl<T: Lanes> Scratch<T> {
 
     /// Line 15: dQ += dS (scale K), after [`queries`](Self::queries) has run for these rows; dq (rows, width).
     fn add_to_dq(&self, rows: Range<usize>, dq: &mut [T]) {
-        let seen = self.seen_by(&rows);
+        let seen = self.keys_of_rows(&rows);
         if seen.is_empty() {
             return;
         }
-        let product = Product {
+        let product = TileMatmul {
             a: &self.ds[rows.start * self.k_tile + seen.start..],
             a_row: self.k_tile,
             a_col: 1,

@@ -1,11 +1,11 @@
 //! Forward of flash attention: algorithm 1, one task per tile of queries.
 
 use super::heads::Rows;
-use super::panel::{PANEL, Panel, SeenByPanel};
+use super::panel::{PANEL, Panel, PanelKeys};
 use super::transpose::to_rows;
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::DropoutMask;
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::bf16::{Unit, unit_of_tiles};
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -88,7 +88,7 @@ pub fn forward<T: Stored>(
             let first_row = matrix * sizes.queries;
             scratch.attend(
                 sizes,
-                &sizes.seen(first_keys, batch),
+                &sizes.key_ranges(first_keys, batch),
                 dropout.as_ref().map(|mask| (mask, first_row)),
                 range.clone(),
                 [
@@ -135,7 +135,7 @@ struct Scratch<T> {
     /// Scores, then probabilities: (k_tile, PANEL).
     scores: Vec<T>,
     /// The keys of a tile that each query of a panel sees; set only if some query does not see the whole tile.
-    seen: SeenByPanel<T>,
+    seen: PanelKeys<T>,
     /// A tile of K and of V, copied if they cannot be read in place: (k_tile, Dh).
     k: Vec<T>,
     v: Vec<T>,
@@ -153,7 +153,7 @@ impl<T: Lanes> Scratch<T> {
                 .map(|_| Panel::new(sizes.head_dim, unit))
                 .collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
-            seen: SeenByPanel::new(),
+            seen: PanelKeys::new(),
             k: vec![T::ZERO; k_tile * sizes.head_dim],
             v: vec![T::ZERO; k_tile * sizes.head_dim],
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
@@ -165,7 +165,7 @@ impl<T: Lanes> Scratch<T> {
     fn attend<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
-        seen: &Seen<'_>,
+        seen: &KeyRanges<'_>,
         dropout: Option<(&DropoutMask, usize)>,
         range: Range<usize>,
         [q, k, v]: [Rows<'_, S>; 3],
@@ -177,14 +177,14 @@ impl<T: Lanes> Scratch<T> {
             panel.begin(start..end, scale_and_cap, q, &mut self.block);
             start = end;
         }
-        let by_tile = seen.by_all_of(&range);
+        let by_tile = seen.of_queries(&range);
         for first_key in by_tile.clone().step_by(self.k_tile) {
             let keys = first_key..by_tile.end.min(first_key + self.k_tile);
             let width = sizes.head_dim;
             let k = k.tile(keys.clone(), width, &mut self.k); // (keys, Dh)
             let v = v.tile(keys.clone(), width, &mut self.v); // (keys, Dh)
             for panel in self.panels.iter_mut().filter(|p| !p.queries.is_empty()) {
-                let by_panel = seen.by_all_of(&panel.queries);
+                let by_panel = seen.of_queries(&panel.queries);
                 let first = by_panel.start.max(keys.start);
                 let count = by_panel.end.min(keys.end).saturating_sub(first);
                 if count == 0 {
@@ -193,7 +193,7 @@ impl<T: Lanes> Scratch<T> {
                 let scores = &mut self.scores[..count * panel.lanes];
                 // Relative to the first key that the panel sees.
                 let by = |query: usize| {
-                    let seen = seen.by(query);
+                    let seen = seen.of_query(query);
                     seen.start.saturating_sub(first)..seen.end.saturating_sub(first)
                 };
                 let last = panel.queries.end - 1;
@@ -209,7 +209,7 @@ impl<T: Lanes> Scratch<T> {
                 let (k, v) = ((&k.0[skipped * k.1..], k.1), (&v.0[skipped * v.1..], v.1));
                 panel.probabilities(k, scores, &self.seen, by_all.clone());
                 if let Some((mask, first_row)) = dropout {
-                    panel.drop_some(scores, mask, first_row, first);
+                    panel.apply_dropout(scores, mask, first_row, first);
                 }
                 panel.add(v, scores, &self.seen, by_all);
             }

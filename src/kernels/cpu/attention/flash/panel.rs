@@ -6,7 +6,7 @@ use super::scale::{cap_by, multiply_by};
 use super::transpose::{load_block, to_columns};
 use crate::kernels::DropoutMask;
 use crate::kernels::cpu::gemm::bf16::Unit;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, TileMatmul};
 use crate::kernels::cpu::simd::{all_finite, vectorized};
 use crate::kernels::cpu::{Lanes, Stored};
 use crate::probe::parts::Part;
@@ -16,7 +16,7 @@ use std::ops::Range;
 pub(super) const PANEL: usize = 3 * COLUMNS;
 
 /// The first key of a tile that each query of a panel sees, and the end of the range.
-pub(super) struct SeenByPanel<T> {
+pub(super) struct PanelKeys<T> {
     pub first: [T; PANEL],
     pub end: [T; PANEL],
 }
@@ -39,7 +39,7 @@ pub(super) struct Panel<T> {
     rescale: [T; PANEL],
 }
 
-impl<T: Lanes> SeenByPanel<T> {
+impl<T: Lanes> PanelKeys<T> {
     pub fn new() -> Self {
         Self {
             first: [T::ZERO; PANEL],
@@ -97,14 +97,14 @@ impl<T: Lanes> Panel<T> {
         &mut self,
         (k, k_row): (&[T], usize),
         scores: &mut [T],
-        seen: &SeenByPanel<T>,
+        seen: &PanelKeys<T>,
         by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
         let head_dim = self.q.len() / lanes;
         let keys = scores.len() / lanes;
         // Line 8: S^T = K (scale Q^T).
-        let product = Product {
+        let product = TileMatmul {
             a: k,
             a_row: k_row,
             a_col: 1,
@@ -158,7 +158,13 @@ impl<T: Lanes> Panel<T> {
 
     /// Zeroes the dropped probabilities of a tile (keys, lanes), whose first key is `first_key`. `first_row` is the
     /// mask's row for the head's first query.
-    pub fn drop_some(&self, p: &mut [T], mask: &DropoutMask, first_row: usize, first_key: usize) {
+    pub fn apply_dropout(
+        &self,
+        p: &mut [T],
+        mask: &DropoutMask,
+        first_row: usize,
+        first_key: usize,
+    ) {
         let lanes = self.lanes;
         let keys = first_key..first_key + p.len() / lanes;
         vectorized(
@@ -179,7 +185,7 @@ impl<T: Lanes> Panel<T> {
         &mut self,
         (v, v_row): (&[T], usize),
         p: &[T],
-        seen: &SeenByPanel<T>,
+        seen: &PanelKeys<T>,
         by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
@@ -213,7 +219,7 @@ impl<T: Lanes> Panel<T> {
         if keys.is_empty() {
             return;
         }
-        let product = Product {
+        let product = TileMatmul {
             a: &v[keys.start * v_row..],
             a_row: 1,
             a_col: v_row,

@@ -3,7 +3,7 @@
 //!
 //! Blocks of both factors are packed as bf16 into tiles that all these instructions read ([`pack`]): 16 rows of a by 32
 //! elements of the depth, and 16 columns of b by 16 pairs of the depth. A block of c is 32 x 32. Its sums are `f32`,
-//! run over the whole depth in an order that the depth alone decides ([`product`]), and are rounded once.
+//! run over the whole depth in an order that the depth alone decides ([`matmul`]), and are rounded once.
 //!
 //! The x86-64 instructions round sums to nearest, ties to even; those of AArch64 round to odd. All flush denormals: an
 //! element of a or b below 2^-126 counts as zero, and so does a sum. Units differ in the order and rounding of sums,
@@ -25,19 +25,19 @@ mod amx;
 mod avx512;
 #[cfg(test)]
 mod emulated;
+mod matmul;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod output;
 mod pack;
-mod product;
 mod terms;
 #[cfg(test)]
 mod tests;
 mod tile;
 mod unit;
 
+pub(super) use matmul::{matmul, matmul_of_tiles};
 pub(super) use output::Output;
 pub(super) use pack::Lines;
-pub(super) use product::{product, product_of_tiles};
 pub(super) use tile::SIDE;
 pub(crate) use unit::{Unit, unit, unit_of_tiles};

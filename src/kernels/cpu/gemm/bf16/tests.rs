@@ -3,12 +3,12 @@
 use super::super::matrix::{MatMut, MatRef};
 use super::super::threads::Threads;
 use super::emulated::Emulated;
+use super::matmul::{self};
 use super::output::Output;
 use super::pack::packed_len;
-use super::product::{self};
 use super::terms::Element;
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
-use super::unit::{Unit, there};
+use super::unit::{Unit, available};
 use crate::kernels::cpu::Stored;
 use half::bf16;
 
@@ -16,13 +16,13 @@ const EMULATIONS: [Emulated; 3] = [Emulated::Amx, Emulated::Avx512, Emulated::Ne
 
 /// Returns the units that this processor has, and all emulations.
 fn units() -> Vec<Unit> {
-    let mut units = there();
+    let mut units = available();
     units.extend(EMULATIONS.map(Unit::Emulated));
     units
 }
 
-/// Calls [`product::product`] with c of either type.
-fn product<X: Element, C: Stored>(
+/// Calls [`matmul::matmul`] with c of either type.
+fn matmul<X: Element, C: Stored>(
     unit: Unit,
     a: MatRef<'_, X>,
     b: MatRef<'_, X>,
@@ -32,7 +32,7 @@ fn product<X: Element, C: Stored>(
 ) {
     let c = Output::new(&mut c, accumulate).unwrap();
     // SAFETY: this function borrows c exclusively.
-    unsafe { product::product(unit, a, b, c, threads) };
+    unsafe { matmul::matmul(unit, a, b, c, threads) };
 }
 
 /// Returns the next number of a xorshift stream.
@@ -78,7 +78,7 @@ fn alike(n: usize, state: &mut u64) -> Vec<bf16> {
 #[test]
 fn the_emulations_are_the_instructions_bit_by_bit() {
     let mut state = 0x9E37_79B9_7F4A_7C15;
-    for unit in there() {
+    for unit in available() {
         let emulated = match unit {
             #[cfg(target_arch = "x86_64")]
             Unit::Amx => Emulated::Amx,
@@ -132,7 +132,7 @@ fn denormals_are_flushed() {
         let mut c = [7f32];
         let [x, y] = [[bf16::from_f32(x)], [bf16::from_f32(y)]];
         let (a, b) = (MatRef::new(&x, 1, 1), MatRef::new(&y, 1, 1));
-        product(unit, a, b, MatMut::new(&mut c, 1, 1), false, Threads::One);
+        matmul(unit, a, b, MatMut::new(&mut c, 1, 1), false, Threads::One);
         c[0]
     };
     for unit in units() {
@@ -178,7 +178,7 @@ fn products_are_exact_at_every_edge() {
                     let before = Vec::from_iter(before);
                     let mut c = before.clone();
                     let to = MatMut::band(&mut c, rows, cols, c_row);
-                    product(unit, a, b, to, accumulate, Threads::All);
+                    matmul(unit, a, b, to, accumulate, Threads::All);
                     for (i, value) in c.iter().enumerate() {
                         let (row, col) = (i / c_row, i % c_row);
                         let is_kept = accumulate || col >= cols;
@@ -221,7 +221,7 @@ fn the_bits_do_not_depend_on_the_threads() {
                     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
                     let mut c = values(rows * cols, 9);
                     let to = MatMut::new(&mut c, rows, cols);
-                    pool.unwrap().install(|| product(unit, a, b, to, true, how));
+                    pool.unwrap().install(|| matmul(unit, a, b, to, true, how));
                     c
                 };
                 let alone = with(1, Threads::One);
@@ -258,9 +258,9 @@ fn errors_are_those_of_rounding_the_exact_product() {
             let mut halves = vec![bf16::ZERO; rows * cols];
             let mut sums = vec![0f32; rows * cols];
             let to = MatMut::new(&mut halves, rows, cols);
-            product(unit, a, b, to, false, Threads::One);
+            matmul(unit, a, b, to, false, Threads::One);
             let to = MatMut::new(&mut sums, rows, cols);
-            product(unit, a, b, to, false, Threads::One);
+            matmul(unit, a, b, to, false, Threads::One);
             let best = exact.iter().map(|x| bf16::from_f64(*x).to_f64());
             let [ours, best] = [error(&wide(&halves)), error(&Vec::from_iter(best))];
             assert!(ours <= 1.1 * best, "{unit:?} at {depth}: {ours} for {best}");
@@ -269,7 +269,7 @@ fn errors_are_those_of_rounding_the_exact_product() {
             let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
             let mut in_f32 = vec![0f32; rows * cols];
             let to = MatMut::new(&mut in_f32, rows, cols);
-            super::super::packed::product(a, b, to, false, Threads::One);
+            super::super::packed::matmul(a, b, to, false, Threads::One);
             let of = |c: &[f32]| error(&Vec::from_iter(c.iter().map(|x| f64::from(*x))));
             let [ours, theirs] = [of(&sums), of(&in_f32)];
             assert!(ours <= 2.0 * theirs, "{unit:?}: {ours} for {theirs}");
@@ -308,7 +308,7 @@ fn products_of_two_terms() {
                     let before = values(rows * cols, 7);
                     let mut c = before.clone();
                     let to = MatMut::new(&mut c, rows, cols);
-                    product(unit, a, b, to, accumulate, Threads::All);
+                    matmul(unit, a, b, to, accumulate, Threads::All);
                     for (i, c) in c.into_iter().enumerate() {
                         let (row, column) = (i / cols, i % cols);
                         let term = |k: usize| {
@@ -345,7 +345,7 @@ fn second_terms_of_zeros_change_nothing() {
             let mut c = vec![0f32; rows * cols];
             let (a, b) = (MatRef::new(x, rows, depth), MatRef::new(y, depth, cols));
             match transposed {
-                false => product(
+                false => matmul(
                     unit,
                     a,
                     b,
@@ -355,7 +355,7 @@ fn second_terms_of_zeros_change_nothing() {
                 ),
                 true => {
                     let to = MatMut::new(&mut c, cols, rows);
-                    product(unit, b.t(), a.t(), to, false, Threads::One);
+                    matmul(unit, b.t(), a.t(), to, false, Threads::One);
                 }
             }
             c
@@ -363,7 +363,7 @@ fn second_terms_of_zeros_change_nothing() {
         let mut wanted = vec![0f32; rows * cols];
         let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
         let to = MatMut::new(&mut wanted, rows, cols);
-        product(unit, a, b, to, false, Threads::One);
+        matmul(unit, a, b, to, false, Threads::One);
         let [x, y] = [&x, &y].map(|x| Vec::from_iter(x.iter().map(|x| x.to_f32())));
         assert!(run(&x, &y, false) == wanted, "{unit:?}");
         // One factor with two terms, left or right: attention's scores have the same bits in both passes.
@@ -407,8 +407,8 @@ fn infinities_and_nans_are_kept() {
             };
             let to = MatMut::new(&mut c, to_rows, to_cols);
             match is_right {
-                false => product(unit, x, y, to, false, Threads::One),
-                true => product(unit, y_t, x.t(), to, false, Threads::One),
+                false => matmul(unit, x, y, to, false, Threads::One),
+                true => matmul(unit, y_t, x.t(), to, false, Threads::One),
             }
             for (i, got) in c.into_iter().enumerate() {
                 let row = if is_right { i % rows } else { i / cols };

@@ -39,7 +39,7 @@ pub(crate) enum Unit {
 /// choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
-    *UNIT.get_or_init(|| wanted_or(Unit::is_faster))
+    *UNIT.get_or_init(|| named_or(Unit::is_faster))
 }
 
 /// Returns the unit that multiplies f32 tiles as sums of two terms, for attention on `T` with heads of `head_dim`
@@ -54,8 +54,8 @@ pub(crate) fn unit_of_tiles<T: 'static>(head_dim: usize) -> Option<Unit> {
         return None;
     }
     let (unit, narrowest) = *UNIT.get_or_init(|| {
-        let is_named = std::env::var_os(WANTED).is_some();
-        let unit = wanted_or(Unit::is_fast_in_two_terms);
+        let is_named = std::env::var_os(UNIT_VARIABLE).is_some();
+        let unit = named_or(Unit::is_fast_in_two_terms);
         (unit, if is_named { 0 } else { WIDE })
     });
     unit.filter(|_| head_dim >= narrowest)
@@ -65,10 +65,10 @@ pub(crate) fn unit_of_tiles<T: 'static>(head_dim: usize) -> Option<Unit> {
 /// 64, 0.81 for 128 (Sapphire Rapids).
 const WIDE: usize = 64;
 
-/// Returns the unit that [`WANTED`] names, if this processor has it; without the variable, the first that is `chosen`.
-fn wanted_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
-    let mut there = there().into_iter();
-    match std::env::var(WANTED).ok().as_deref() {
+/// Returns the unit that [`UNIT_VARIABLE`] names, if this processor has it; without the variable, the first that is `chosen`.
+fn named_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
+    let mut there = available().into_iter();
+    match std::env::var(UNIT_VARIABLE).ok().as_deref() {
         None => there.find(chosen),
         Some(name) => {
             there.find(|unit| unit.name().is_some_and(|it| it.eq_ignore_ascii_case(name)))
@@ -77,10 +77,10 @@ fn wanted_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
 }
 
 /// The environment variable that names a unit.
-const WANTED: &str = "TALLOW_BF16_PRODUCTS";
+const UNIT_VARIABLE: &str = "TALLOW_BF16_PRODUCTS";
 
 /// Returns the units that this processor has and the system permits, the fastest first.
-pub(super) fn there() -> Vec<Unit> {
+pub(super) fn available() -> Vec<Unit> {
     #[cfg(target_arch = "x86_64")]
     if std::is_x86_feature_detected!("avx512bw") && std::is_x86_feature_detected!("avx512vl") {
         let has = half_arithmetic();

@@ -75,7 +75,7 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     let statistics = Shared::new(outputs.statistics);
     let branch = branch.map(|of| (of.branch, Shared::new(of.sum)));
     parallel::for_rows(outputs.y, width, |first, y| {
-        let mut room = Room::<X>::new(width);
+        let mut wide_row = WideRow::<X>::new(width);
         simd::vectorized(
             #[inline(always)]
             || {
@@ -88,7 +88,7 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
                         add_row(row, &branch[at..at + width], sum);
                         row = sum;
                     }
-                    let x = room.wide(row);
+                    let x = wide_row.wide(row);
                     let [mean, rstd] = moments::<Y::Wide, CENTERED>(x, block_of::<X>(width), eps);
                     // SAFETY: as above.
                     let statistics = unsafe { statistics.range((first + i) * kept, kept) };
@@ -102,9 +102,9 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
 }
 
 /// A buffer for a row that is converted to the dtype of the computation.
-struct Room<S: Stored>(Vec<S::Wide>);
+struct WideRow<S: Stored>(Vec<S::Wide>);
 
-impl<S: Stored> Room<S> {
+impl<S: Stored> WideRow<S> {
     fn new(width: usize) -> Self {
         let is_wide = S::as_wide(&[]).is_some();
         Self(vec![S::Wide::ZERO; if is_wide { 0 } else { width }])
@@ -307,8 +307,8 @@ fn backward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     parallel::for_tasks(rows.div_ceil(BLOCK_ROWS), |task| {
         // SAFETY: only this task has these sums.
         let sums = unsafe { sums.range(task * kept * width, kept * width) };
-        let (mut of_x, mut of_dy) = (Room::<X>::new(width), Room::<Y>::new(width));
-        let mut of_dx = Room::<X>::new(width);
+        let (mut of_x, mut of_dy) = (WideRow::<X>::new(width), WideRow::<Y>::new(width));
+        let mut of_dx = WideRow::<X>::new(width);
         simd::vectorized(
             #[inline(always)]
             || {

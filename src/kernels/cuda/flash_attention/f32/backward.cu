@@ -1,5 +1,5 @@
 // Flash attention, backward, in f32 on tensor cores: dq, dk and dv from the log-sum-exps of forward, by mma.sync (sm_80
-// and up). Included after ../common.cuh, ../backward.cuh and products.cuh, which explains PRODUCTS; ELEMENT=f32.
+// and up). Included after ../common.cuh, ../backward.cuh and tf32.cuh, which explains TF32_MATMULS; ELEMENT=f32.
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
@@ -29,19 +29,19 @@
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef SHARE // warps that have the same keys and share the columns of dK and dV
-#define SHARE (HEAD_DIM == 256 ? 2 : 1)
+#ifndef WARPS_PER_KEY_GROUP // warps that have the same keys and share the columns of dK and dV
+#define WARPS_PER_KEY_GROUP (HEAD_DIM == 256 ? 2 : 1)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
 #endif
-constexpr int WARPS = KEYS / 16 * SHARE, THREADS = 32 * WARPS;
+constexpr int WARPS = KEYS / 16 * WARPS_PER_KEY_GROUP, THREADS = 32 * WARPS;
 constexpr int N = QUERIES / 8;              // blocks of 8 queries
-constexpr int WARP_DIMS = HEAD_DIM / SHARE; // columns of dK and dV per warp
+constexpr int WARP_DIMS = HEAD_DIM / WARPS_PER_KEY_GROUP; // columns of dK and dV per warp
 constexpr int DS_PITCH = QUERIES + 4;       // floats from row to row of dS^T
 constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES; // of 32 x GROUP_DIMS
 constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + KEYS * DS_PITCH + STATISTICS * QUERIES) * 4 + 16;
-static_assert(STATISTICS == (PRODUCTS == 3 ? 3 : 2), "lse, delta, and what rounding took from lse where that counts");
+static_assert(STATISTICS == (TF32_MATMULS == 3 ? 3 : 2), "lse, delta, and what rounding took from lse where that counts");
 static_assert(KEYS % 16 == 0 && QUERIES % 32 == 0 && WARP_DIMS % GROUP_DIMS == 0, "tiles of whole blocks");
 
 // Starts to copy a tile of Q and dO (QUERIES, PITCH) with its statistics. A head has `query_tiles` tiles.
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     // The first keys come first: with a causal mask most queries attend to them.
     int kv_head_in_all, key_tile;
-    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
+    locate_ticket(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
     const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
     const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
 
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (steps > 0) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
 
     // This warp's keys, and its columns of dK and dV.
-    const int warp_key = warp / SHARE * 16, warp_dim = warp % SHARE * WARP_DIMS;
+    const int warp_key = warp / WARPS_PER_KEY_GROUP * 16, warp_dim = warp % WARPS_PER_KEY_GROUP * WARP_DIMS;
     const u32 k_left = left_blocks(k_tile + warp_key * PITCH, lane),
               v_left = left_blocks(v_tile + warp_key * PITCH, lane);
     const u32 q_right = right_blocks(q_tile, lane), d_out_right = right_blocks(d_out_tile, lane);
@@ -211,11 +211,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 dropped.by_keys(stay, head_in_all, first_key + warp_key, first_query + n * 8, lane);
             const float4 row = read4(statistics + (n * 8 + quad_column) * 2); // lse, delta, lse, delta
             float2 rest = make_float2(0, 0); // the rounding errors of both lse
-            if (PRODUCTS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
+            if (TF32_MATMULS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float exponent = fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x);
-                if (PRODUCTS == 3) exponent -= i % 2 ? rest.y : rest.x;
+                if (TF32_MATMULS == 3) exponent -= i % 2 ? rest.y : rest.x;
                 const float p = power_of_2(exponent);
                 const bool stays = !DROPOUT || stay[n % 2] >> 8 * (i % 2 * 2 + i / 2) & 1;
                 const float of_dp = DROPOUT ? stays ? dp[0][n][i] * arguments.dropout.scale : 0 : dp[0][n][i];
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 s[0][n][i] = stays ? rounded(p) : 0;
                 dp[0][n][i] = rounded(p * (of_dp - (i % 2 ? row.w : row.y)) * slope);
             }
-            if (SHARE == 1 || warp_dim == 0) {
+            if (WARPS_PER_KEY_GROUP == 1 || warp_dim == 0) {
                 *reinterpret_cast<float2*>(my_ds + n * 8) = make_float2(dp[0][n][0], dp[0][n][1]);
                 *reinterpret_cast<float2*>(my_ds + n * 8 + 8 * DS_PITCH) = make_float2(dp[0][n][2], dp[0][n][3]);
             }

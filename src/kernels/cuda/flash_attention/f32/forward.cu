@@ -1,5 +1,5 @@
 // Flash attention, forward, in f32 on tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by
-// mma.sync (sm_80 and up). Included after ../common.cuh and products.cuh, which explains PRODUCTS; ELEMENT=f32.
+// mma.sync (sm_80 and up). Included after ../common.cuh and tf32.cuh, which explains TF32_MATMULS; ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous: lse and its rounding error; -inf for a query without keys, whose out is zero
@@ -56,7 +56,7 @@ struct RowBlock {
         // The latest queries come first: with a causal mask they attend to the most keys.
         const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
         int row_tile;
-        place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+        locate_ticket(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
         first_row = (row_tiles - 1 - row_tile) * ROWS;
         batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
         rows = min(ROWS, sizes.queries - first_row);

@@ -3,7 +3,7 @@
 
 mod tiles;
 
-use super::form::{Backward, Forward};
+use super::kernel_config::{Backward, Forward};
 use crate::kernels::cuda::source::Source;
 
 const FORWARD: Source = Source {
@@ -13,7 +13,7 @@ const FORWARD: Source = Source {
         include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
-        include_str!("products.cuh"),
+        include_str!("tf32.cuh"),
         include_str!("forward.cu"),
     ],
 };
@@ -25,7 +25,7 @@ const BACKWARD: Source = Source {
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
         include_str!("../backward.cuh"),
-        include_str!("products.cuh"),
+        include_str!("tf32.cuh"),
         include_str!("backward.cu"),
     ],
 };

@@ -8,7 +8,7 @@ fn pitch(columns: usize) -> usize {
 }
 
 /// Returns the number of matmuls in TF32 per matmul.
-fn products(tf32: bool) -> usize {
+fn tf32_matmuls(tf32: bool) -> usize {
     if tf32 { 1 } else { 3 }
 }
 
@@ -41,7 +41,7 @@ impl Forward {
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            Definition::Size("PRODUCTS", products(self.tf32)),
+            Definition::Size("TF32_MATMULS", tf32_matmuls(self.tf32)),
             Definition::Size("ROWS", self.rows),
             Definition::Size("COLUMNS", self.columns),
             Definition::Size("WARPS", self.warps),
@@ -60,13 +60,13 @@ pub(super) struct Backward {
     tf32: bool,
     pub keys: usize,
     pub queries: usize,
-    share: usize,
+    warps_per_key_group: usize,
     blocks_per_sm: usize,
 }
 
 impl Backward {
     pub(super) fn new(head_dim: usize, tf32: bool) -> Self {
-        let (queries, share, blocks_per_sm) = match head_dim {
+        let (queries, warps_per_key_group, blocks_per_sm) = match head_dim {
             16 | 32 => (128, 1, 2),
             64 => (64, 1, 2),
             256 => (32, 2, 1),
@@ -76,14 +76,14 @@ impl Backward {
             tf32,
             keys: 64,
             queries,
-            share,
+            warps_per_key_group,
             blocks_per_sm,
         }
     }
 
     /// Each warp has 16 keys, or shares them with another that has other columns.
     pub(super) fn warps(&self) -> usize {
-        self.keys / 16 * self.share
+        self.keys / 16 * self.warps_per_key_group
     }
 
     /// Returns the statistics per query: lse, delta, and the rounding error of lse, which is negligible next to TF32's.
@@ -93,11 +93,11 @@ impl Backward {
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            Definition::Size("PRODUCTS", products(self.tf32)),
+            Definition::Size("TF32_MATMULS", tf32_matmuls(self.tf32)),
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
             Definition::Size("STATISTICS", self.statistics()),
-            Definition::Size("SHARE", self.share),
+            Definition::Size("WARPS_PER_KEY_GROUP", self.warps_per_key_group),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
         ]
     }

@@ -42,9 +42,9 @@ pub fn matmul_to<T, C>(
             && let (Some(wide_a), Some(wide_b), Some(wide_c)) =
                 (T::as_wide(a.data), T::as_wide(b.data), c.as_wide())
         {
-            return panels::product(a.over(wide_a), b.over(wide_b), wide_c, accumulate, threads);
+            return panels::matmul(a.over(wide_a), b.over(wide_b), wide_c, accumulate, threads);
         }
-        packed::product(a, b, c, accumulate, threads);
+        packed::matmul(a, b, c, accumulate, threads);
     });
 }
 
@@ -68,6 +68,6 @@ fn multiplied_in_bf16<T: Stored, C: Stored>(
         return false;
     };
     // SAFETY: c is borrowed until this returns.
-    unsafe { bf16::product(unit, a, b, c, threads) };
+    unsafe { bf16::matmul(unit, a, b, c, threads) };
     true
 }

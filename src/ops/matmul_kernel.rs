@@ -1,11 +1,11 @@
 //! The matmul kernel of plans, for linear maps and their gradients.
 
 use super::cpu::for_stored;
-use super::lowering::{Accumulate, Kernel, PRODUCT, Slices, Workspace, kernel, on_gpu};
+use super::lowering::{Accumulate, Kernel, MATMUL, Slices, Workspace, kernel, on_gpu};
 use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{
-    Batched, MatMut, MatRef, ProductSizes, Threads, matmul_batched, matmul_to, packing_bytes,
+    Batched, MatMut, MatRef, MatmulSizes, Threads, matmul_batched, matmul_to, packing_bytes,
 };
 use candle_core::DType;
 #[cfg(feature = "cuda")]
@@ -14,7 +14,7 @@ use {
     crate::kernels::cuda::{matmul::Matrix, set_to_zero},
 };
 
-/// A factor of a [`product`]: its rows and columns as stored, and whether it is transposed.
+/// A factor of a [`matmul`]: its rows and columns as stored, and whether it is transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct Factor {
     pub rows: usize,
@@ -71,14 +71,14 @@ impl Factor {
 
 /// Returns the kernel of `c = a b`. Reads `a` and `b`; writes `c`, or adds to it. c is in the factors' dtype, or in the
 /// dtype of the matmul's sums.
-pub(crate) fn product(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
+pub(crate) fn matmul(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
     let [_, cols] = b.sizes();
-    product_into(a, b, cols, accumulate)
+    matmul_into(a, b, cols, accumulate)
 }
 
-/// Returns the kernel of [`product`] with rows of c that are `row_stride` elements apart; elements between stay
+/// Returns the kernel of [`matmul`] with rows of c that are `row_stride` elements apart; elements between stay
 /// unchanged.
-pub(crate) fn product_into(
+pub(crate) fn matmul_into(
     a: Factor,
     b: Factor,
     row_stride: usize,
@@ -94,7 +94,7 @@ pub(crate) fn product_into(
         matmul_to(a, b, c, s.adds(k, "c"), Threads::All);
         Ok(())
     }
-    let kernel = Kernel::new(PRODUCT, |k, s| {
+    let kernel = Kernel::new(MATMUL, |k, s| {
         let (read, written) = (s.dtype()?, s.dtype_of("c")?);
         for_stored!(read, T => match written == read {
             true => into::<T, T>(k, s),
@@ -105,9 +105,9 @@ pub(crate) fn product_into(
     sized(kernel, a, b, row_stride, 1).summing("c", accumulate)
 }
 
-/// Returns the kernel of a batch of `count` [`product`]s, whose matrices are contiguous.
+/// Returns the kernel of a batch of `count` [`matmul`]s, whose matrices are contiguous.
 pub(super) fn batched(count: usize, a: Factor, b: Factor) -> Kernel {
-    let kernel = kernel!(PRODUCT, |T, k, s| {
+    let kernel = kernel!(MATMUL, |T, k, s| {
         let ([a, b], _) = factors_of(k)?;
         let factors = (a.batched(s.x::<T>("a")?), b.batched(s.x("b")?));
         matmul_batched(k.count("batch")?, factors.0, factors.1, s.y("c")?);
@@ -161,7 +161,7 @@ fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], Factor)> {
 /// Returns the memory for packing factors of this dtype on the CPU: for all threads together, or for a large batch, in
 /// which each thread multiplies one matrix at a time, per thread.
 pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Workspace> {
-    let sizes = ProductSizes {
+    let sizes = MatmulSizes {
         rows: kernel.count("rows")?,
         depth: kernel.count("depth")?,
         cols: kernel.count("cols")?,
@@ -175,7 +175,7 @@ pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Works
         false => threads as f64 * packing_bytes(sizes, Threads::One),
     };
     Ok(Workspace {
-        what: "factors, packed for a product",
+        what: "packed factors of a matmul",
         formula: "blocks of a, b and c, a thread",
         elements: bytes / 4.0,
         element_bytes: 4,
@@ -189,7 +189,7 @@ fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()>
     let matrix = if count == 1 {
         Matrix::new
     } else {
-        Matrix::several
+        Matrix::batched
     };
     let lying = |view, factor: Factor| {
         let x = Matrix {
@@ -203,5 +203,5 @@ fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()>
     if a.view.len == 0 && !adds {
         return set_to_zero(l.gpu, c.view); // empty sums
     }
-    l.products.multiply(l.gpu, [a, b], c, count, adds)
+    l.multiplier.multiply(l.gpu, [a, b], c, count, adds)
 }

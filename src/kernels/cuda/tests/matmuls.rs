@@ -50,7 +50,7 @@ fn check<T: Element, C: Element>(
         };
         Matrix {
             transposed,
-            ..Matrix::several(buffer, rows, cols)
+            ..Matrix::batched(buffer, rows, cols)
         }
     };
     let factors = [

@@ -17,12 +17,12 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 const UPDATES: usize = 64;
 const UPDATE_BYTES: usize = 4 * adamw::WORDS;
 
-pub(super) struct Inputs {
+pub(super) struct RunValues {
     host: Vec<u8>,
     device: CudaSlice<u8>,
 }
 
-impl Inputs {
+impl RunValues {
     pub(super) fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         let updates = plan.parameters(); // at most one per parameter
         let bytes = UPDATES + updates * UPDATE_BYTES;

@@ -80,12 +80,12 @@ impl Role {
 pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     let shape = shape.into();
     let role = Role::Input(name.into(), shape.dims().to_vec());
-    Ok(hollow(shape, dtype, role, false)?)
+    Ok(meta_tensor(shape, dtype, role, false)?)
 }
 
 /// Creates a meta tensor in place of a constant, for a table that only a trace reads.
 pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Result<Tensor> {
-    hollow(shape, dtype, Role::Constant, false)
+    meta_tensor(shape, dtype, Role::Constant, false)
 }
 
 /// Returns a builder of meta weights in `dtype`. Each weight is a variable with its own name and the requested shape.
@@ -98,24 +98,24 @@ pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Re
 /// use tallow::graph;
 ///
 /// let layer = tallow::nn::Linear::new(1 << 14, 1 << 14, graph::weights(DType::F32))?; // 1 GiB, if it were real
-/// assert!(graph::is_hollow(layer.weight()));
+/// assert!(graph::is_meta(layer.weight()));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn weights(dtype: DType) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(HollowWeights), dtype, Device::Cpu)
+    VarBuilder::from_backend(Box::new(MetaWeights), dtype, Device::Cpu)
 }
 
-pub(crate) fn hollow_weight(name: &str, shape: Shape, dtype: DType) -> candle_core::Result<Tensor> {
+pub(crate) fn meta_weight(name: &str, shape: Shape, dtype: DType) -> candle_core::Result<Tensor> {
     let role = Role::Weight(name.into(), shape.dims().to_vec());
-    hollow(shape, dtype, role, true)
+    meta_tensor(shape, dtype, role, true)
 }
 
-pub(crate) fn gives_hollow(vb: &VarBuilder<'_>) -> bool {
-    vb.get_unchecked(PROBE).is_ok_and(|x| is_hollow(&x))
+pub(crate) fn builds_meta(vb: &VarBuilder<'_>) -> bool {
+    vb.get_unchecked(PROBE).is_ok_and(|x| is_meta(&x))
 }
 
-/// A name that no weight has; [`gives_hollow`] asks the builder for it.
-const PROBE: &str = "\u{0}hollow?";
+/// A name that no weight has; [`builds_meta`] asks the builder for it.
+const PROBE: &str = "\u{0}meta?";
 
 /// Returns whether `x` is a meta tensor or a view of one.
 ///
@@ -124,34 +124,34 @@ const PROBE: &str = "\u{0}hollow?";
 /// use tallow::graph;
 ///
 /// let x = graph::input("x", (4, 256), DType::F32)?;
-/// assert!(graph::is_hollow(&x) && graph::is_hollow(&x.narrow(0, 1, 2)?));
-/// assert!(!graph::is_hollow(&Tensor::zeros((4, 256), DType::F32, &Device::Cpu)?));
+/// assert!(graph::is_meta(&x) && graph::is_meta(&x.narrow(0, 1, 2)?));
+/// assert!(!graph::is_meta(&Tensor::zeros((4, 256), DType::F32, &Device::Cpu)?));
 /// # Ok::<(), tallow::Error>(())
 /// ```
-pub fn is_hollow(x: &Tensor) -> bool {
+pub fn is_meta(x: &Tensor) -> bool {
     Role::of(x).is_some()
 }
 
 /// Returns whether two tensors can be operands of one op. Meta tensors count as being on every device.
 pub(crate) fn are_on_one_device(a: &Tensor, b: &Tensor) -> bool {
-    a.device().same_device(b.device()) || is_hollow(a) || is_hollow(b)
+    a.device().same_device(b.device()) || is_meta(a) || is_meta(b)
 }
 
 /// Replaces `error` by one that a meta tensor has no data, if one of `inputs` is a meta tensor.
-pub(crate) fn refuse_hollow(
+pub(crate) fn meta_tensor_error(
     op: &'static str,
     inputs: &[&Tensor],
     error: candle_core::Error,
 ) -> candle_core::Error {
-    if !inputs.iter().any(|x| is_hollow(x)) {
+    if !inputs.iter().any(|x| is_meta(x)) {
         return error;
     }
     let hint = "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave runs \
                 in compile::Step";
-    Error::order(op, "a hollow tensor has no elements to compute with", hint).into()
+    Error::order(op, "a meta tensor has no data", hint).into()
 }
 
-pub(super) fn hollow(
+pub(super) fn meta_tensor(
     shape: impl Into<Shape>,
     dtype: DType,
     role: Role,
@@ -159,7 +159,7 @@ pub(super) fn hollow(
 ) -> candle_core::Result<Tensor> {
     let storage = Storage::Cpu(empty(dtype)?);
     let x = Tensor::from_storage(storage, shape, BackpropOp::none(), is_variable);
-    hollow_out(&x, role)?;
+    make_meta(&x, role)?;
     Ok(x)
 }
 
@@ -185,12 +185,12 @@ pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
 }
 
 /// Replaces the empty storage of `x` by the F4 storage of a meta tensor.
-pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
-    struct HollowOut(Role);
+pub(super) fn make_meta(x: &Tensor, role: Role) -> candle_core::Result<()> {
+    struct MakeMeta(Role);
 
-    impl InplaceOp1 for HollowOut {
+    impl InplaceOp1 for MakeMeta {
         fn name(&self) -> &'static str {
-            "hollow"
+            "meta"
         }
 
         fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
@@ -199,17 +199,17 @@ pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
         }
     }
 
-    let hollow_out = HollowOut(role);
+    let make_meta = MakeMeta(role);
     match x.elem_count() {
         // An empty tensor can have strides of 0, which look like overlapping elements to candle's in-place ops.
-        0 => x.detach().flatten_all()?.inplace_op1(&hollow_out),
-        _ => x.inplace_op1(&hollow_out),
+        0 => x.detach().flatten_all()?.inplace_op1(&make_meta),
+        _ => x.inplace_op1(&make_meta),
     }
 }
 
-struct HollowWeights;
+struct MetaWeights;
 
-impl SimpleBackend for HollowWeights {
+impl SimpleBackend for MetaWeights {
     fn get(
         &self,
         shape: Shape,
@@ -218,12 +218,12 @@ impl SimpleBackend for HollowWeights {
         dtype: DType,
         _: &Device,
     ) -> candle_core::Result<Tensor> {
-        hollow_weight(name, shape, dtype)
+        meta_weight(name, shape, dtype)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
         if name.ends_with(PROBE) {
-            return hollow((), dtype, Role::Output, false);
+            return meta_tensor((), dtype, Role::Output, false);
         }
         candle_core::bail!(
             "graph::weights: {name} was asked for without a shape, which nothing else knows"

@@ -37,7 +37,7 @@ const TRANSPOSE: usize = 80;
 ///
 /// # Safety
 /// c must still be borrowed, by nobody else.
-pub(in super::super) unsafe fn product<X: Element>(
+pub(in super::super) unsafe fn matmul<X: Element>(
     unit: Unit,
     a: MatRef<'_, X>,
     b: MatRef<'_, X>,
@@ -97,11 +97,11 @@ pub(in super::super) unsafe fn product<X: Element>(
     }
 }
 
-/// Runs [`product`] on the calling thread, for factors that are in cache: c is (rows, columns).
+/// Runs [`matmul`] on the calling thread, for factors that are in cache: c is (rows, columns).
 ///
 /// # Safety
 /// c must still be borrowed, by nobody else.
-pub(in super::super) unsafe fn product_of_tiles<X: Element>(
+pub(in super::super) unsafe fn matmul_of_tiles<X: Element>(
     unit: Unit,
     factors: [Lines<'_, X>; 2],
     depth: usize,

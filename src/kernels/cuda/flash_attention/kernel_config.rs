@@ -58,7 +58,7 @@ pub(super) fn pointer_to(first_keys: Option<View>) -> u64 {
 }
 
 /// Returns a configuration with a one-dimensional grid and block.
-pub(super) fn line(blocks: usize, threads: usize, shared_bytes: usize) -> LaunchConfig {
+pub(super) fn config_1d(blocks: usize, threads: usize, shared_bytes: usize) -> LaunchConfig {
     LaunchConfig {
         grid_dim: (blocks as u32, 1, 1),
         block_dim: (threads as u32, 1, 1),

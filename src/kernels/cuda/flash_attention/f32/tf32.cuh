@@ -1,7 +1,7 @@
 // Tiles of f32 in shared memory, and their matmuls on tensor cores in TF32, which has the range of f32 and 11
 // significant bits. Included after common.cuh, with ELEMENT=f32.
 //
-//   PRODUCTS  1: each operand is rounded to TF32 once. The threads that copied Q, K, V and dO round them; P and dS are
+//   TF32_MATMULS  1: each operand is rounded to TF32 once. The threads that copied Q, K, V and dO round them; P and dS are
 //                rounded where they are computed
 //             3: each operand is the sum of two TF32, high and low, and a matmul is three: low high + high low + high
 //                high. Its error is 2^-24 of the product as a rule, 2^-21 at most. (PyTorch's memory-efficient
@@ -11,10 +11,10 @@
 // Tensor cores truncate sums instead of rounding them. Therefore they sum at most one tile, and with three matmuls at
 // most eight columns. CUDA cores add these sums.
 
-#ifndef PRODUCTS
-#define PRODUCTS 1
+#ifndef TF32_MATMULS
+#define TF32_MATMULS 1
 #endif
-static_assert(PRODUCTS == 1 || PRODUCTS == 3, "TF32, or f32");
+static_assert(TF32_MATMULS == 1 || TF32_MATMULS == 3, "TF32, or f32");
 
 // Floats from row to row of a tile of Q, K, V or dO: an odd number of chunks, so that eight adjacent rows have the same
 // chunk in eight different groups of banks.
@@ -40,12 +40,12 @@ __device__ __forceinline__ float to_tf32(float x) {
 }
 
 // The operand that replaces a result x.
-__device__ __forceinline__ float rounded(float x) { return PRODUCTS == 1 ? to_tf32(x) : x; }
+__device__ __forceinline__ float rounded(float x) { return TF32_MATMULS == 1 ? to_tf32(x) : x; }
 
 // Rounds the elements that this thread copied by copy_tile<LENGTH, THREADS, Padded>, between wait_groups and the
 // barrier.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(float* tile) {
-    if (PRODUCTS == 3) return;
+    if (TF32_MATMULS == 3) return;
     constexpr int PASS = THREADS / LANES; // rows per pass
     float* x = tile + threadIdx.x / LANES * PITCH + threadIdx.x % LANES * CHUNK;
 #pragma unroll
@@ -65,7 +65,7 @@ template <int N> struct Factor {
     u32 high[N], low[N];
     __device__ __forceinline__ void set(int i, u32 bits) {
         high[i] = bits;
-        if (PRODUCTS == 3) {
+        if (TF32_MATMULS == 3) {
             constexpr u32 KEPT = 0xffffe000u;
             high[i] = (bits + 0x1000) & KEPT; // the nearest, as to_tf32, but in fewer cycles
             // low has 12 bits, of which the last is truncated. It is NaN if x is NaN or infinite.
@@ -83,7 +83,7 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const u32 (&a)[4], 
 
 // c (16, 8) += a (16, 8) b (8, 8)
 __device__ __forceinline__ void multiply_block(float (&c)[4], const Factor<4>& a, const Factor<2>& b) {
-    if (PRODUCTS == 1) return multiply_tf32(c, a.high, b.high);
+    if (TF32_MATMULS == 1) return multiply_tf32(c, a.high, b.high);
     float sum[4] = {}; // the small products first
     multiply_tf32(sum, a.low, b.high);
     multiply_tf32(sum, a.high, b.low);
