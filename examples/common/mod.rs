@@ -177,6 +177,22 @@ fn code_of(result: Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| ExitCode::from(status(&error)))
 }
 
+/// Returns the error of a flag with an invalid value.
+pub fn refusal(
+    field: &'static str,
+    expected: impl Into<String>,
+    got: impl Display,
+    hint: &str,
+) -> Error {
+    Error::Config {
+        config: PROGRAM,
+        field,
+        expected: expected.into(),
+        got: got.to_string(),
+        hint: hint.into(),
+    }
+}
+
 /// Ends the program from within a step, where no error can be returned.
 pub fn end(error: &Error) -> ! {
     std::process::exit(status(error).into())

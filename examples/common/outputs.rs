@@ -32,7 +32,7 @@ impl Output {
     }
 
     /// Refuses names that no table has, before the work.
-    pub fn check_columns<const N: usize>(&self, tables: [Vec<Column>; N]) -> Result<()> {
+    pub fn check_columns(&self, tables: impl IntoIterator<Item = Vec<Column>>) -> Result<()> {
         let of = |columns| Report {
             columns,
             ..Default::default()
