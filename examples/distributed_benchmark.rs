@@ -36,16 +36,17 @@ mod paper;
 mod steps;
 
 use accounting::AccountingFlags;
-use answers::Way;
 use clap::{Parser, ValueEnum};
 use common::effects::names_gpu;
 use common::models::{Model, ModelFlags, describe, with_attention};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
 use common::sweep::Progress;
+use common::ways::Way;
 use common::{Common, Effects, Output, gib_bytes, values};
 use paper::PaperFlags;
 use std::num::NonZeroUsize;
+use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use steps::Ways;
@@ -53,7 +54,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::Stopwatch;
 use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Ranks};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Fields, Report};
 use tallow::{Error, Result};
 
 /// Times collectives and training steps of several ranks, and measures their memory
@@ -208,18 +209,16 @@ impl Flags {
         let Some(ranks) = self.ranks_as_threads()? else {
             return self.run_rank(self.processes.join(&self.common)?, false);
         };
-        let communicators = distributed::threads(ranks)?.into_iter();
-        let ended: Vec<Result<()>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = communicators
-                .map(|communicator| scope.spawn(|| self.run_rank(communicator, true)))
-                .collect();
-            let joined = threads.into_iter().map(|thread| thread.join());
-            joined
-                .map(|ended| ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
+        let ranks = distributed::threads(ranks)?;
+        let mut errors: Vec<Error> = std::thread::scope(|scope| {
+            let ranks = ranks.into_iter();
+            let threads = ranks.map(|rank| scope.spawn(|| self.run_rank(rank, true)));
+            let threads: Vec<_> = threads.collect();
+            let ended = threads.into_iter().map(|thread| thread.join());
+            let ended = ended.map(|ended| ended.unwrap_or_else(|panic| resume_unwind(panic)));
+            ended.filter_map(Result::err).collect()
         });
         // A rank that fails takes the others with it: its own error says why.
-        let mut errors: Vec<Error> = ended.into_iter().filter_map(Result::err).collect();
         errors.sort_by_key(|error| matches!(error, Error::Rank { .. }));
         errors.into_iter().next().map_or(Ok(()), Err)
     }
@@ -231,14 +230,14 @@ impl Flags {
             if is_first {
                 self.output.check_with([&self.trace])?;
             }
-            let columns = self.part.iter().map(|part| part.columns());
+            let columns = self.part.iter().map(|part| part.table().columns);
             self.output.check_columns(columns)?;
             let mut rank = Rank::new(self, communicator, is_thread)?;
             let reports = self.part.iter().map(|part| rank.report(*part));
             let mut reports: Vec<Report> = reports.collect::<Result<_>>()?;
             let first = Report {
                 environment: self.common.environment(rank.communicator.device()),
-                configuration: rank.configuration(),
+                configuration: rank.configuration()?,
                 ..reports.remove(0)
             };
             match is_first {
@@ -253,13 +252,19 @@ impl Flags {
 }
 
 impl Part {
-    fn columns(self) -> Vec<Column> {
-        match self {
-            Collectives => collectives::columns(),
-            Steps => steps::columns(),
-            Memory => memory::columns(),
-            Paper => paper::columns(),
-            Accounting => accounting::columns(),
+    /// Returns the table without rows.
+    fn table(self) -> Report {
+        let (title, columns) = match self {
+            Collectives => ("Collectives", collectives::columns()),
+            Steps => ("Training steps", steps::columns()),
+            Memory => ("Memory of a rank", memory::columns()),
+            Paper => ("Estimated steps of more GPUs", paper::columns()),
+            Accounting => ("Accounting of feed-forward layers", accounting::columns()),
+        };
+        Report {
+            title: title.into(),
+            columns,
+            ..Default::default()
         }
     }
 }
@@ -302,13 +307,15 @@ impl<'f> Rank<'f> {
     }
 
     fn report(&mut self, part: Part) -> Result<Report> {
+        let mut report = part.table();
         match part {
-            Collectives => self.collectives(),
-            Steps => self.training_steps(),
-            Memory => self.memory(),
-            Paper => self.paper(),
-            Accounting => self.accounting(),
+            Collectives => self.collectives(&mut report)?,
+            Steps => self.training_steps(&mut report)?,
+            Memory => self.memory(&mut report)?,
+            Paper => self.paper(&mut report)?,
+            Accounting => self.accounting(&mut report),
         }
+        Ok(report)
     }
 
     /// Returns every strategy with every exchange that it has, the step alone first.
@@ -321,7 +328,7 @@ impl<'f> Rank<'f> {
         Stopwatch::new(self.communicator.device()).warmup(self.flags.warmup_steps)
     }
 
-    fn configuration(&self) -> Fields {
+    fn configuration(&self) -> Result<Fields> {
         let (flags, mut fields) = (self.flags, Fields::new());
         let steps = flags.has(&[Steps, Memory, Paper]);
         if flags.has(&[Collectives, Steps, Memory]) {
@@ -345,11 +352,11 @@ impl<'f> Rank<'f> {
                 .insert("T", flags.length());
         }
         if flags.has(&[Paper]) {
-            fields.merge(flags.paper.describe());
+            fields.merge(Fields::of(&flags.paper)?);
         }
         if steps || flags.models.names_a_model() {
             fields.merge(describe(&self.models));
         }
-        fields
+        Ok(fields)
     }
 }

@@ -14,6 +14,7 @@ pub mod runs;
 pub mod stdout;
 pub mod sweep;
 pub mod values;
+pub mod ways;
 pub mod words;
 
 pub use effects::Effects;

@@ -14,7 +14,6 @@
 use super::common::models::{Handout, Model};
 use super::{Rank, values};
 use clap::Args;
-use tallow::Result;
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
 use tallow::report::{Answer, Column, Fields, Report, counted, group_digits};
@@ -65,7 +64,7 @@ pub fn columns() -> Vec<Column> {
 
 impl Rank<'_> {
     /// Accounts for the models, or for the handout's where no model is named.
-    pub fn accounting(&self) -> Result<Report> {
+    pub fn accounting(&self, report: &mut Report) {
         let (flags, models) = (&self.flags.accounting, &self.flags.models);
         let is_of_2026 = models.handout == Some(Handout::Of2026);
         let xxl = [Model {
@@ -78,30 +77,25 @@ impl Rank<'_> {
                 ..Default::default()
             },
         }];
-        let mut report = Report {
-            title: "Accounting of feed-forward layers".into(),
-            columns: columns(),
-            ..Default::default()
-        };
         let models = match is_of_2026 || models.names_a_model() {
             true => &self.models[..],
             false => &xxl,
         };
+        let (x, y) = (flags.fsdp, flags.tensor_parallel);
+        let (n, all_links) = (x * y, [flags.links.iter().sum(); 2]);
+        let tokens = self.flags.batch_size as f64 * self.flags.length() as f64;
         for Model { name, config } in models {
-            let tokens = self.flags.batch_size as f64 * self.flags.length() as f64;
             let layers = Layers::new(config, tokens, flags);
-            let (x, y) = (flags.fsdp, flags.tensor_parallel);
-            let (n, all_links) = (x * y, [flags.links.iter().sum(); 2]);
             let (whole, divided) = (layers.device_bytes(1), layers.device_bytes(n));
             let by_weights = layers.compute_bound([n, 1], all_links);
             let by_columns = layers.compute_bound([1, n], all_links);
-            let both = format!("FSDP {x}, tensor {y}");
+            let by_both = layers.compute_bound([x, y], [flags.links[0], flags.links[1]]);
             for (division, devices, bytes, bound) in [
                 ("nothing", 1, whole, Some(0.0)),
                 ("data", n, whole, by_weights),
                 ("weights (FSDP)", n, divided, by_weights),
                 ("columns (tensor)", n, divided, by_columns),
-                (&both, n, divided, layers.both_bound()),
+                (&format!("FSDP {x}, tensor {y}"), n, divided, by_both),
             ] {
                 let fits = ["no", "yes"][usize::from(bytes < 1e9 * flags.device_gb)];
                 let mut row = Fields::from_iter([("model", name.as_str()), ("division", division)]);
@@ -114,7 +108,7 @@ impl Rank<'_> {
             }
             report.answers.extend(match is_of_2026 {
                 true => layers.answers_of_2026(name),
-                false => layers.answers_of_2025(name),
+                false => layers.answers_of_2025(name, by_both),
             });
         }
         report.notes.push(format!(
@@ -122,7 +116,6 @@ impl Rank<'_> {
              alone has all of them.",
             flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
         ));
-        Ok(report)
     }
 }
 
@@ -135,48 +128,37 @@ struct Layers<'f> {
     weights: f64,
     /// Tokens of a batch, on all devices together.
     tokens: f64,
-    parameters: f64,
     /// Weights, gradients and AdamW's two moments, all f32: 16 bytes a parameter.
     state_bytes: f64,
     /// Activations in bf16 that are saved for backward: a block's input, and the inputs of its last weight and of its
     /// activation.
-    activation_bytes: f64,
+    kept_bytes: f64,
 }
 
 impl<'f> Layers<'f> {
     fn new(config: &TransformerConfig, tokens: f64, flags: &'f AccountingFlags) -> Self {
-        let (d, f, blocks) = (
-            config.d_model as f64,
-            config.d_ff as f64,
-            config.num_layers as f64,
-        );
+        let sizes = [config.d_model, config.d_ff, config.num_layers];
+        let [d, f, blocks] = sizes.map(|size| size as f64);
         let weights = config.feed_forward_maps() as f64;
         let hidden = if weights > 2.0 { 3.0 } else { 1.0 };
-        let parameters = blocks * weights * d * f;
         Self {
             flags,
             d,
             f,
             weights,
             tokens,
-            parameters,
-            state_bytes: 16.0 * parameters,
-            activation_bytes: 2.0 * blocks * tokens * (d + hidden * f),
+            state_bytes: 16.0 * blocks * weights * d * f,
+            kept_bytes: 2.0 * blocks * tokens * (d + hidden * f),
         }
     }
 
-    /// Bytes that `n` devices divide: the state and half of the activations. Each has the other half.
-    fn divided_bytes(&self) -> f64 {
-        self.state_bytes + self.activation_bytes / 2.0
-    }
-
-    /// Memory of one of `n` devices.
+    /// Returns the memory of one of `n` devices, which divide the state and half of the activations.
     fn device_bytes(&self, n: usize) -> f64 {
-        self.divided_bytes() / n as f64 + self.activation_bytes / 2.0
+        (self.state_bytes + self.kept_bytes / 2.0) / n as f64 + self.kept_bytes / 2.0
     }
 
-    /// The fewest tokens of a device with which a block's FLOPs take as long as what the device receives; `None` if no
-    /// number is enough. Weights are divided by FSDP among X devices, and their columns among Y, with these links.
+    /// Returns the fewest tokens of a device with which a block's FLOPs take as long as what the device receives;
+    /// `None` if no number is enough. FSDP divides weights among X devices, and their columns among Y, with these links.
     fn compute_bound(&self, division: [usize; 2], links: [usize; 2]) -> Option<f64> {
         let [x, y] = division.map(|devices| devices as f64);
         let [x_rate, y_rate] = links.map(|links| links as f64 * 1e9 * self.flags.link_gb_s);
@@ -187,77 +169,50 @@ impl<'f> Layers<'f> {
         (left > 0.0).then(|| weights / left)
     }
 
-    /// [`compute_bound`](Self::compute_bound) where FSDP and tensor parallelism each have their links.
-    fn both_bound(&self) -> Option<f64> {
-        let AccountingFlags { fsdp, links, .. } = self.flags;
-        self.compute_bound([*fsdp, self.flags.tensor_parallel], [links[0], links[1]])
-    }
-
-    /// Answers communication_accounting (a) to (d), of the handout of 2025.
-    fn answers_of_2025(&self, name: &str) -> Vec<Answer> {
-        let (device, kept) = (1e9 * self.flags.device_gb, self.activation_bytes);
+    /// Answers communication_accounting (a) to (d), of the handout of 2025. `bound` is of FSDP with tensor parallelism.
+    fn answers_of_2025(&self, name: &str, bound: Option<f64>) -> Vec<Answer> {
         let (x, y) = (self.flags.fsdp, self.flags.tensor_parallel);
+        let bytes = 1e9 * self.flags.device_gb;
+        let (half, state) = (self.kept_bytes / 2.0, self.state_bytes);
         let gb = |bytes: f64| format!("{} GB", group_digits((bytes / 1e9).round() as u64));
-        let count = |tokens: f64| group_digits(tokens.ceil() as u64);
-        let devices = |n: f64| counted(n as usize, "device");
-        let left = device - kept / 2.0;
-        let fewest = match left > 0.0 {
-            true => format!(
-                "at least {}",
-                devices((self.divided_bytes() / left).floor() + 1.0)
-            ),
-            false => format!(
-                "no number: half of the activations alone is {}",
-                gb(kept / 2.0)
-            ),
+        let [device, state_gb, kept, half_gb] = [bytes, state, 2.0 * half, half].map(gb);
+        let count = |number: f64| group_digits(number.ceil() as u64);
+        let [parameters, tokens] = [state / 16.0, self.tokens].map(count);
+        let devices = |number: f64| counted(number as usize, "device");
+        let held = devices((state / bytes).ceil());
+        let fewest = devices(((state + half) / (bytes - half)).floor() + 1.0);
+        let fewest = match bytes > half {
+            true => format!("at least {fewest}"),
+            false => format!("no number: half of the activations alone is {half_gb}"),
         };
-        let batch = match self.both_bound() {
-            Some(b) => format!(
-                "{} tokens a device, {} in all",
-                count(b),
-                count(b * (x * y) as f64)
-            ),
+        let batch = bound.map(|b| [b, b * (x * y) as f64].map(count));
+        let batch = match batch {
+            Some([own, all]) => format!("{own} tokens a device, {all} in all"),
             None => "no number of tokens".into(),
         };
-        vec![
-            Answer::new(
-                format!(
-                    "(a) {name}: how much memory do weights, gradients and optimizer state take on one device?"
-                ),
-                format!(
-                    "{} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {}, the memory of \
-                     {} of {}. Backward reads {} of activations in bf16, of {} tokens.",
-                    count(self.parameters),
-                    gb(self.state_bytes),
-                    devices((self.state_bytes / device).ceil()),
-                    gb(device),
-                    gb(kept),
-                    count(self.tokens)
-                ),
+        let questions = [
+            "how much memory do weights, gradients and optimizer state take on one device?".into(),
+            "how many devices, with the state and half of the activations divided by FSDP?".into(),
+            format!("from which batch is FSDP {x} x tensor {y} bound by compute?"),
+            "how can the batch be smaller at the same throughput?".into(),
+        ];
+        let answers = [
+            format!(
+                "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, the \
+                 memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
             ),
-            Answer::new(
-                format!(
-                    "(b) {name}: how many devices, with the state and half of the activations divided by FSDP?"
-                ),
-                format!(
-                    "A device of N holds (state + kept / 2) / N + kept / 2. For it to be under {}: {fewest}.",
-                    gb(device)
-                ),
-            ),
-            Answer::new(
-                format!("(c) {name}: from which batch is FSDP {x} x tensor {y} bound by compute?"),
-                format!(
-                    "From {batch}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W)."
-                ),
-            ),
-            Answer::new(
-                format!("(d) {name}: how can the batch be smaller at the same throughput?"),
-                "Communication has to shrink with it: divide the weights' columns among more devices (FSDP's bytes go \
-                 with 1/Y), give tensor parallelism as many links as it needs, exchange in 8 bits, and gather the next \
-                 block's weights while this one computes. Where memory allows, several micro-batches can share one \
-                 gather.",
-            ),
-        ]
+            format!("A device of N holds (state + kept / 2) / N + kept / 2. For it to be under {device}: {fewest}."),
+            format!("From {batch}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W)."),
+            "Communication has to shrink with it: divide the weights' columns among more devices (FSDP's bytes go with \
+             1/Y), give tensor parallelism as many links as it needs, exchange in 8 bits, and gather the next block's \
+             weights while this one computes. Where memory allows, several micro-batches can share one gather."
+                .into(),
+        ];
+        let letters = ["(a)", "(b)", "(c)", "(d)"].iter().zip(questions);
+        let answers = letters.zip(answers).map(|((letter, question), answer)| {
+            Answer::new(format!("{letter} {name}: {question}"), answer)
+        });
+        answers.collect()
     }
 
     /// Answers data_parallel_calcs, fsdp_calcs, tp_calcs and fsdp_tp_calcs, of the handout of 2026: how many devices a
@@ -270,41 +225,38 @@ impl<'f> Layers<'f> {
         let sum = 2.0 * w * f * (1.0 + b * ratio) + 4.0 * b;
         let (both, shared) = (data * tensor, sum * sum / (32.0 * w * b * f));
         let setting = format!("here {w:.0} weights of D F, B {b:.0}, F {f:.0}, W / C {ratio:.2e}");
-        vec![
-            Answer::new(
-                format!("{name}: data_parallel_calcs. How far does data parallelism scale?"),
-                format!(
-                    "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The \
-                     gradients' all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, \
-                     {setting}."
-                ),
+        let questions = [
+            "data_parallel_calcs. How far does data parallelism scale?",
+            "fsdp_calcs. How far does FSDP scale?",
+            "tp_calcs. How far does tensor parallelism scale?",
+            "fsdp_tp_calcs. How far do both together scale?",
+        ];
+        let answers = [
+            format!(
+                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The \
+                 gradients' all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, {setting}."
             ),
-            Answer::new(
-                format!("{name}: fsdp_calcs. How far does FSDP scale?"),
-                format!(
-                    "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F \
-                     (N - 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So \
-                     N <= 1 + B W / C = {data:.1} in both."
-                ),
+            format!(
+                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F \
+                 (N - 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So \
+                 N <= 1 + B W / C = {data:.1} in both."
             ),
-            Answer::new(
-                format!("{name}: tp_calcs. How far does tensor parallelism scale?"),
-                format!(
-                    "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
-                     local. (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in \
-                     each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {tensor:.1} forward, 1 + w F W / C = \
-                     {tensor_backward:.1} backward, whatever B is."
-                ),
+            format!(
+                "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
+                 local. (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in \
+                 each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {tensor:.1} forward, 1 + w F W / C = \
+                 {tensor_backward:.1} backward, whatever B is."
             ),
-            Answer::new(
-                format!("{name}: fsdp_tp_calcs. How far do both together scale?"),
-                format!(
-                    "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
-                     where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) \
-                     = {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W \
-                     / C + 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
-                ),
+            format!(
+                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
+                 where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) \
+                 = {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W \
+                 / C + 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
             ),
-        ]
+        ];
+        let answers = questions.iter().zip(answers);
+        let answers =
+            answers.map(|(question, text)| Answer::new(format!("{name}: {question}"), text));
+        answers.collect()
     }
 }

@@ -1,12 +1,10 @@
 //! Answers to the handout's questions on collectives, data parallelism and sharding.
 
+use super::common::ways::Way;
 use super::common::words::compared;
 use serde::Serialize;
-use std::fmt;
-use tallow::Result;
-use tallow::compile::StepRanks;
-use tallow::distributed::{Exchange, FullyShardConfig};
-use tallow::report::{Answer, Fields, Speedup, Statistics, Verdict, format_mib};
+use tallow::distributed::Exchange;
+use tallow::report::{Answer, Speedup, Statistics, Verdict, format_mib};
 
 /// A collective's time at a size of its buffer.
 #[derive(Serialize)]
@@ -19,15 +17,6 @@ pub struct Collected {
     pub bus_gb_s: Option<f64>,
 }
 
-/// A strategy with an exchange.
-#[derive(Clone, Copy)]
-pub struct Way {
-    pub ranks: StepRanks,
-    /// The strategy by name; `alone` without an exchange.
-    strategy: &'static str,
-    exchange: Option<Exchange>,
-}
-
 /// The memory of a rank, in bytes.
 #[derive(Serialize)]
 pub struct Held {
@@ -36,58 +25,6 @@ pub struct Held {
     pub after_bytes: u64,
     pub state_bytes: u64,
     pub predicted_bytes: u64,
-}
-
-impl Way {
-    pub fn new(ranks: StepRanks) -> Self {
-        let (strategy, exchange) = match ranks {
-            StepRanks::Alone => ("alone", None),
-            StepRanks::Replicated(config) => ("replicated", Some(config.exchange)),
-            StepRanks::ShardedOptimizer(config, _) => ("sharded optimizer", Some(config.exchange)),
-            StepRanks::FullySharded(FullyShardConfig { bucket_bytes, .. }, _) => {
-                ("fully shard", Some(Exchange::Overlapped { bucket_bytes }))
-            }
-        };
-        Self {
-            ranks,
-            strategy,
-            exchange,
-        }
-    }
-
-    /// Returns the row of a measurement: the model, the way and the figures.
-    pub fn row(&self, model: &str, figures: &impl Serialize) -> Result<Fields> {
-        let exchange = self.exchange.map_or("none".into(), |e| e.to_string());
-        let mut row = Fields::from_iter([("model", model), ("strategy", self.strategy)]);
-        row.insert("exchange", exchange).merge(Fields::of(figures)?);
-        Ok(row)
-    }
-
-    /// Names the exchange in a sentence: `an exchange in buckets of 10 MiB`.
-    fn name(&self) -> String {
-        match self.exchange {
-            Some(exchange) if self.is_bucket() => format!("an exchange in {exchange}"),
-            Some(exchange) => format!("an exchange {exchange}"),
-            None => "no exchange".into(),
-        }
-    }
-
-    fn is_bucket(&self) -> bool {
-        matches!(
-            self.exchange,
-            Some(Exchange::Overlapped { bucket_bytes: 1.. })
-        )
-    }
-}
-
-/// Writes the way as progress and traces name it: `replicated buckets of 10 MiB`.
-impl fmt::Display for Way {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.exchange {
-            Some(exchange) => write!(f, "{} {exchange}", self.strategy),
-            None => write!(f, "{} none", self.strategy),
-        }
-    }
 }
 
 /// Whether a step is clearly slower than the step alone: the difference is communication.

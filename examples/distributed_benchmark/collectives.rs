@@ -26,18 +26,8 @@ pub fn columns() -> Vec<Column> {
 
 impl Rank<'_> {
     /// Times each collective at each size.
-    pub fn collectives(&mut self) -> Result<Report> {
+    pub fn collectives(&mut self, report: &mut Report) -> Result<()> {
         let ranks = self.communicator.world_size();
-        let mut report = Report {
-            title: "Collectives".into(),
-            columns: columns(),
-            notes: vec![
-                "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
-                 2 (N - 1) / N times the buffer of an all-reduce, half of that of the others."
-                    .into(),
-            ],
-            ..Default::default()
-        };
         let mut collected = Vec::new();
         for (collective, passes) in COLLECTIVES {
             for &mib in &self.flags.mib {
@@ -71,6 +61,9 @@ impl Rank<'_> {
             }
         }
         report.answers = answers::collectives(ranks, &collected);
-        Ok(report)
+        let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
+                    2 (N - 1) / N times the buffer of an all-reduce, half of that of the others.";
+        report.notes.push(note.into());
+        Ok(())
     }
 }

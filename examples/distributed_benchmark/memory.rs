@@ -3,6 +3,7 @@
 use super::Rank;
 use super::answers::{self, Held};
 use super::common::models::Model;
+use super::common::ways::Way;
 use tallow::compile::StepRanks;
 use tallow::memory::Meter;
 use tallow::report::{Column, Report};
@@ -10,31 +11,18 @@ use tallow::{Error, Result};
 
 pub fn columns() -> Vec<Column> {
     let held = |key, title| Column::mib(key, title).under("A rank");
-    vec![
-        Column::text("model", "Model"),
-        Column::text("strategy", "Strategy"),
-        Column::text("exchange", "Gradients averaged"),
+    Way::columns([
         held("init_bytes", "after init"),
         held("peak_bytes", "peak of a step"),
         held("after_bytes", "after it"),
         Column::mib("state_bytes", "Optimizer").minor(1),
         Column::mib("predicted_bytes", "Predicted peak").minor(2),
-    ]
+    ])
 }
 
 impl Rank<'_> {
     /// Measures a rank's memory with each strategy and exchange.
-    pub fn memory(&mut self) -> Result<Report> {
-        let mut report = Report {
-            title: "Memory of a rank".into(),
-            columns: columns(),
-            notes: vec![
-                "After init are model and optimizer. A step's peak is just before the optimizer's update, with the \
-                 plan's arena and all gradients; after it the arena stays, for the next step."
-                    .into(),
-            ],
-            ..Default::default()
-        };
+    pub fn memory(&mut self, report: &mut Report) -> Result<()> {
         let world_size = self.communicator.world_size();
         for model in &self.models {
             let mut measured = Vec::new();
@@ -49,11 +37,14 @@ impl Rank<'_> {
                 .answers
                 .extend(answers::memory(&model.name, world_size, &measured));
         }
+        let note = "After init are model and optimizer. A step's peak is just before the optimizer's update, with the \
+                    plan's arena and all gradients; after it the arena stays, for the next step.";
+        report.notes.push(note.into());
         if self.are_threads {
             let note = "Ranks are threads of one process: its memory is divided by their number.";
             report.notes.push(note.into());
         }
-        Ok(report)
+        Ok(())
     }
 
     fn held(&self, model: &Model, ranks: StepRanks) -> Result<Held> {

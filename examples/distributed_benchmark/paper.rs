@@ -1,18 +1,17 @@
 //! Estimated training steps of more GPUs than the machine has.
 
 use super::common::refusal;
+use super::common::ways::Way;
 use super::estimate::estimates;
 use super::{Rank, values};
 use clap::Args;
+use serde::Serialize;
 use tallow::Result;
 use tallow::compile::{Batch, Rates, Step, StepRanks, Target};
-use tallow::report::{Column, Fields, Report};
-
-/// Overhead of each kernel, in microseconds.
-const KERNEL_US: f64 = 1.0;
+use tallow::report::{Column, Report};
 
 /// Measured rates of a GPU and of the network.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Serialize)]
 #[command(next_help_heading = "Estimated steps of more GPUs (--part paper)")]
 pub struct PaperFlags {
     /// Numbers of GPUs; several
@@ -30,6 +29,7 @@ pub struct PaperFlags {
 
     /// Measured step of one GPU for each model
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "MS")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     alone_ms: Vec<f64>,
 
     /// Bus rate of all-reduces, one or for each world size
@@ -41,29 +41,16 @@ pub struct PaperFlags {
     gather_gb_s: Vec<f64>,
 
     /// Overhead of each collective, in microseconds
-    #[arg(
-        long,
-        hide_short_help = true,
-        default_value_t = 20.0,
-        value_name = "US"
-    )]
+    #[arg(long, hide_short_help = true, default_value_t = 20.0, value_name = "US", value_parser = values::from_0)]
     exchange_us: f64,
 
     /// Share of an exchange that kernels lose, 0 to 1
-    #[arg(
-        long,
-        hide_short_help = true,
-        default_value_t = 0.0,
-        value_name = "SHARE"
-    )]
+    #[arg(long, hide_short_help = true, default_value_t = 0.0, value_name = "SHARE", value_parser = values::under_1)]
     contention: f64,
 }
 
 pub fn columns() -> Vec<Column> {
-    vec![
-        Column::text("model", "Model"),
-        Column::text("strategy", "Strategy"),
-        Column::text("exchange", "Gradients averaged"),
+    Way::columns([
         Column::text("world_size", "GPUs"),
         Column::mib("rank_bytes", "Memory"),
         Column::mib("sent_bytes", "Sent").minor(1),
@@ -72,29 +59,14 @@ pub fn columns() -> Vec<Column> {
         Column::ms("waiting_ms", "Waits").minor(2),
         Column::ms("contention_ms", "Contention").minor(2),
         Column::ms("step_ms", "Step"),
-        Column::number("tokens_per_second", "Tokens/s", "", 0)
-            .grouped()
-            .minor(1),
+        Column::count("tokens_per_second", "Tokens/s").minor(1),
         Column::number("efficiency_percent", "Efficiency", "%", 1),
-    ]
+    ])
 }
 
 impl Rank<'_> {
     /// Plans a rank's steps, and estimates their time by the given rates.
-    pub fn paper(&mut self) -> Result<Report> {
-        let mut report = Report {
-            title: "Estimated steps of more GPUs".into(),
-            columns: columns(),
-            notes: vec![
-                "Estimated from a plan and the rates given: kernels, the time they wait for exchanges, and the time they \
-                 lose to exchanges that run next to them."
-                    .into(),
-                "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
-                 optimizer's update among them."
-                    .into(),
-            ],
-            ..Default::default()
-        };
+    pub fn paper(&mut self, report: &mut Report) -> Result<()> {
         let flags = &self.flags.paper;
         let [batch_size, length] = [self.flags.batch_size, self.flags.length()];
         for (index, model) in self.models.iter().enumerate() {
@@ -120,31 +92,19 @@ impl Rank<'_> {
                 }
             }
         }
-        Ok(report)
+        report.notes = vec![
+            "Estimated from a plan and the rates given, with 1 us for each kernel: kernels, the time they wait for \
+             exchanges, and the time they lose to exchanges that run next to them."
+                .into(),
+            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
+             optimizer's update among them."
+                .into(),
+        ];
+        Ok(())
     }
 }
 
 impl PaperFlags {
-    /// Returns the rates for the report's configuration.
-    pub fn describe(&self) -> Fields {
-        let list = |numbers: &[f64]| {
-            let numbers: Vec<String> = numbers.iter().map(f64::to_string).collect();
-            numbers.join(", ")
-        };
-        let alone = Some(list(&self.alone_ms)).filter(|list| !list.is_empty());
-        let mut fields = Fields::new();
-        fields
-            .insert("matmuls (TFLOP/s)", self.product_tflops)
-            .insert("memory (GB/s)", self.memory_gb_s)
-            .insert("overhead of a kernel (us)", KERNEL_US)
-            .insert("measured steps alone (ms)", alone)
-            .insert("all-reduce (GB/s)", list(&self.reduce_gb_s))
-            .insert("gather and scatter (GB/s)", list(&self.gather_gb_s))
-            .insert("overhead of a collective (us)", self.exchange_us)
-            .insert("contention", self.contention);
-        fields
-    }
-
     /// Returns each number of GPUs with its rates.
     fn rates(&self) -> Result<Vec<(usize, Rates)>> {
         let product_flops = 1e12 * given("--product-tflops", self.product_tflops)?;
@@ -165,7 +125,7 @@ impl PaperFlags {
             let rates = Rates {
                 product_flops,
                 memory_bytes,
-                kernel_seconds: KERNEL_US / 1e6,
+                kernel_seconds: 1e-6,
                 reduce_bytes: 1e9 * reduce,
                 gather_bytes: 1e9 * gather,
                 exchange_seconds: self.exchange_us / 1e6,

@@ -1,9 +1,10 @@
 //! Training steps by strategy and exchange.
 
-use super::answers::{self, Way, is_slower};
+use super::answers::{self, is_slower};
 use super::common::models::Model;
 use super::common::outputs::named;
 use super::common::ranks::{ExchangeFlags, Strategy, When};
+use super::common::ways::Way;
 use super::common::wrote;
 use super::{Rank, values};
 use candle_core::{DType, Tensor};
@@ -74,34 +75,18 @@ impl Ways {
 }
 
 pub fn columns() -> Vec<Column> {
-    vec![
-        Column::text("model", "Model"),
-        Column::text("strategy", "Strategy"),
-        Column::text("exchange", "Gradients averaged"),
+    Way::columns([
         Column::ms("time", "Step"),
         Column::ms("exposed_ms", "Exposed"),
         Column::number("exposed_percent", "Exposed", "%", 1),
         Column::count("tokens_per_s", "Tokens/s").minor(1),
         Column::number("efficiency_percent", "Alone / step", "%", 1).minor(2),
-    ]
+    ])
 }
 
 impl Rank<'_> {
     /// Times training steps with each strategy and exchange.
-    pub fn training_steps(&mut self) -> Result<Report> {
-        let mut report = Report {
-            title: "Training steps".into(),
-            columns: columns(),
-            notes: vec![
-                "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
-                 step on every rank at once, without an exchange."
-                    .into(),
-                "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
-                 noise where the two steps do not differ by two standard errors."
-                    .into(),
-            ],
-            ..Default::default()
-        };
+    pub fn training_steps(&mut self, report: &mut Report) -> Result<()> {
         let ranks = self.communicator.world_size();
         let tokens = ranks * self.flags.batch_size * self.flags.length();
         for model in &self.models {
@@ -143,11 +128,19 @@ impl Rank<'_> {
                 .answers
                 .extend(answers::steps(&model.name, ranks, &measured));
         }
+        report.notes = vec![
+            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
+             step on every rank at once, without an exchange."
+                .into(),
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
+             noise where the two steps do not differ by two standard errors."
+                .into(),
+        ];
         if ranks == 1 {
             let note = "One rank: nothing is exchanged and nothing divided. Give --ranks 2.";
             report.notes.push(note.into());
         }
-        Ok(report)
+        Ok(())
     }
 
     fn timed(&self, model: &Model, ranks: StepRanks, trace: Option<PathBuf>) -> Result<Statistics> {

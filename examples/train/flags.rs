@@ -141,7 +141,7 @@ pub struct TrainingFlags {
     pub bf16_moments: bool,
 
     /// AdamW's two betas
-    #[arg(long, hide_short_help = true, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::beta)]
+    #[arg(long, hide_short_help = true, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::under_1)]
     pub betas: Vec<f64>,
 
     /// Largest norm of the gradients, or 0
