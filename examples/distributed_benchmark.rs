@@ -5,15 +5,11 @@
 //! srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
-//! cargo run --example distributed_benchmark
-//! cargo run --example distributed_benchmark -- --ranks 4 --part memory --strategy replicated sharded-optimizer fully-shard
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl --precision bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
 //!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
-//! cargo run --example distributed_benchmark -- --part accounting
-//! mpirun -n 2 cargo run --example distributed_benchmark --features mpi -- --mib 1 10 --size tiny
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
 
@@ -54,7 +50,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::Stopwatch;
 use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Ranks};
-use tallow::report::{Fields, Report};
+use tallow::report::{Fields, Report, Statistics};
 use tallow::{Error, Result};
 
 /// Times collectives and training steps of several ranks, and measures their memory
@@ -324,8 +320,12 @@ impl<'f> Rank<'f> {
         all.into_iter().map(Way::new).collect()
     }
 
-    fn stopwatch(&self) -> Stopwatch<'static> {
-        Stopwatch::new(self.communicator.device()).warmup(self.flags.warmup_steps)
+    fn timed(&self, work: impl FnMut() -> Result<()>) -> Result<Statistics> {
+        let stopwatch = Stopwatch::new(self.communicator.device());
+        let timing = stopwatch
+            .warmup(self.flags.warmup_steps)
+            .measure(self.flags.steps, work)?;
+        timing.statistics()
     }
 
     fn configuration(&self) -> Result<Fields> {
@@ -333,11 +333,9 @@ impl<'f> Rank<'f> {
         let steps = flags.has(&[Steps, Memory, Paper]);
         if flags.has(&[Collectives, Steps, Memory]) {
             let threads = if self.are_threads { " threads" } else { "" };
+            let ranks = format!("{}{threads}", self.communicator.world_size());
             fields
-                .insert(
-                    "ranks",
-                    format!("{}{threads}", self.communicator.world_size()),
-                )
+                .insert("ranks", ranks)
                 .insert("warm-up", flags.warmup_steps)
                 .insert("steps", flags.steps);
         }

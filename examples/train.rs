@@ -5,26 +5,15 @@
 //! of two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
 //!
 //! ```text
-//! cargo run --example train
-//! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
-//! cargo run --example train -- --data my.txt --checkpoint out/run.safetensors --keep 2
-//! cargo run --example train -- --data my.txt --precision f16
-//! cargo run --example train -- --data my.txt --precision bf16
 //! cargo run --example train -- --data my.txt --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
 //! cargo run --example train --features cuda -- --data my.txt --size small --precision bf16 --gpus 2
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 //!
-//! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the
-//! trained one as `transformers` reads it.
-//!
-//! With `--gpus` it starts a rank for each GPU, which train the same model together; torchrun and mpirun start them
-//! too.
-//!
-//! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; under `nohup` it is ignored) end it after the step it is in, with a
-//! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129; a second one ends it at once.
+//! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; ignored under `nohup`) end it after the current step, with a
+//! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129. A second one ends it at once.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -40,6 +29,7 @@ use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 use clap::Parser;
 use common::ranks::{ExchangeFlags, RankFlags};
+use common::ways::Way;
 use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
@@ -53,7 +43,7 @@ use std::time::{Duration, Instant};
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
-use tallow::distributed::{Communicator, Exchange, FullyShard};
+use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamWConfig, Moments};
@@ -166,22 +156,20 @@ impl Flags {
             None => self.model.config(train.vocab_size())?,
         };
         let unit = vocabulary.unit();
-        let data = format!(
-            "{} to train, {} to evaluate ({unit}s of {})",
-            group_digits(train.len() as u64),
-            group_digits(validation.len() as u64),
-            self.data
-                .tokens
-                .as_ref()
-                .unwrap_or(&self.data.data)
-                .display()
-        );
+        let [train_len, validation_len] =
+            [&train, &validation].map(|tokens| group_digits(tokens.len() as u64));
+        let path = self
+            .data
+            .tokens
+            .as_ref()
+            .unwrap_or(&self.data.data)
+            .display();
+        let data =
+            format!("{train_len} to train, {validation_len} to evaluate ({unit}s of {path})");
         let trainer = self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
-        let mut header = Fields::from_iter([("data", data)]);
-        header.merge(self.describe(&trainer, family.as_ref(), self.step_ranks(&communicator)));
         let header = Report {
             environment: self.common.environment(communicator.device()),
-            configuration: header,
+            configuration: self.configuration(data, family.as_ref(), &trainer),
             ..Default::default()
         };
         let header = header.to_text(&common::outputs::terminal_layout());
@@ -323,35 +311,37 @@ impl Flags {
         Ok(trainer)
     }
 
-    /// Describes what runs.
-    fn describe(&self, trainer: &Trainer, family: Option<&Family>, ranks: StepRanks) -> Fields {
+    /// Describes the run for the header.
+    fn configuration(&self, data: String, family: Option<&Family>, trainer: &Trainer) -> Fields {
         let (model, config) = (trainer.model().config(), trainer.config());
-        let count = |n: usize| group_digits(n as u64);
-        let exchanged = match ranks {
-            StepRanks::Alone => None,
-            StepRanks::Replicated(config) => Some((config.dtype, config.exchange, "")),
-            StepRanks::ShardedOptimizer(config, _) => {
-                let divided = ", the optimizer divided among them";
-                Some((config.dtype, config.exchange, divided))
-            }
-            StepRanks::FullySharded(config, _) => {
-                let bucket_bytes = config.bucket_bytes;
-                let divided = ", weights, gradients and optimizer divided among them";
-                Some((config.dtype, Exchange::Overlapped { bucket_bytes }, divided))
-            }
-        };
-        let exchanged = exchanged.map(|(dtype, exchange, divided)| {
-            let dtype = dtype.map_or("their own dtype", |dtype| dtype.as_str());
-            let count = trainer.communicator().map_or(1, Communicator::world_size);
-            format!("{count}, gradients averaged in {dtype}: {exchange}{divided}")
+        let TrainConfig {
+            accumulation,
+            batch_size,
+            sequence_length,
+            optimizer,
+            ..
+        } = config;
+        let [tokens, steps] =
+            [config.tokens_per_step(), config.steps].map(|n| group_digits(n as u64));
+        let ranks = trainer.communicator().map(|ranks| {
+            let (count, way) = (ranks.world_size(), Way::new(self.step_ranks(ranks)));
+            let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
+            format!("{count}, {way}, gradients averaged in {dtype}")
         });
+        let place = ["", " in backward"][usize::from(config.optimizer_in_backward)];
+        let ((beta1, beta2), decay) = (optimizer.betas, optimizer.weight_decay);
         let clipped = match (config.max_grad_norm, config.max_grad_value) {
             (None, None) => "not clipped".into(),
             (Some(norm), None) => format!("clipped at norm {norm}"),
             (None, Some(value)) => format!("clipped at {value}"),
             (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
         };
-        let mut fields = Fields::new();
+        let optimizer = format!(
+            "AdamW{place}, betas {beta1} and {beta2}, weight decay {decay}, gradients {clipped}"
+        );
+        let step =
+            format!("{accumulation} x {batch_size} windows of {sequence_length}: {tokens} tokens");
+        let mut fields = Fields::from_iter([("data", data)]);
         fields
             .insert("model", common::models::sizes(model))
             .insert("longest context", model.context_length)
@@ -359,33 +349,11 @@ impl Flags {
             .insert("attention", model.attention.name())
             .insert("checkpointing", model.checkpointing.to_string())
             .insert("precision", config.precision.name())
-            .insert("ranks", exchanged)
-            .insert(
-                "step",
-                format!(
-                    "{} x {} windows of {}: {} tokens",
-                    config.accumulation,
-                    config.batch_size,
-                    config.sequence_length,
-                    count(config.tokens_per_step())
-                ),
-            )
-            .insert("steps", count(config.steps))
+            .insert("ranks", ranks)
+            .insert("step", step)
+            .insert("steps", steps)
             .insert("schedule", config.schedule.to_string())
-            .insert(
-                "optimizer",
-                format!(
-                    "AdamW{}, betas {} and {}, weight decay {}, gradients {clipped}",
-                    if config.optimizer_in_backward {
-                        " in backward"
-                    } else {
-                        ""
-                    },
-                    config.optimizer.betas.0,
-                    config.optimizer.betas.1,
-                    config.optimizer.weight_decay
-                ),
-            );
+            .insert("optimizer", optimizer);
         fields
     }
 

@@ -61,6 +61,10 @@ impl Way {
         }
     }
 
+    pub fn is_alone(&self) -> bool {
+        self.exchange.is_none()
+    }
+
     pub fn is_bucket(&self) -> bool {
         matches!(
             self.exchange,

@@ -36,30 +36,24 @@ pub fn is_slower(alone: &Statistics, step: &Statistics) -> bool {
 /// Answers distributed_communication_single_node: how the time of an all-reduce grows with its size, and its ring.
 pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
     let reduced = collected.iter().filter(|c| c.collective == "all_reduce");
-    let reduced: Vec<_> = reduced
-        .filter_map(|c| Some((c.mib, &c.time, c.bus_gb_s?)))
-        .collect();
+    let reduced = reduced.filter_map(|c| Some((c.mib, &c.time, c.bus_gb_s?)));
+    let reduced: Vec<_> = reduced.collect();
     let [(from_mib, small, from_rate), .., (to_mib, large, to_rate)] = reduced[..] else {
         return Vec::new();
     };
-    if from_mib == to_mib {
-        return Vec::new();
-    }
     let bytes = to_mib as f64 / from_mib as f64;
-    let slowed = Speedup::new(large, small).filter(Speedup::is_clear);
-    let growth =
-        match slowed.map(|slowed| (slowed.ratio - slowed.error, slowed.ratio + slowed.error)) {
-            Some((_, most)) if most < bytes => {
-                "less than in proportion: the fixed cost of a call weighs on small buffers"
-            }
-            Some((least, _)) if least > bytes => {
-                "more than in proportion: large buffers do not stay in a cache"
-            }
-            Some(_) => "in proportion to the bytes",
-            None => {
-                "but their spread is too large to say how fast; more steps on a quiet machine would"
-            }
-        };
+    let growth = match Speedup::new(large, small).filter(Speedup::is_clear) {
+        None => {
+            "but their spread is too large to say how fast; more steps on a quiet machine would"
+        }
+        Some(slowed) if slowed.ratio + slowed.error < bytes => {
+            "less than in proportion: the fixed cost of a call weighs on small buffers"
+        }
+        Some(slowed) if slowed.ratio - slowed.error > bytes => {
+            "more than in proportion: large buffers do not stay in a cache"
+        }
+        Some(_) => "in proportion to the bytes",
+    };
     let (from_ms, to_ms) = (small.mean_ms, large.mean_ms);
     vec![
         Answer::new(
@@ -92,10 +86,9 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
     };
     let mut by_time: Vec<_> = measured.iter().collect();
     by_time.sort_by(|(_, a), (_, b)| a.mean_ms.total_cmp(&b.mean_ms));
-    let of = |strategy: &'static str| {
-        by_time
-            .iter()
-            .filter(move |(way, _)| way.strategy == strategy)
+    let of = |strategy| {
+        let by_time = by_time.iter();
+        by_time.filter(move |(way, _)| way.strategy == strategy)
     };
     let step = |strategy, exchange| {
         let step = of(strategy).find(|(way, _)| way.exchange == exchange);
@@ -127,17 +120,15 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
             answer(question, compared(name, other, speedup));
         }
     }
-    let buckets: Vec<_> = of("replicated")
-        .filter(|(way, _)| way.is_bucket())
-        .collect();
+    let buckets = of("replicated").filter(|(way, _)| way.is_bucket());
+    let buckets: Vec<_> = buckets.collect();
     if let (Some((best, fastest)), Some((worst, slowest))) = (buckets.first(), buckets.last()) {
         let speedup = Speedup::new(slowest, fastest).filter(|_| buckets.len() > 1);
         let mut text = match speedup.filter(|speedup| speedup.verdict() == Verdict::Faster) {
-            Some(speedup) => format!(
-                "{} is fastest, {speedup} as fast as {}",
-                best.name(),
-                worst.name()
-            ),
+            Some(speedup) => {
+                let (best, worst) = (best.name(), worst.name());
+                format!("{best} is fastest, {speedup} as fast as {worst}")
+            }
             None => "these figures do not tell the bucket sizes apart".into(),
         };
         let each = overlapped.and_then(|each| Speedup::new(each, fastest));
@@ -149,16 +140,14 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
         answer("which bucket size, and why?", text);
     }
     for strategy in ["sharded optimizer", "fully shard"] {
-        if let (Some((own, after)), Some((other, before))) =
-            (of(strategy).next(), of("replicated").next())
-            && let Some(speedup) = Speedup::new(before, after)
-        {
+        let both = of("replicated").next().zip(of(strategy).next());
+        let Some(((other, before), (own, after))) = both else {
+            continue;
+        };
+        if let Some(speedup) = Speedup::new(before, after) {
+            let (own, other) = (own.name(), other.name());
             let text = compared(strategy, "replicated", speedup);
-            let text = format!(
-                "each with its fastest exchange ({} and {}): {text}",
-                own.name(),
-                other.name()
-            );
+            let text = format!("each with its fastest exchange ({own} and {other}): {text}");
             answer(&format!("what does {strategy} cost in time?"), text);
         }
     }

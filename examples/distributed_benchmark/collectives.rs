@@ -37,14 +37,11 @@ impl Rank<'_> {
                 let elements = (bytes / size_of::<f32>()).next_multiple_of(ranks);
                 let x = Tensor::zeros(elements, DType::F32, communicator.device())?;
                 let part = x.narrow(0, 0, elements / ranks)?;
-                let timing = self
-                    .stopwatch()
-                    .measure(self.flags.steps, || match collective {
-                        "all_reduce" => communicator.all_reduce(&x, Reduce::Sum),
-                        "reduce_scatter" => communicator.reduce_scatter(&x, Reduce::Sum).map(drop),
-                        _ => communicator.all_gather(&part).map(drop),
-                    })?;
-                let time = timing.statistics()?;
+                let time = self.timed(|| match collective {
+                    "all_reduce" => communicator.all_reduce(&x, Reduce::Sum),
+                    "reduce_scatter" => communicator.reduce_scatter(&x, Reduce::Sum).map(drop),
+                    _ => communicator.all_gather(&part).map(drop),
+                })?;
                 let crossing = passes * (ranks - 1) as f64 / ranks as f64 * bytes as f64;
                 let own = Collected {
                     collective,

@@ -27,15 +27,13 @@ impl Rank<'_> {
         for model in &self.models {
             let mut measured = Vec::new();
             for way in self.ways() {
-                self.progress
-                    .begin(format_args!("{} memory {way}", model.name));
+                self.progress.begin(format!("{} memory {way}", model.name));
                 let held = self.held(model, way.ranks)?;
                 report.rows.push(way.row(&model.name, &held)?);
                 measured.push((way, held));
             }
-            report
-                .answers
-                .extend(answers::memory(&model.name, world_size, &measured));
+            let answers = answers::memory(&model.name, world_size, &measured);
+            report.answers.extend(answers);
         }
         let note = "After init are model and optimizer. A step's peak is just before the optimizer's update, with the \
                     plan's arena and all gradients; after it the arena stays, for the next step.";
@@ -51,11 +49,7 @@ impl Rank<'_> {
         let (communicator, device) = (&self.communicator, self.communicator.device());
         let meter = Meter::new(device);
         // Threads share the meter: each reads it while all of them wait.
-        let sharing = if self.are_threads {
-            communicator.world_size() as u64
-        } else {
-            1
-        };
+        let sharing = [1, communicator.world_size() as u64][usize::from(self.are_threads)];
         let counted = |bytes: Option<u64>| {
             bytes.ok_or_else(|| Error::Order {
                 op: "--part memory",

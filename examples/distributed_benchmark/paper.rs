@@ -7,7 +7,7 @@ use super::{Rank, values};
 use clap::Args;
 use serde::Serialize;
 use tallow::Result;
-use tallow::compile::{Batch, Rates, Step, StepRanks, Target};
+use tallow::compile::{Batch, Rates, Step, Target};
 use tallow::report::{Column, Report};
 
 /// Measured rates of a GPU and of the network.
@@ -80,11 +80,10 @@ impl Rank<'_> {
                 }
             }
             for (index, way) in self.ways().iter().enumerate() {
-                if way.ranks == StepRanks::Alone {
+                if way.is_alone() {
                     continue;
                 }
-                self.progress
-                    .begin(format_args!("{} {way}, estimated", model.name));
+                self.progress.begin(format!("{} paper {way}", model.name));
                 let divided = |shard| self.flags.ways.all(shard)[index];
                 let size = [batch_size, length];
                 for estimate in estimates(&model.config, size, &self.step, divided, &rates)? {

@@ -46,29 +46,34 @@ pub struct Ways {
     pub memory_budget_gib: Option<f64>,
 }
 
+/// A step, its optimizer, and a rank's tokens and targets.
+type Job = (Step<'static>, AdamW, [Tensor; 2]);
+
 impl Ways {
     /// Returns every strategy with every exchange that it has: the step alone first, which the others are compared
     /// with.
     pub fn all(&self, shard: Shard) -> Vec<StepRanks> {
-        let mut all = match self.without_alone {
-            true => Vec::new(),
-            false => vec![StepRanks::Alone],
-        };
-        let serial = [When::PerParameter, When::Flat, When::Overlapped].map(|when| (when, 0));
+        let mut all = Vec::new();
+        if !self.without_alone {
+            all.push(StepRanks::Alone);
+        }
         for &strategy in &self.strategy {
-            let serial = serial
-                .into_iter()
-                .filter(|_| strategy != Strategy::FullyShard);
-            let buckets = self.bucket_mib.iter().map(|mib| (When::Overlapped, *mib));
-            all.extend(serial.chain(buckets).map(|(exchange, mib)| {
+            let mut add = |exchange, mib: u64| {
                 let flags = ExchangeFlags {
                     strategy,
                     exchange,
                     bucket_mib: mib as f64,
                     exchange_bf16: self.exchange_bf16,
                 };
-                flags.step_ranks(shard)
-            }));
+                all.push(flags.step_ranks(shard));
+            };
+            if strategy != Strategy::FullyShard {
+                let serial = [When::PerParameter, When::Flat, When::Overlapped];
+                serial.into_iter().for_each(|when| add(when, 0));
+            }
+            self.bucket_mib
+                .iter()
+                .for_each(|mib| add(When::Overlapped, *mib));
         }
         all
     }
@@ -97,22 +102,18 @@ impl Rank<'_> {
                 let traces = self.models.len() * self.ways().len();
                 let trace = self.flags.trace.as_ref();
                 let trace = trace.map(|path| named(path, &title, traces));
-                let step = self.timed(model, way.ranks, trace)?;
-                let alone = measured
-                    .first()
-                    .filter(|(way, _)| way.ranks == StepRanks::Alone);
+                let step = self.timed_step(model, way.ranks, trace)?;
+                let alone = measured.first().filter(|(way, _)| way.is_alone());
                 let alone = alone.map(|(_, alone)| alone);
+                let percent = |ms: f64| 100.0 * ms / step.mean_ms;
                 let exposed_ms = alone.map(|alone| step.mean_ms - alone.mean_ms);
                 let mut row = way.row(&model.name, &step)?;
                 row.insert("exposed_ms", exposed_ms)
-                    .insert(
-                        "exposed_percent",
-                        exposed_ms.map(|ms| 100.0 * ms / step.mean_ms),
-                    )
+                    .insert("exposed_percent", exposed_ms.map(percent))
                     .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64)
                     .insert(
                         "efficiency_percent",
-                        alone.map(|alone| 100.0 * alone.mean_ms / step.mean_ms),
+                        alone.map(|alone| percent(alone.mean_ms)),
                     );
                 let mut line = row.clone();
                 line.insert("time", mean_and_std(&row));
@@ -124,9 +125,8 @@ impl Rank<'_> {
                 report.lines.push(line);
                 measured.push((way, step));
             }
-            report
-                .answers
-                .extend(answers::steps(&model.name, ranks, &measured));
+            let answers = answers::steps(&model.name, ranks, &measured);
+            report.answers.extend(answers);
         }
         report.notes = vec![
             "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
@@ -143,18 +143,22 @@ impl Rank<'_> {
         Ok(())
     }
 
-    fn timed(&self, model: &Model, ranks: StepRanks, trace: Option<PathBuf>) -> Result<Statistics> {
+    fn timed_step(
+        &self,
+        model: &Model,
+        ranks: StepRanks,
+        trace: Option<PathBuf>,
+    ) -> Result<Statistics> {
         let communicator = &self.communicator;
         let (mut planned, mut optimizer, [tokens, targets]) = self.job(model, ranks)?;
         planned.prepare((&tokens, &targets))?;
         communicator.barrier()?;
         let mut step = || planned.run(&mut optimizer, (&tokens, &targets)).map(drop);
-        let timing = self.stopwatch().measure(self.flags.steps, &mut step)?;
+        let time = self.timed(&mut step);
         if let Some(path) = trace {
-            let profiler = match communicator.rank() {
-                0 => Some(Profiler::start_on(communicator.device())?),
-                _ => None,
-            };
+            let profiler =
+                (communicator.rank() == 0).then(|| Profiler::start_on(communicator.device()));
+            let profiler = profiler.transpose()?;
             for _ in 0..TRACED_STEPS {
                 let _step = profile::step();
                 step()?;
@@ -165,15 +169,11 @@ impl Rank<'_> {
             }
         }
         communicator.check()?;
-        timing.statistics()
+        time
     }
 
     /// Returns a rank's planned step and optimizer, and its batch of tokens and targets, (B, T) u32.
-    pub fn job(
-        &self,
-        model: &Model,
-        ranks: StepRanks,
-    ) -> Result<(Step<'static>, AdamW, [Tensor; 2])> {
+    pub fn job(&self, model: &Model, ranks: StepRanks) -> Result<Job> {
         let (communicator, config) = (&self.communicator, &model.config);
         let device = communicator.device();
         let shape = (self.flags.batch_size, self.flags.length());
@@ -194,18 +194,13 @@ impl Rank<'_> {
             return Ok((step, optimizer, batch));
         }
         let model = TransformerLM::from_var_builder(config, weights)?;
-        let replicated = match ranks {
-            StepRanks::Replicated(exchange) | StepRanks::ShardedOptimizer(exchange, _) => {
-                Some(Replicated::new(communicator, model.parameters(), exchange)?)
-            }
-            _ => None,
-        };
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         if let StepRanks::ShardedOptimizer(..) = ranks {
             optimizer.shard(communicator)?;
         }
         let mut step = Step::of(&model, &optimizer, &self.step)?;
-        if let Some(replicated) = replicated {
+        if let StepRanks::Replicated(exchange) | StepRanks::ShardedOptimizer(exchange, _) = ranks {
+            let replicated = Replicated::new(communicator, model.parameters(), exchange)?;
             step = step.replicated(&optimizer, &replicated)?;
         }
         Ok((step, optimizer, batch))

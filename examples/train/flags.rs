@@ -42,23 +42,22 @@ pub struct DataFlags {
     #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
-    /// How the token file is laid out [default: as its magic number says]
-    #[arg(long, hide_short_help = true, value_enum, requires = "tokens")]
-    pub token_format: Option<TokenFormatFlag>,
+    /// raw-u16, headered-u16 or headered-u32 [default: by the token file's magic number]
+    #[arg(long, hide_short_help = true, value_name = "NAME", requires = "tokens", value_parser = token_format)]
+    pub token_format: Option<TokenFormat>,
 
     /// Fraction at the data's end for validation
     #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-pub enum TokenFormatFlag {
-    /// u16 ids and nothing else, as nanoGPT writes them
-    RawU16,
-    /// A header, then u16 ids
-    HeaderedU16,
-    /// A header, then u32 ids
-    HeaderedU32,
+fn token_format(name: &str) -> std::result::Result<TokenFormat, &'static str> {
+    match name {
+        "raw-u16" => Ok(TokenFormat::RawU16),
+        "headered-u16" => Ok(TokenFormat::HeaderedU16),
+        "headered-u32" => Ok(TokenFormat::HeaderedU32),
+        _ => Err("must be raw-u16, headered-u16 or headered-u32"),
+    }
 }
 
 #[derive(Args)]
@@ -84,12 +83,7 @@ pub struct ModelFlags {
     pub activation_checkpointing: Checkpointing,
 
     /// Tokens in a window
-    #[arg(
-        long,
-        value_name = "T",
-        alias = "sequence-length",
-        default_value_t = 64
-    )]
+    #[arg(long, value_name = "T", alias = "sequence-length", default_value_t = 64, value_parser = values::count())]
     pub context_length: usize,
 }
 
@@ -253,12 +247,7 @@ impl DataFlags {
                 false => Tokens::bytes(&self.data),
             };
         };
-        let format = self.token_format.map(|format| match format {
-            TokenFormatFlag::RawU16 => TokenFormat::RawU16,
-            TokenFormatFlag::HeaderedU16 => TokenFormat::HeaderedU16,
-            TokenFormatFlag::HeaderedU32 => TokenFormat::HeaderedU32,
-        });
-        let tokens = match format {
+        let tokens = match self.token_format {
             Some(format) => Tokens::open_as(path, format, vocab_size)?,
             None => Tokens::open(path, vocab_size)?,
         };
