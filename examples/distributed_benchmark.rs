@@ -352,7 +352,7 @@ impl<'f> Rank<'f> {
         if flags.has(&[Paper]) {
             fields.merge(Fields::of(&flags.paper)?);
         }
-        if steps || flags.models.names_a_model() {
+        if steps || flags.models.names_a_single_model() {
             fields.merge(describe(&self.models));
         }
         Ok(fields)

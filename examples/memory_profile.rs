@@ -239,7 +239,7 @@ impl Flags {
         path: impl Fn(&std::path::Path) -> PathBuf,
     ) -> Result<()> {
         let measured = run.run(device, |_, _| ())?;
-        if let Some(measured) = measured.first().and_then(Fields::read::<Row>) {
+        if let Some(measured) = measured[0].fields()?.read::<Row>() {
             let both = measured.estimate_bytes.zip(measured.peak_bytes);
             let error = both.map(|(predicted, peak)| predicted as f64 / peak as f64 - 1.0);
             *row = Row {

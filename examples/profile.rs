@@ -226,6 +226,8 @@ impl Flags {
         device: &candle_core::Device,
     ) -> Result<std::result::Result<Profiled, Fields>> {
         let stopwatch = run.run.run(device, |_, _| ())?;
+        let stopwatch = stopwatch.iter().map(|row| row.fields());
+        let stopwatch = stopwatch.collect::<Result<Vec<Fields>>>()?;
         if stopwatch[0].get("status") != Some(&"ok".into()) {
             return Ok(Err(stopwatch[0].clone()));
         }

@@ -1,4 +1,4 @@
-//! The kernels that benches and tests of this crate call. Not part of the API: anything here may change or go.
+//! Kernels for this crate's own benches and tests. Not part of the API: anything here may change or be removed.
 
 pub use crate::kernels::attention::Seen;
 pub use crate::kernels::cpu::Stored;

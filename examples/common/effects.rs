@@ -17,11 +17,23 @@ struct Effect<F> {
 }
 
 /// What the flags of a program depend on.
-pub struct Effects<F>(Vec<Effect<F>>);
+pub struct Effects<F> {
+    effects: Vec<Effect<F>>,
+    command: Command,
+}
 
 impl<F: Parser + 'static> Effects<F> {
     pub fn new() -> Self {
-        Self(Vec::new())
+        Self {
+            effects: Vec::new(),
+            command: F::command(),
+        }
+    }
+
+    /// Changes the program's help or the defaults of its flags.
+    pub fn with_command(mut self, change: impl FnOnce(Command) -> Command) -> Self {
+        self.command = change(self.command);
+        self
     }
 
     /// Declares that `flags` have an effect only where `holds` holds; `only` says so in words.
@@ -31,7 +43,7 @@ impl<F: Parser + 'static> Effects<F> {
         flags: &'static [&'static str],
         holds: impl Fn(&F) -> bool + 'static,
     ) -> Self {
-        self.0.push(Effect {
+        self.effects.push(Effect {
             flags: flags.iter().map(|flag| flag.to_string()).collect(),
             only,
             holds: Box::new(holds),
@@ -47,7 +59,7 @@ impl<F: Parser + 'static> Effects<F> {
     ) -> Self {
         let group = G::augment_args(Command::new(""));
         let flags = group.get_arguments().filter_map(Arg::get_long);
-        self.0.push(Effect {
+        self.effects.push(Effect {
             flags: flags.map(String::from).collect(),
             only,
             holds: Box::new(holds),
@@ -71,7 +83,8 @@ impl<F: Parser + 'static> Effects<F> {
         let all = Arg::new("help_all")
             .long("help-all")
             .help("Print help on all flags");
-        let mut command = F::command()
+        let mut command = self
+            .command
             .max_term_width(100)
             .disable_help_flag(true)
             .arg(help.action(ArgAction::HelpShort))
@@ -83,7 +96,7 @@ impl<F: Parser + 'static> Effects<F> {
             flags: names,
             only,
             holds,
-        } in &self.0
+        } in &self.effects
         {
             let given = names.iter().find(|name| is_given(&command, &matches, name));
             if let (Some(name), false) = (given, holds(&flags)) {

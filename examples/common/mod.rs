@@ -7,7 +7,6 @@ pub mod models;
 pub mod modes;
 pub mod ops;
 pub mod outputs;
-pub mod phases;
 pub mod precision;
 pub mod ranks;
 pub mod runs;

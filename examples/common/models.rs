@@ -115,9 +115,27 @@ impl ModelFlags {
         }
     }
 
+    /// Whether a flag names a preset or a folder.
+    pub fn names_a_preset(&self) -> bool {
+        self.handout.is_some() || !self.size.is_empty() || !self.family.is_empty()
+    }
+
     /// Whether a flag names a model or one of its sizes.
     pub fn names_a_model(&self) -> bool {
+        self.handout.is_some() || self.names_a_single_model()
+    }
+
+    /// Whether a flag other than --handout names a model or one of its sizes.
+    pub fn names_a_single_model(&self) -> bool {
         self.sizes.is_any_given() || !self.size.is_empty() || !self.family.is_empty()
+    }
+
+    /// Returns `model` with the given sizes in place of its own.
+    pub fn resized(&self, model: TransformerConfig) -> TransformerConfig {
+        TransformerConfig {
+            vocab_size: self.vocab_size.unwrap_or(model.vocab_size),
+            ..self.sizes.apply(model)
+        }
     }
 
     /// The models to measure: presets, with whatever sizes are given in place of theirs, and room for `context_length`
@@ -141,11 +159,10 @@ impl ModelFlags {
         });
         let models = presets.chain(families).map(|given| {
             let (name, preset) = given?;
-            let config = TransformerConfig {
-                vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
+            let config = self.resized(TransformerConfig {
                 context_length,
-                ..self.sizes.apply(preset)
-            };
+                ..preset
+            });
             for &attention in attention {
                 with_attention(&config, attention).validate()?;
             }

@@ -35,7 +35,7 @@ pub struct GridFlags {
 
     /// forward, forward-backward, train-step, all
     #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
-    mode: Vec<ModeFlag>,
+    pub mode: Vec<ModeFlag>,
 
     /// Memory that may be used [default: what is available]
     #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
@@ -43,6 +43,7 @@ pub struct GridFlags {
 }
 
 /// A configuration of a model of some size.
+#[derive(Clone)]
 pub struct Run {
     pub size: String,
     pub run: EndToEnd,

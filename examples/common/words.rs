@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 use std::collections::BTreeMap;
-use tallow::report::{Fields, Speedup, Verdict, counted, format_mib, list_in_note};
+use tallow::report::{Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
 /// A speed-up as a cell: the ratio of means, `unclear` where the spread leaves it without meaning, null where a side is
 /// missing.
@@ -125,15 +125,6 @@ pub fn change(before: u64, after: u64) -> String {
     }
 }
 
-/// How often each word comes: `less in 3, more in 1`.
-pub fn counts(words: impl Iterator<Item = &'static str>) -> String {
-    let mut counts = BTreeMap::new();
-    words.for_each(|word| *counts.entry(word).or_insert(0) += 1);
-    let counts = counts.into_iter();
-    let counts: Vec<String> = counts.map(|(word, n)| format!("{word} in {n}")).collect();
-    counts.join(", ")
-}
-
 /// At most `most` of the items: `a; b and 3 more in the table`.
 pub fn listed(items: &[String], most: usize) -> String {
     let shown = items[..items.len().min(most)].join("; ");
@@ -143,21 +134,34 @@ pub fn listed(items: &[String], most: usize) -> String {
     }
 }
 
-/// In how many configurations `name` uses less memory than f32, the range, and why. Each has its peaks in f32 and in
-/// `name`; `copies` are the bytes of weights in half precision.
-pub fn memory(name: &str, peaks: &[(String, u64, u64)], copies: Option<u64>) -> String {
-    let verdict = |(_, before, after): &(String, u64, u64)| match change(*before, *after) {
-        less if less.ends_with("less") => "less memory than f32",
-        more if more.ends_with("more") => "more memory than f32",
-        _ => "as much memory as f32",
-    };
-    let counts = counts(peaks.iter().map(verdict));
+/// Two peaks of a configuration, whose name is first: in the reference, and in what is compared with it.
+pub type Peaks = (String, u64, u64);
+
+/// In how many configurations `name` uses less memory than `reference`, the range, and why. `copies` are the bytes of
+/// weights in half precision.
+pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>) -> String {
+    let mut counts = BTreeMap::new();
+    for (_, before, after) in peaks {
+        let word = match change(*before, *after) {
+            less if less.ends_with("less") => "less",
+            more if more.ends_with("more") => "more",
+            _ => "as much",
+        };
+        *counts.entry(word).or_insert(0) += 1;
+    }
+    let counts = counts.into_iter();
+    let counts: Vec<String> = counts
+        .map(|(word, n)| match word {
+            "as much" => format!("as much memory as {reference} in {n}"),
+            _ => format!("{word} memory than {reference} in {n}"),
+        })
+        .collect();
     let mut sorted: Vec<_> = peaks.iter().collect();
     sorted.sort_by(|a, b| (a.2 as f64 / a.1 as f64).total_cmp(&(b.2 as f64 / b.1 as f64)));
-    let words = |(title, before, after): &(String, u64, u64)| {
-        let (peak, of_f32) = (format_mib(*after), format_mib(*before));
+    let words = |(title, before, after): &Peaks| {
+        let (peak, of_reference) = (format_mib(*after), format_mib(*before));
         format!(
-            "{} ({title}: {peak}, f32 {of_f32})",
+            "{} ({title}: {peak}, {reference} {of_reference})",
             change(*before, *after)
         )
     };
@@ -174,5 +178,10 @@ pub fn memory(name: &str, peaks: &[(String, u64, u64)], copies: Option<u64>) -> 
         )
     });
     let total = counted(peaks.len(), "configuration");
-    format!("Of {total}, {name} uses {counts}.{range}{why}")
+    format!("Of {total}, {name} uses {}.{range}{why}", counts.join(", "))
+}
+
+/// A time in ms as a cell of a table, without the unit.
+pub fn ms(ms: f64) -> String {
+    Column::ms("", "").cell(Some(&ms.into()))
 }

@@ -77,7 +77,7 @@ impl Rank<'_> {
                 ..Default::default()
             },
         }];
-        let models = match is_of_2026 || models.names_a_model() {
+        let models = match is_of_2026 || models.names_a_single_model() {
             true => &self.models[..],
             false => &xxl,
         };

@@ -88,7 +88,7 @@ pub struct Strategy {
 pub fn checkpointing(
     strategies: &[Strategy],
     layers: usize,
-    available_bytes: u64,
+    available_bytes: Option<u64>,
 ) -> Option<Answer> {
     let none = strategies.first()?;
     let least = strategies.iter().min_by_key(|s| s.peak_bytes)?;
@@ -106,11 +106,19 @@ pub fn checkpointing(
             format_mib(none.peak_bytes)
         ),
     };
-    let fitting = strategies
-        .iter()
-        .filter(|s| s.peak_bytes <= available_bytes);
+    let end = available_bytes.map_or(String::new(), |bytes| {
+        format!(" {}", cheapest(strategies, layers, bytes))
+    });
+    let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
+    Some(Answer::new(question, format!("{start}{end}")))
+}
+
+/// The strategy that recomputes the fewest blocks among those that fit.
+fn cheapest(strategies: &[Strategy], layers: usize, available_bytes: u64) -> String {
     let within = format_mib(available_bytes);
-    let end = match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
+    let fitting = strategies.iter();
+    let fitting = fitting.filter(|s| s.peak_bytes <= available_bytes);
+    match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
         Some(first) if first.recomputed_blocks == 0 => {
             format!("{within} hold the step without checkpointing, so nothing need be recomputed.")
         }
@@ -121,9 +129,7 @@ pub fn checkpointing(
             format_mib(cheapest.peak_bytes)
         ),
         None => format!("No strategy fits {within}."),
-    };
-    let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
-    Some(Answer::new(question, format!("{start} {end}")))
+    }
 }
 
 /// Checkpointing in segments and nested checkpointing, for `layers` blocks whose input has `input_bytes` and whose graph

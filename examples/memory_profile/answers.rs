@@ -116,7 +116,7 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
         if !pairs.is_empty() {
             let copies = copies.filter(|bytes| *bytes > 0);
             let question = format!("Does {precision} change the memory?");
-            let text = memory(precision, &pairs, copies);
+            let text = memory(precision, "f32", &pairs, copies);
             answers.push(Answer::new(question, text));
         }
     }

@@ -1,8 +1,7 @@
 //! Runs that are compared, measured in turns.
 
-use super::{EndToEnd, Step};
+use super::{EndToEnd, EndToEndRow, Step};
 use crate::Result;
-use crate::report::Fields;
 use candle_core::Device;
 
 /// Measures runs that will be compared: all of them one after the other, `rounds` times over, so that what the machine
@@ -34,8 +33,8 @@ use candle_core::Device;
 /// let runs = [run.clone(), EndToEnd { precision: Precision::BF16, ..run }];
 /// let rows = alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?;
 /// let [f32_rows, bf16_rows] = &rows[..] else { unreachable!() };
-/// assert_eq!(f32_rows[0].get("n"), Some(&6.into()));
-/// assert_eq!(bf16_rows[0].get("precision"), Some(&"bf16".into()));
+/// assert_eq!(f32_rows[0].statistics().map(|times| times.n), Some(6));
+/// assert_eq!(bf16_rows[0].precision, Precision::BF16);
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
@@ -46,7 +45,7 @@ pub fn alternate(
     rounds: usize,
     device: &Device,
     mut on_step: impl FnMut(usize, Step, f64),
-) -> Result<Vec<Vec<Fields>>> {
+) -> Result<Vec<Vec<EndToEndRow>>> {
     let estimates = runs.iter().map(|run| run.estimate_bytes(device));
     let estimates = estimates.collect::<Result<Vec<_>>>()?;
     let mut measured: Vec<_> = runs.iter().map(|_| None).collect();

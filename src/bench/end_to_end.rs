@@ -1,20 +1,20 @@
 //! A whole model, timed by phase, with its memory.
 
-use super::first_step::FirstStep;
+use super::first_step::FirstStepCounter;
+use super::row::{LossScaling, PhaseTime, Status, StepMemory, UPDATE, whole_phase};
 use super::stopwatch::settled_meter;
-use super::update::{LossScaling, Update};
-use super::{Lap, LapTimings, Step, Stopwatch, Timing, alternate};
+use super::update::Update;
+use super::{EndToEndRow, Lap, LapTimings, Step, Stopwatch, Timing, alternate};
 use crate::memory::{self, Estimate, Kernels, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::optim::AdamWConfig;
 use crate::precision::Precision;
-use crate::report::Fields;
 use crate::{Error, Result, backward, nn, no_grad, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One measurement of a model: which, on what batch, how much of a step, how often.
 #[derive(Clone, Debug)]
@@ -78,7 +78,8 @@ impl Default for EndToEnd {
 }
 
 /// How a model is run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Execution {
     /// Op by op, with candle's graph.
     #[default]
@@ -114,19 +115,9 @@ pub(super) enum Left {
 pub(super) struct Measured {
     timings: LapTimings,
     /// Of the first round.
-    first_step: FirstStep,
+    first_step: FirstStepCounter,
     memory: StepMemory,
     loss_scaling: Option<LossScaling>,
-}
-
-/// The memory of a run's steps.
-#[derive(Serialize)]
-struct StepMemory {
-    /// After the last step, with what stays from step to step alive.
-    allocated_bytes: Option<u64>,
-    peak_bytes: Option<u64>,
-    reserved_peak_bytes: Option<u64>,
-    resident_peak_bytes: Option<u64>,
 }
 
 impl Measured {
@@ -162,7 +153,11 @@ impl EndToEnd {
     ///
     /// # Errors
     /// A configuration that cannot run; what is for planned training steps, with anything else; the ops' errors.
-    pub fn run(&self, device: &Device, mut on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
+    pub fn run(
+        &self,
+        device: &Device,
+        mut on_step: impl FnMut(Step, f64),
+    ) -> Result<Vec<EndToEndRow>> {
         let runs = std::slice::from_ref(self);
         let rows = alternate(runs, 1, device, |_, step, ms| on_step(step, ms))?;
         Ok(rows.into_iter().flatten().collect())
@@ -228,60 +223,100 @@ impl EndToEnd {
         }
     }
 
-    /// The row of what does not fit.
-    pub(super) fn refusal(&self, estimate_bytes: u64) -> Option<Fields> {
+    /// Returns the out-of-memory row of a run that needs more than the available bytes.
+    pub(super) fn refusal(&self, estimate_bytes: u64) -> Option<EndToEndRow> {
         let available_bytes = self.available_bytes?;
         (estimate_bytes > available_bytes).then(|| {
-            let mut row = self.labels(self.whole_phase(), "OOM");
-            row.insert("estimate_bytes", estimate_bytes);
-            row.insert("available_bytes", available_bytes);
             let least_bytes = match self.execution {
                 Execution::Eager => None,
                 Execution::Planned => self.least_planned_bytes().ok(),
             };
-            if least_bytes.is_some_and(|bytes| bytes > available_bytes) {
-                let reason = "the estimate is a lower bound, beyond which nothing was planned";
-                row.insert("reason", reason);
+            let is_least = least_bytes.is_some_and(|bytes| bytes > available_bytes);
+            let reason = "the estimate is a lower bound, beyond which nothing was planned";
+            EndToEndRow {
+                status: Status::OutOfMemory,
+                reason: is_least.then(|| reason.into()),
+                ..self.row(estimate_bytes, whole_phase(self.mode))
             }
-            row
         })
     }
 
-    /// The row of what had seemed to fit, with what there is once it has given back what it had.
+    /// Returns the row of a run that was estimated to fit and did not, with the bytes available once it has freed its
+    /// memory.
     pub(super) fn out_of_memory(
         &self,
         device: &Device,
         estimate_bytes: u64,
         error: &Error,
-    ) -> Fields {
-        let mut row = self.labels(self.whole_phase(), "OOM");
-        row.insert("estimate_bytes", estimate_bytes);
+    ) -> EndToEndRow {
         let available_bytes = crate::hardware::available_bytes_on(device);
-        row.insert("available_bytes", available_bytes.or(self.available_bytes));
-        row.insert("reason", error.to_string());
-        row
+        EndToEndRow {
+            status: Status::OutOfMemory,
+            available_bytes: available_bytes.or(self.available_bytes),
+            reason: Some(error.to_string()),
+            ..self.row(estimate_bytes, whole_phase(self.mode))
+        }
     }
 
-    pub(super) fn rows(&self, estimate_bytes: u64, measured: &Measured) -> Result<Vec<Fields>> {
-        let tokens = self.batch_size as f64 * self.sequence_length as f64;
-        let mut rows = Vec::new();
-        for (phase, timing) in self.phases(&measured.timings) {
-            let mut row = self.labels(phase, "ok");
-            let work = self.flops(phase);
-            let flops = work.map(|work| work.total());
-            row.merge(timing.measured(tokens, flops, self.peak_flops)?);
-            let by_part = work.and_then(|work| serde_json::to_value(work).ok());
-            row.insert("flops_by_part", by_part);
-            row.merge(measured.first_step.fields());
-            row.merge(Fields::of(&measured.memory)?);
-            row.insert("estimate_bytes", estimate_bytes);
-            row.insert("available_bytes", self.available_bytes);
-            if let Some(scaling) = &measured.loss_scaling {
-                row.merge(Fields::of(scaling)?);
-            }
-            rows.push(row);
+    pub(super) fn rows(
+        &self,
+        estimate_bytes: u64,
+        measured: &Measured,
+    ) -> Result<Vec<EndToEndRow>> {
+        let mut phases: Vec<(&str, Timing)> = measured.timings.phases.clone();
+        let samples_of = |name: &str| {
+            let phase = phases.iter().find(|(phase, _)| *phase == name);
+            phase.map(|(_, timing)| &timing.samples_ms)
+        };
+        if let Some((backward, optimizer)) = samples_of("backward").zip(samples_of("optimizer")) {
+            let sums = backward.iter().zip(optimizer).map(|(a, b)| a + b);
+            let samples_ms = sums.collect();
+            let update = Timing {
+                samples_ms,
+                ..Default::default()
+            };
+            phases.push((UPDATE, update));
         }
-        Ok(rows)
+        // A forward alone is the whole step.
+        if phases.len() > 1 {
+            phases.push((whole_phase(self.mode), measured.timings.whole.clone()));
+        }
+        let row = |(phase, timing): (&str, Timing)| {
+            Ok(EndToEndRow {
+                time: Some(self.time_of(phase, timing)?),
+                first_step: measured.first_step.result(),
+                memory: Some(measured.memory.clone()),
+                loss_scaling: measured.loss_scaling.clone(),
+                ..self.row(estimate_bytes, phase)
+            })
+        };
+        phases.into_iter().map(row).collect()
+    }
+
+    /// Statistics and rates of a phase. The optimizer multiplies no matrices.
+    fn time_of(&self, phase: &str, timing: Timing) -> Result<PhaseTime> {
+        let (b, t) = (self.batch_size, self.sequence_length);
+        let flops = match phase {
+            "forward" => Some(flops::forward(&self.config, b, t)),
+            "backward" => Some(flops::backward(&self.config, b, t)),
+            "optimizer" | UPDATE => None,
+            _ => Some(flops::forward_backward(&self.config, b, t)),
+        };
+        let flops = flops.map(|flops| flops.total());
+        let statistics = timing.statistics()?;
+        let seconds = statistics.median_ms / 1e3;
+        let flops_per_s = flops.map(|flops| flops / seconds);
+        let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
+        Ok(PhaseTime {
+            noisy: statistics.noisy(),
+            tokens_per_s: (phase != UPDATE).then(|| b as f64 * t as f64 / seconds),
+            flops,
+            flops_per_s,
+            mfu_percent: flops_per_s.zip(self.peak_flops).map(mfu),
+            statistics,
+            samples_ms: timing.samples_ms,
+            warmup_ms: timing.warmup_ms,
+        })
     }
 
     pub(super) fn measure(
@@ -297,7 +332,7 @@ impl EndToEnd {
         meter.reset_peak();
         let resident_resets = system::reset_resident_peak();
         let mut after_step = None;
-        let mut first_step = FirstStep::begin();
+        let mut first_step = FirstStepCounter::begin();
         let (timings, loss_scaling) = self.time(model, |step, ms| {
             first_step.stepped(ms);
             after_step = meter.current_bytes();
@@ -404,51 +439,32 @@ impl EndToEnd {
         Ok(Tensor::from_vec(ids, shape, device)?.to_dtype(DType::U32)?)
     }
 
-    pub(super) fn whole_phase(&self) -> &'static str {
-        match self.mode {
-            Mode::Forward | Mode::ForwardKeepingGraph => "forward",
-            Mode::ForwardBackward => "forward+backward",
-            Mode::TrainStep => "train step",
+    /// The run's labels as a row that was not measured.
+    fn row(&self, estimate_bytes: u64, phase: &str) -> EndToEndRow {
+        let config = &self.config;
+        EndToEndRow {
+            d_model: config.d_model,
+            d_ff: config.d_ff,
+            num_layers: config.num_layers,
+            num_heads: config.num_heads,
+            vocab_size: config.vocab_size,
+            parameters: config.num_parameters(),
+            batch_size: self.batch_size,
+            context_length: self.sequence_length,
+            attention: config.attention,
+            precision: self.precision,
+            checkpointing: config.checkpointing,
+            execution: self.execution,
+            optimizer_in_backward: self.optimizer_in_backward,
+            memory_budget_bytes: self.memory_budget_bytes,
+            weight_cast_bytes: self.weight_cast_bytes(),
+            warmup_steps: self.warmup_steps,
+            mode: self.mode,
+            phase: phase.into(),
+            estimate_bytes,
+            available_bytes: self.available_bytes,
+            ..Default::default()
         }
-    }
-
-    /// The phases that get a row; a forward alone is the whole step, and gets one.
-    fn phases<'t>(&self, timings: &'t LapTimings) -> Vec<(&'static str, &'t Timing)> {
-        let mut phases: Vec<_> = timings.phases.iter().map(|(name, t)| (*name, t)).collect();
-        if phases.len() > 1 {
-            phases.push((self.whole_phase(), &timings.whole));
-        }
-        phases
-    }
-
-    fn labels(&self, phase: &str, status: &str) -> Fields {
-        let mut row = Fields::new();
-        row.insert("d_model", self.config.d_model);
-        row.insert("d_ff", self.config.d_ff);
-        row.insert("num_layers", self.config.num_layers);
-        row.insert("num_heads", self.config.num_heads);
-        row.insert("vocab_size", self.config.vocab_size);
-        row.insert("parameters", self.config.num_parameters());
-        row.insert("batch_size", self.batch_size);
-        row.insert("context_length", self.sequence_length);
-        row.insert("attention", self.config.attention.name());
-        row.insert("precision", self.precision.name());
-        row.insert("checkpointing", self.config.checkpointing.to_string());
-        row.insert("execution", self.execution.name());
-        row.insert("optimizer_in_backward", self.optimizer_in_backward);
-        row.insert("memory_budget_bytes", self.memory_budget_bytes);
-        row.insert("weight_cast_bytes", self.weight_cast_bytes());
-        row.insert("warmup_steps", self.warmup_steps);
-        row.insert("mode", self.mode.name());
-        row.insert("phase", phase);
-        let graph = if self.mode == Mode::Forward {
-            "dropped"
-        } else {
-            "kept"
-        };
-        row.insert("graph", graph);
-        row.insert("status", status);
-        row
     }
 
     /// What the region's copies of the weights take: 2 bytes for each element of a matrix that is multiplied by. Null
@@ -459,16 +475,5 @@ impl EndToEnd {
         let [d, f, v, layers] = [c.d_model, c.d_ff, c.vocab_size, c.num_layers].map(|n| n as f64);
         let elements = layers * (4.0 * d * d + 3.0 * d * f) + v * d;
         keeps.then_some((2.0 * elements) as u64)
-    }
-
-    /// The FLOPs of a phase; `None` of the optimizer, which multiplies no matrices.
-    fn flops(&self, phase: &str) -> Option<flops::Flops> {
-        let (b, t) = (self.batch_size, self.sequence_length);
-        match phase {
-            "forward" => Some(flops::forward(&self.config, b, t)),
-            "backward" => Some(flops::backward(&self.config, b, t)),
-            "optimizer" => None,
-            _ => Some(flops::forward_backward(&self.config, b, t)),
-        }
     }
 }

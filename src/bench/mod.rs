@@ -26,6 +26,7 @@ mod environment;
 mod first_step;
 mod memory_profile;
 mod planned_run;
+mod row;
 mod stopwatch;
 mod update;
 
@@ -33,5 +34,7 @@ pub use alternate::alternate;
 pub use attention::{AttentionRun, Limit, Sampling, SelfAttentionRun};
 pub use end_to_end::{EndToEnd, Execution};
 pub use environment::environment;
+pub use first_step::FirstStep;
 pub use memory_profile::MemoryProfile;
+pub use row::{EndToEndRow, LossScaling, PhaseTime, Status, StepMemory, UPDATE};
 pub use stopwatch::{Lap, LapTimings, Step, Stopwatch, Timing, time_once};

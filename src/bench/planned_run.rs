@@ -1,6 +1,7 @@
 //! What of a run is planned.
 
-use super::update::{LossScaling, Update};
+use super::row::LossScaling;
+use super::update::Update;
 use super::{EndToEnd, Execution, LapTimings, Stopwatch};
 use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, least_of_forward};
 use crate::hardware::device_name;

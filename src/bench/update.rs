@@ -1,11 +1,11 @@
 //! Optimizer and loss scale of a measured training step.
 
+use super::row::LossScaling;
 use crate::Result;
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use serde::Serialize;
 
 /// Optimizer and loss scale of a measured run.
 pub(super) struct Update {
@@ -14,15 +14,6 @@ pub(super) struct Update {
     pub scaler: GradScaler,
     scales: bool,
     skipped_steps: usize,
-}
-
-/// The loss scale of a measured run, and its cost.
-#[derive(Serialize)]
-pub(super) struct LossScaling {
-    /// At the end.
-    pub loss_scale: f64,
-    /// Steps that overflowed and made no update.
-    pub skipped_steps: usize,
 }
 
 impl Update {

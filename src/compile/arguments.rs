@@ -1,4 +1,5 @@
-//! What a plan reads from outside in each run, but its parameters: inputs, constants and frozen weights.
+//! Arguments of a plan: the tensors that a run reads apart from parameters, namely inputs, constants and frozen
+//! weights.
 
 use super::batch::{Batch, D_OUTPUT, DROPOUT};
 use super::buffer::Buffer;
@@ -14,30 +15,30 @@ use crate::ops::{self, check_size};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
-/// What is lent in each run, in the order of [`Location::Input`](super::Location::Input) and
+/// The arguments of a plan, in the order of [`Location::Input`](super::Location::Input) and
 /// [`Location::Argument`](super::Location::Argument).
 #[derive(Debug)]
 pub(super) struct Arguments {
     op: &'static str,
     all: Vec<Argument>,
-    /// What inputs must be.
+    /// Checks of input data, by input name.
     checks: Vec<(String, Check)>,
-    /// The constants that the plan's tables were made from.
+    /// The constants that the plan's tables were computed from.
     tables: Vec<TableOf>,
 }
 
 #[derive(Debug)]
 enum Argument {
-    /// An input, by name, with its micro-batches one after another.
+    /// An input, with its micro-batches stacked in the first dimension.
     Input {
         name: String,
         shape: Vec<usize>,
         dtype: DType,
-        /// On a GPU, what each run copies it to, so that it lies where recorded launches read it. But an output's
-        /// gradient, which may be as large as all that is saved for backward, is read where it lies.
+        /// The tensor on a GPU that each run copies the input to, so that a recorded CUDA graph finds it at a fixed
+        /// address. `None` on the CPU, and for the gradient of an output: that may be as large as all activations, and
+        /// is read in place.
         copy: Option<Tensor>,
     },
-    /// A constant, or a frozen weight.
     Held(Held),
 }
 
@@ -45,16 +46,16 @@ enum Argument {
 #[derive(Debug)]
 struct Held {
     value: ValueId,
-    /// The elements of a view, in order; all if there is none.
+    /// The view that is read, made contiguous; `None` if the whole value is.
     view: Option<View>,
-    /// How many are read; none where only calls that are left out read it.
+    /// The number of elements that are read; `None` if only calls that were removed read it.
     elements: Option<usize>,
-    /// Itself, or a copy.
+    /// The tensor itself, or a copy.
     tensor: Tensor,
 }
 
 impl Held {
-    /// Reads it from a trace; ids as they are there, or with `narrow` as kernels read them.
+    /// Returns the tensor of a trace. With `narrow`, ids in i64 are converted to the u32 that kernels read.
     fn read(&self, function: &TracedFunction, device: &Device, narrow: bool) -> Result<Tensor> {
         let dtype = function.graph.value(self.value).dtype;
         let tensor = match (self.elements, &self.view) {
@@ -71,8 +72,8 @@ impl Held {
 
 impl Arguments {
     /// # Errors
-    /// Constants on another device; hollow weights; ids of constants that are out of bounds; with several
-    /// micro-batches, an input without a dimension to stack them in; an input that the memory does not hold.
+    /// Constants on another device; meta weights; constant ids that are out of bounds; with several micro-batches, a
+    /// scalar input, which cannot be stacked; an input that does not fit in memory.
     pub fn new(function: &TracedFunction, lowered: &Lowered, device: &Device) -> Result<Self> {
         let all = lowered.arguments.iter().enumerate();
         let all = all.map(|(number, (id, view))| {
@@ -113,10 +114,10 @@ impl Arguments {
         })
     }
 
-    /// An error for a constant of which the plan has a copy, or a table, and which is another in a later trace.
+    /// Checks that the constants that the plan has a copy or a table of are unchanged in a later trace.
     ///
     /// # Errors
-    /// [`Error::Order`], naming who reads it.
+    /// [`Error::Order`], which names the constant and the op that reads it.
     pub fn check_constants(
         &self,
         function: &TracedFunction,
@@ -156,8 +157,8 @@ impl Arguments {
         self.inputs().any(|(input, _)| input == name)
     }
 
-    /// Says whether a batch has the inputs that the plan reads and no others, in the planned shapes and dtypes (ids in
-    /// i64 too).
+    /// Returns whether a batch has exactly the inputs that the plan reads, in the planned shapes and dtypes (i64 is
+    /// also accepted for ids).
     pub fn take(&self, batch: &Batch) -> bool {
         let are_read = batch.inputs().all(|(name, _)| self.reads(name));
         are_read
@@ -177,11 +178,12 @@ impl Arguments {
         tensor.dims() == shape && (tensor.dtype() == dtype || may_be_wide())
     }
 
-    /// An error unless a batch that it was planned for is one that the plan [takes](Self::take): the shape of the
-    /// output's gradient is known once there is a plan.
+    /// Checks that the plan [accepts](Self::take) the batch that it was made for. The shape of the output's gradient is
+    /// not known before the plan is made.
     ///
     /// # Errors
-    /// [`Error::Order`] for a missing input or another name, [`Error::Shape`] for another shape or dtype than planned.
+    /// [`Error::Order`] for a missing input or an unknown name, [`Error::Shape`] for another shape or dtype than
+    /// planned.
     pub fn check(&self, batch: &Batch) -> Result<()> {
         self.check_names(batch)?;
         let shape_of = |dims: &[usize], dtype: DType| format!("{dims:?} in {}", dtype.as_str());
@@ -203,7 +205,7 @@ impl Arguments {
         Ok(())
     }
 
-    /// An error for an input that the plan does not read.
+    /// Checks that the plan reads every input of a batch.
     ///
     /// # Errors
     /// [`Error::Order`].
@@ -219,11 +221,12 @@ impl Arguments {
         })
     }
 
-    /// The tensors of a run, with the inputs of a batch that it [takes](Self::take): these themselves, if they are
-    /// contiguous and no part of one of the `parameters`, or on a GPU copies where the last run had them.
+    /// Returns the argument tensors of a run with a batch that the plan [accepts](Self::take). On a GPU an input is
+    /// copied to its fixed address. Otherwise it is used in place if it is contiguous, 16-byte aligned and not part of
+    /// a parameter.
     ///
     /// # Errors
-    /// Another device than planned, ids out of bounds.
+    /// Another device than planned; ids out of bounds.
     pub fn given(
         &self,
         batch: &Batch,
@@ -255,7 +258,7 @@ impl Arguments {
             Ok(tensor)
         };
         let inputs = self.inputs().map(|(name, _)| given(name));
-        let mut inputs = inputs.collect::<Result<Vec<_>>>()?.into_iter(); // all, before one is copied
+        let mut inputs = inputs.collect::<Result<Vec<_>>>()?.into_iter(); // all are checked before one is copied
         let all = self.all.iter().map(|argument| {
             let (dtype, copy, tensor) = match (argument, &mut inputs) {
                 (Argument::Held(held), _) => return Ok(held.tensor.clone()),
@@ -275,7 +278,7 @@ impl Arguments {
                 let mut parameters = parameters.iter();
                 let is_lent = parameters.any(|(_, var)| storage_address(var) == storage);
                 let start = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
-                // Parameters are lent for writing, and kernels move 16 bytes at a time.
+                // Parameters are borrowed mutably, and kernels move 16 bytes at a time.
                 return Ok(match is_lent || !start.is_multiple_of(16) {
                     true => tensor.force_contiguous()?,
                     false => tensor,
@@ -317,7 +320,7 @@ fn changed(function: &TracedFunction, id: ValueId) -> Error {
     )
 }
 
-/// An error for something that the function captures, and that a plan has as it was.
+/// Returns the error for a captured value that differs from the one that was planned with.
 pub(super) fn changed_since(op: &'static str, what: String) -> Error {
     Error::Order {
         op,
@@ -326,7 +329,7 @@ pub(super) fn changed_since(op: &'static str, what: String) -> Error {
     }
 }
 
-/// Checked ids as kernels read them, in u32.
+/// Returns ids in i64 as the u32 that kernels read. The ids must have been checked.
 fn narrowed(ids: &Tensor) -> Result<Tensor> {
     if ids.dtype() != DType::I64 {
         return Ok(ids.clone());
@@ -336,7 +339,7 @@ fn narrowed(ids: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(narrow, ids.shape(), ids.device())?)
 }
 
-/// The shape of an input of so many micro-batches, one after another in its first dimension.
+/// Returns the shape of an input with its micro-batches stacked in the first dimension.
 fn stacked(
     op: &'static str,
     name: &str,
@@ -357,7 +360,7 @@ fn stacked(
     Ok(shape)
 }
 
-/// An error unless a tensor is as it should be.
+/// Checks the data of a tensor: ids or first keys.
 fn checked(op: &'static str, tensor: &Tensor, check: Check) -> Result<()> {
     match check {
         Check::Ids { bound, ignore } => ids(op, tensor, bound, ignore).map(drop),
@@ -365,7 +368,7 @@ fn checked(op: &'static str, tensor: &Tensor, check: Check) -> Result<()> {
     }
 }
 
-/// What inputs must be, once each; constants are checked here.
+/// Returns the checks of inputs, without duplicates. Constants are checked here.
 fn checks(
     function: &TracedFunction,
     lowered: &Lowered,
@@ -399,7 +402,7 @@ fn checks(
     Ok(inputs)
 }
 
-/// Where the elements of a value come from, through copies in order.
+/// Returns the value that a value is a contiguous copy of, or the value itself.
 fn origin(graph: &Graph, id: ValueId) -> ValueId {
     let makes_it = |node: &&graph::Node| node.output == id && node.op == "contiguous";
     match graph.nodes().find(makes_it) {

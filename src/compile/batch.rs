@@ -1,4 +1,4 @@
-//! The inputs of a step: the tensors of a run, and the tensors without elements that its loss is traced with.
+//! The inputs of a step: [`Batch`] has the tensors of a run, [`Inputs`] the meta tensors that its loss is traced with.
 
 use crate::graph;
 use crate::model::MaskedTargets;
@@ -6,18 +6,15 @@ use crate::ops::DropoutKey;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// The input that holds the keys of dropout.
 pub(super) const DROPOUT: &str = "dropout";
 
-/// The input that holds the gradient of the output, where a run is given it.
 pub(super) const D_OUTPUT: &str = "d_output";
 
-/// The inputs of a run of a [`Step`](super::Step): tensors by the names that its loss asks for, micro-batches one after
-/// another in their first dimension.
+/// The inputs of a run of a [`Step`](super::Step): named tensors, with micro-batches stacked in their first dimension.
 ///
-/// Made of `[("x", &x), ("y", &y)]`; of a [`TransformerLM`](crate::model::TransformerLM)'s step also of
-/// `(&tokens, &targets)`, (accumulation * B, T) each. The tensors may be [hollow](crate::graph::input()) where a plan
-/// alone is asked for.
+/// Converts from `[("x", &x), ("y", &y)]`; for the step of a [`TransformerLM`](crate::model::TransformerLM) also from
+/// `(&tokens, &targets)`, (accumulation * B, T) each. To get a plan alone, the tensors may be [meta
+/// tensors](crate::graph::input()).
 #[derive(Clone, Debug)]
 pub struct Batch {
     inputs: Vec<(String, Tensor)>,
@@ -25,7 +22,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Tensors by name.
+    /// Creates a batch of named tensors.
     pub fn new<'t>(inputs: impl IntoIterator<Item = (&'t str, &'t Tensor)>) -> Self {
         let inputs = inputs.into_iter();
         Self {
@@ -34,8 +31,9 @@ impl Batch {
         }
     }
 
-    /// The batch, of which so many targets count. Its loss is then a sum over these: the step's loss is the mean over
-    /// all targets that count, of all micro-batches and ranks, and so are the gradients.
+    /// Sets the number of targets that count, that is, that are not ignored. The loss must then be a sum over these.
+    /// The step's loss is the mean over all targets that count, of all micro-batches and ranks; gradients are those of
+    /// this mean.
     pub fn counting(self, targets: usize) -> Self {
         Self {
             counted: Some(targets),
@@ -43,10 +41,10 @@ impl Batch {
         }
     }
 
-    /// Tokens and targets of a language model, (accumulation * B, T) in u32 or i64, of which some targets do not count:
-    /// those that are `ignore_index` (-100 in PyTorch), and those that follow the token `separator`, which ends each of
-    /// the documents that a sequence is packed of. With a separator a document attends to itself alone, as in
-    /// [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
+    /// Creates a language model's batch of tokens and targets, (accumulation * B, T) in u32 or i64, in which some
+    /// targets do not count. These are targets equal to `ignore_index` (-100 in PyTorch), and targets that follow the
+    /// token `separator`, which ends each document of a packed sequence. With a separator, attention does not cross
+    /// documents, as in [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -59,7 +57,7 @@ impl Batch {
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
-    /// Hollow tokens and targets give the batch for a plan alone.
+    /// Meta tensors give a batch for planning alone.
     ///
     /// # Errors
     /// Tokens or targets of another dtype.
@@ -96,21 +94,21 @@ impl Batch {
             None => batch,
         };
         Ok(match separator.is_some() || ignore_index.is_some() {
-            true => batch.counting(0), // whatever their number, the plan is the same
+            true => batch.counting(0), // the plan does not depend on the number
             false => batch,
         })
     }
 
-    /// Hollow tokens and targets, (batch_size, sequence_length) in u32, for a plan alone.
+    /// Creates a batch of meta tokens and targets, (batch_size, sequence_length) in u32, for planning alone.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
+    /// Those of [`graph::input`](crate::graph::input()).
     pub fn hollow(batch_size: usize, sequence_length: usize) -> Result<Self> {
         let input = |name| graph::input(name, (batch_size, sequence_length), DType::U32);
         Ok((&input("tokens")?, &input("targets")?).into())
     }
 
-    /// The number of targets that count, of a batch that [counts them](Self::counting).
+    /// Returns the number of targets that count, if it was [set](Self::counting).
     pub fn counted(&self) -> Option<usize> {
         self.counted
     }
@@ -124,7 +122,7 @@ impl Batch {
         self
     }
 
-    /// The last dimension of an input, 0 where there is none.
+    /// Returns the last dimension of an input, or 0 if the batch does not have it.
     pub(super) fn length(&self, name: &str) -> usize {
         let mut all = self.inputs();
         let found = all.find(|(other, _)| *other == name);
@@ -132,7 +130,7 @@ impl Batch {
         length.unwrap_or_default()
     }
 
-    /// The number of elements of its largest input.
+    /// Returns the number of elements of the largest input.
     pub(super) fn elements(&self) -> usize {
         let elements = self.inputs.iter().map(|(_, x)| x.elem_count());
         elements.max().unwrap_or_default()
@@ -151,7 +149,7 @@ impl<'t> From<&[(&'t str, &'t Tensor)]> for Batch {
     }
 }
 
-/// Tokens and targets of a language model.
+/// Creates a batch of a language model's tokens and targets.
 impl From<(&Tensor, &Tensor)> for Batch {
     fn from((tokens, targets): (&Tensor, &Tensor)) -> Self {
         Self::new([("tokens", tokens), ("targets", targets)])
@@ -164,8 +162,8 @@ impl From<&Batch> for Batch {
     }
 }
 
-/// The inputs that the loss of a [`Step`](super::Step) is traced with: one micro-batch of a [batch](Batch), without
-/// elements. Shapes and dtypes are known, and what is decided from them is decided for all runs of the plan.
+/// The inputs that the loss of a [`Step`](super::Step) is traced with: one micro-batch of a [batch](Batch), as meta
+/// tensors. Shapes and dtypes are known. Decisions that depend on them are fixed for all runs of the plan.
 #[derive(Debug)]
 pub struct Inputs {
     op: &'static str,
@@ -176,7 +174,7 @@ pub struct Inputs {
 
 impl Inputs {
     /// # Errors
-    /// Inputs that cannot be cut into so many micro-batches.
+    /// Inputs that cannot be split into this number of micro-batches.
     pub(super) fn of(
         op: &'static str,
         batch: &Batch,
@@ -207,10 +205,10 @@ impl Inputs {
         })
     }
 
-    /// The input of this name.
+    /// Returns the input with this name.
     ///
     /// # Errors
-    /// [`Error::Order`] where the batch has none.
+    /// [`Error::Order`] if the batch has none.
     pub fn get(&self, name: &str) -> Result<Tensor> {
         self.find(name).ok_or_else(|| {
             let names: Vec<&str> = self.hollow.iter().map(|(name, _)| name.as_str()).collect();
@@ -222,23 +220,23 @@ impl Inputs {
         })
     }
 
-    /// The input of this name, where the batch has one.
+    /// Returns the input with this name, or `None` if the batch has none.
     pub fn find(&self, name: &str) -> Option<Tensor> {
         let mut all = self.hollow.iter();
         all.find(|(other, _)| other == name).map(|(_, x)| x.clone())
     }
 
-    /// The key of dropout, where [`StepConfig::dropout_seed`](super::StepConfig::dropout_seed) has one: each run and
-    /// micro-batch has another.
+    /// Returns the dropout key, if [`StepConfig::dropout_seed`](super::StepConfig::dropout_seed) is set. Each run and
+    /// micro-batch has a different key.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
+    /// Those of [`graph::input`](crate::graph::input()).
     pub fn dropout(&self) -> Result<Option<DropoutKey>> {
         let key = self.drops.then(|| DropoutKey::input(DROPOUT));
         key.transpose()
     }
 
-    /// Says whether the loss has to be a sum over targets, since the batch [counts them](Batch::counting).
+    /// Returns whether the loss must be a sum over targets, because the batch [counts them](Batch::counting).
     pub fn are_counted(&self) -> bool {
         self.are_counted
     }

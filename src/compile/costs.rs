@@ -1,4 +1,4 @@
-//! What the ops of a plan cost, by the same functions as eager ones.
+//! Costs of a plan's ops and calls, by the same formulas as eager ops.
 
 use super::op::{Call, Op, Phase};
 use super::plan::Plan;
@@ -8,8 +8,8 @@ use crate::probe::{Operand, Operands};
 use candle_core::DType;
 
 impl Plan {
-    /// What the ops cost that the calls compute, in the order in which they begin. What checkpointing recomputes is
-    /// there twice, the second time in backward. [`Call::part`] says which calls they are.
+    /// Returns the costs of the ops that the calls compute, in the order of their first call. Ops that checkpointing
+    /// recomputes are listed twice, the second time in backward. [`Call::part`] is the index of a call's entry.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
@@ -29,16 +29,18 @@ impl Plan {
         &self.parts
     }
 
-    /// What a call costs, as profiles of planned runs have it: bytes are those of its operands
-    /// ([`bytes_moved`](Self::bytes_moved)); FLOPs of products are its own. The other FLOPs of its part
-    /// ([`costs`](Self::costs)) are divided among the part's calls that are not products. Softmax's go to the calls that
-    /// compute scores of attention, if any. The rest is divided by how many elements the calls compute: scores of
-    /// attention, what others write. `None` for a call of another plan whose buffers this plan does not have.
+    /// Returns the cost of a call, as profiles of planned runs report it, or `None` if its operands or part are not in
+    /// this plan.
+    ///
+    /// Bytes are those of its operands ([`bytes_moved`](Self::bytes_moved)). Matmul FLOPs are the call's own. Other
+    /// FLOPs are those of its part ([`costs`](Self::costs)), divided among the part's calls that are not matmuls.
+    /// Softmax FLOPs go to the calls that compute attention scores, if there are any. The rest is divided in proportion
+    /// to the elements that each call computes: attention scores, or else the elements that it writes.
     pub fn cost(&self, call: &Call) -> Option<Cost> {
         self.has(call).then(|| self.cost_of(call))
     }
 
-    /// [`cost`](Self::cost) of one of this plan's calls.
+    /// Same as [`cost`](Self::cost), for a call of this plan.
     pub(super) fn cost_of(&self, call: &Call) -> Cost {
         let [read, written] = self.bytes_read_and_written(call);
         let (other_flops, softmax_flops) = match call.part.map(|part| &self.parts[part]) {
@@ -54,14 +56,14 @@ impl Plan {
         }
     }
 
-    /// FLOPs of a step that are no products', by [`costs`](Self::costs): without the update's.
+    /// Returns the FLOPs of a step apart from matmuls, by [`costs`](Self::costs). The update is not included.
     pub fn other_flops(&self) -> f64 {
         let flops: f64 = self.parts.iter().map(|part| part.cost.other_flops).sum();
         self.micro_batches() as f64 * flops
     }
 }
 
-/// FLOPs of what a step does beside its ops.
+/// Returns the FLOPs of a call that belongs to no part.
 fn flops_of_no_part(op: &Op) -> f64 {
     match op {
         Op::AdamW { elements, .. } => {
@@ -84,27 +86,27 @@ fn flops_of_no_part(op: &Op) -> f64 {
     }
 }
 
-/// Ops that are planned together, in one phase, and what they cost.
+/// Ops that are planned together in one phase, and their cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PartCost {
-    /// Where in the model, as calls have it.
+    /// The path in the model, as in [`Call::path`].
     pub path: String,
-    /// The ops' names, as the graph has them.
+    /// The ops' names, as in the graph.
     pub ops: Vec<&'static str>,
-    /// The part of the step.
+    /// The phase of the step.
     pub phase: Phase,
-    /// The sum of the ops' own formulas ([`op_costs`](crate::profile::op_costs)), forward or backward (of head and loss
-    /// both), for one micro-batch. Backward's have the gradients of all inputs, also where one is not needed. Bytes are
-    /// those of the ops one by one: together they move fewer.
+    /// The sum of the ops' formulas ([`op_costs`](crate::profile::op_costs)) for one micro-batch: forward or backward,
+    /// or both for head and loss. Backward includes the gradients of all inputs, also of those that need none. Bytes
+    /// are those of the ops run one by one; planned together they move fewer.
     pub cost: Cost,
-    /// How many elements its calls compute, products left out.
+    /// The number of elements that its calls compute, without matmuls.
     pub(super) computed: f64,
-    /// How many scores of attention its calls compute.
+    /// The number of attention scores that its calls compute.
     pub(super) scores: f64,
 }
 
 impl PartCost {
-    /// The FLOPs of one of its calls apart from products', and softmax's among them.
+    /// Returns the FLOPs of one of its calls apart from matmuls, and the softmax FLOPs among them.
     fn flops_of(&self, call: &Call) -> (f64, f64) {
         let of_all = computed(call) / self.computed.max(1.0);
         let of_softmax = match self.scores > 0.0 {
@@ -117,12 +119,12 @@ impl PartCost {
     }
 }
 
-/// How many scores of attention a call computes without writing them.
+/// Returns the number of attention scores that a call computes without writing them.
 fn scores(call: &Call) -> f64 {
     call.op.kernel().map_or(0.0, Kernel::scores)
 }
 
-/// How many elements a call computes that its part's FLOPs but products' are divided by.
+/// Returns a call's weight for dividing its part's FLOPs: attention scores or written elements, 0 for a matmul.
 fn computed(call: &Call) -> f64 {
     if call.op.is_product() {
         return 0.0;
@@ -131,7 +133,7 @@ fn computed(call: &Call) -> f64 {
     scores(call).max(written.sum::<usize>() as f64)
 }
 
-/// The parts that have calls, which get their new numbers.
+/// Removes the parts without calls and renumbers the calls' parts.
 pub(super) fn of_calls(mut parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<PartCost> {
     let mut used: Vec<usize> = calls.iter().filter_map(|call| call.part).collect();
     used.sort_unstable();
@@ -150,7 +152,7 @@ pub(super) fn of_calls(mut parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<Part
     let parts = parts.map(|(_, mut part)| {
         if part.computed == 0.0 {
             part.cost.softmax_flops = 0.0;
-            part.cost.other_flops = 0.0; // what only products are left of, as where gate and up alone are recomputed
+            part.cost.other_flops = 0.0; // only matmuls are left, for example where gate and up alone are recomputed
         }
         part
     });

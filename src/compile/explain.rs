@@ -1,13 +1,14 @@
-//! A plan as text: its calls, and what they cost.
+//! Plans as text: calls, costs and totals.
 
 use super::buffer::Category;
 use super::plan::{BufferRange, Call, Plan};
 use crate::report::{Column, Fields, Format, Report, format_mib};
 
 impl Plan {
-    /// The calls in order, each with its phase, place, sizes, FLOPs, bytes and what it writes where; then totals.
+    /// Returns the calls in order, each with its phase, path, sizes, FLOPs, bytes, operands and their offsets, followed
+    /// by totals.
     ///
-    /// Where a step has several micro-batches, the calls that each of them runs stand here once.
+    /// The calls that each micro-batch runs are listed once.
     pub fn explain(&self) -> String {
         let rows = self.calls().iter().enumerate();
         let report = Report {
@@ -17,7 +18,7 @@ impl Plan {
             ..Default::default()
         };
         let mut text = Vec::new();
-        // A Vec takes every byte, and a report is text.
+        // Writing to a Vec cannot fail, and a text report is UTF-8.
         match report.write_to(Format::Text, &mut text) {
             Ok(()) => String::from_utf8_lossy(&text).into_owned(),
             Err(error) => error.to_string(),
@@ -42,7 +43,7 @@ impl Plan {
         row
     }
 
-    /// An operand's name, and where in the arena it begins.
+    /// Returns an operand's name and its offset in the arena.
     fn place(&self, operand: &BufferRange) -> String {
         let buffer = self.buffer_of(operand);
         let name = buffer.name.rsplit('/').next().unwrap_or_default();

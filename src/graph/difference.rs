@@ -1,10 +1,10 @@
-//! Where two traces of one function differ.
+//! The difference between two traces of one function.
 
 use super::data::{Graph, Node, TraceEvent};
 
 impl Graph {
-    /// Describes the first node at which a later trace of the same function differs; `None` for two that are equal, but
-    /// for when tensors are dropped.
+    /// Describes the first node at which a later trace of the same function differs. Returns `None` if the traces are
+    /// equal; the points at which tensors are dropped are not compared.
     pub(crate) fn difference(&self, later: &Self) -> Option<String> {
         let same_values = (&self.values, &self.outputs) == (&later.values, &later.outputs);
         if same_values && runs(self).eq(runs(later)) {

@@ -1,19 +1,19 @@
-//! Tensors of a shape and a dtype, without elements.
+//! Meta tensors: tensors with a shape and a dtype, but no data.
 //!
-//! The storage of a hollow tensor is a [`CpuStorage::F4`], which none of candle's kernels takes, while the tensor
-//! itself says the dtype that it stands for. The bytes of that storage hold no elements: they say what the tensor is.
+//! The storage of a meta tensor is a [`CpuStorage::F4`], which no kernel of candle accepts. The tensor itself reports
+//! the dtype that it stands for. The bytes of the storage are not elements: they encode the tensor's [`Role`].
 
 use crate::{Error, Result};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 
-/// What a hollow tensor is, as its storage says it.
+/// The role of a meta tensor, encoded in its storage.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Role {
-    /// Made by [`input`]: its name and its shape.
+    /// Made by [`input`]: name and shape.
     Input(String, Vec<usize>),
-    /// Made by [`weights`]: its name and its shape.
+    /// Made by [`weights`]: name and shape.
     Weight(String, Vec<usize>),
     /// Made by [`constant`].
     Constant,
@@ -51,7 +51,7 @@ impl Role {
         }
     }
 
-    /// What the hollow tensor `x` is; `None` for a tensor that has elements.
+    /// Returns the role of the meta tensor `x`, or `None` if `x` has data.
     pub(super) fn of(x: &Tensor) -> Option<Self> {
         let (storage, _) = x.storage_and_layout();
         match &*storage {
@@ -63,7 +63,7 @@ impl Role {
     }
 }
 
-/// A hollow tensor called `name`, as the argument of a function to be traced.
+/// Creates a meta tensor called `name`, to pass to a function that is traced.
 ///
 /// # Errors
 /// A dtype other than u8, u32, i64 and the floats f16, bf16, f32 and f64.
@@ -73,15 +73,15 @@ pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor
     Ok(hollow(shape, dtype, role, false)?)
 }
 
-/// A hollow tensor in a constant's place: a table that only a trace reads.
+/// Creates a meta tensor in place of a constant, for a table that only a trace reads.
 pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Result<Tensor> {
     hollow(shape, dtype, Role::Constant, false)
 }
 
-/// A builder of hollow weights in `dtype`: variables under their own names, of the shapes that are asked for.
+/// Returns a builder of meta weights in `dtype`. Each weight is a variable with its own name and the requested shape.
 ///
-/// A layer or a model that is built from it takes no memory, however large a weight is, and serves for tracing alone:
-/// running it outside of a trace, saving it and handing it to an optimizer are errors.
+/// A layer or a model built from it allocates no memory, however large its weights are. It can only be traced: running
+/// it outside of a trace, saving it and passing it to an optimizer are errors.
 ///
 /// ```
 /// use candle_core::DType;
@@ -104,20 +104,20 @@ pub(crate) fn gives_hollow(vb: &VarBuilder<'_>) -> bool {
     vb.get_unchecked(PROBE).is_ok_and(|x| is_hollow(&x))
 }
 
-/// The name of no weight: what [`gives_hollow`] asks for.
+/// A name that no weight has; [`gives_hollow`] asks the builder for it.
 const PROBE: &str = "\u{0}hollow?";
 
-/// Whether `x` is hollow, or a view of a hollow tensor.
+/// Returns whether `x` is a meta tensor or a view of one.
 pub fn is_hollow(x: &Tensor) -> bool {
     Role::of(x).is_some()
 }
 
-/// Whether two tensors can be operands of one op: hollow ones are on every device.
+/// Returns whether two tensors can be operands of one op. Meta tensors count as being on every device.
 pub(crate) fn are_on_one_device(a: &Tensor, b: &Tensor) -> bool {
     a.device().same_device(b.device()) || is_hollow(a) || is_hollow(b)
 }
 
-/// Says that a hollow tensor cannot be computed with, if one of `inputs` is and `error` came of it.
+/// Replaces `error` by one that a meta tensor has no data, if one of `inputs` is a meta tensor.
 pub(crate) fn refuse_hollow(
     op: &'static str,
     inputs: &[&Tensor],
@@ -143,7 +143,7 @@ pub(super) fn hollow(
     Ok(x)
 }
 
-/// A storage without elements that says `dtype`: what a tensor takes its own dtype from, when it is made.
+/// Returns an empty storage of `dtype`. A new tensor takes its own dtype from it.
 pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
     Ok(match dtype {
         DType::U8 => CpuStorage::U8(Vec::new()),
@@ -164,7 +164,7 @@ pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
     })
 }
 
-/// Exchanges the empty storage of `x` for one that candle does not compute with.
+/// Replaces the empty storage of `x` by the F4 storage of a meta tensor.
 pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
     struct HollowOut(Role);
 
@@ -181,7 +181,7 @@ pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
 
     let hollow_out = HollowOut(role);
     match x.elem_count() {
-        // Strides of 0, which a size of 0 gives, look like elements that share a place.
+        // An empty tensor can have strides of 0, which look like overlapping elements to candle's in-place ops.
         0 => x.detach().flatten_all()?.inplace_op1(&hollow_out),
         _ => x.inplace_op1(&hollow_out),
     }

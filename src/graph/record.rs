@@ -1,5 +1,4 @@
-//! Calls of ops in the trace that is open, the hollow tensors that they return, and segments, which backward
-//! recomputes.
+//! Recording of op calls and of checkpointed segments in the open trace.
 
 use super::data::{Attribute, CHECKPOINT, Kept, LEAF, Node, TraceEvent, ValueId};
 use super::hollow::{Role, empty, hollow, hollow_out};
@@ -10,36 +9,34 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, V
 use std::any::Any;
 use std::sync::Arc;
 
-/// A call of an op, to be written down.
+/// An op call to be recorded.
 pub(crate) struct Call<'a> {
     pub name: &'static str,
     pub attributes: Vec<(&'static str, Attribute)>,
-    /// Whether it is composed of candle's own ops.
     pub composed: bool,
     pub inputs: &'a [&'a Tensor],
-    /// What it reads beside them.
+    /// Extra inputs, which receive no gradient.
     pub reads: &'a [Tensor],
-    /// Shape and dtype of its output.
     pub output: (Shape, DType),
-    /// What it keeps for backward: names, shapes and dtypes.
+    /// The name, shape and dtype of each tensor saved for backward.
     pub kept: Vec<(&'static str, Shape, DType)>,
-    /// Whether a gradient reaches its output though its inputs are detached.
+    /// Whether a gradient reaches the output although the inputs are detached.
     pub is_tracked: bool,
-    /// What lives as long as its output has a graph.
+    /// Tensors that the op's backward holds, kept alive as long as the output has a graph.
     pub held: Arc<dyn Any + Send + Sync>,
 }
 
-/// Writes down a call, and returns its hollow output.
+/// Records a call and returns its output as a meta tensor.
 pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
     let path = probe::op_path(call.name).to_string();
     let module = probe::current().outermost();
     with_session(|session| {
-        session.told_drops(); // before the operands: what is read has not gone
+        session.told_drops(); // before the operands: an operand that is read now is alive
         let inputs = call.inputs.iter().map(|x| session.operand(x));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let reads = call.reads.iter().map(|x| session.operand(x));
         let reads = reads.collect::<Result<Vec<_>>>()?;
-        // By the table too: a hollow output has a node of candle's where a real one has none.
+        // Checked in the value table too: a meta output has a node of candle's even where a real one has none.
         let tracked =
             call.is_tracked || is_grad_enabled() && inputs.iter().any(|operand| operand.tracked);
         let output = ValueId(session.graph.values.len());
@@ -59,7 +56,7 @@ pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
             kept: kept.collect(),
         }));
         let (shape, dtype) = call.output;
-        // Without a graph nothing outlives the call.
+        // Without a graph, nothing outlives the call.
         let keeps = tracked.then(|| {
             let inputs: Vec<Tensor> = call.inputs.iter().map(|x| (*x).clone()).collect();
             (call.held, inputs)
@@ -82,7 +79,7 @@ pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
     })
 }
 
-/// What the op that made `y` keeps as `name`, as a tensor.
+/// Returns the tensor that the op of output `y` saved for backward as `name`.
 pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
     with_session(|session| {
         let value = session.value(y)?;
@@ -96,15 +93,15 @@ pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
     })
 }
 
-/// What holds a hollow output's value: candle's graph holds it as it holds a real op, and drops it with the last
-/// tensor.
+/// The candle op of a meta output. candle's graph holds it like a real op and drops it with the last tensor, which
+/// records the drop.
 struct Behind {
     name: &'static str,
     shape: Shape,
     dtype: DType,
     trace: u64,
     value: ValueId,
-    /// What lives as long: what the op keeps, and the inputs that backward would read.
+    /// Kept alive with it: what the op's backward holds, and the inputs that backward would read.
     _keeps: Option<(Arc<dyn Any + Send + Sync>, Vec<Tensor>)>,
 }
 
@@ -125,8 +122,8 @@ impl CustomOp1 for Behind {
 }
 
 impl Behind {
-    /// The hollow tensor that this is behind. candle keeps the op of a tensor only where an argument is tracked, so
-    /// each is given a variable that is not shared.
+    /// Returns the meta tensor whose op this is. candle keeps a tensor's op only if an argument is tracked, so each op
+    /// gets a variable that nothing else shares.
     fn tensor(self) -> candle_core::Result<Tensor> {
         let tracked = Var::zeros((), DType::F32, &Device::Cpu)?;
         let x = tracked.apply_op1(self)?;
@@ -135,7 +132,7 @@ impl Behind {
     }
 }
 
-/// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
+/// Runs `f(inputs)` as a checkpointed segment. Inputs that have a graph are copied into leaf variables first.
 pub(crate) fn checkpoint<const N: usize>(
     inputs: [&Tensor; N],
     f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
@@ -145,13 +142,13 @@ pub(crate) fn checkpoint<const N: usize>(
         Ok(())
     })?;
     let leaves = inputs.iter().map(|x| leaf(x)).collect::<Result<Vec<_>>>()?;
-    let output = f(std::array::from_fn(|i| &leaves[i]))?.detach(); // and the graph goes
+    let output = f(std::array::from_fn(|i| &leaves[i]))?.detach(); // the segment's graph is freed
     let tracked = with_session(|session| {
         session.told_drops();
         let output = session.value(&output)?;
         for (leaf, input) in leaves.iter().zip(inputs) {
             let leaf = session.value(leaf)?;
-            // A variable, behind which there is no op to be dropped.
+            // A leaf is a variable: it has no op whose drop would be recorded.
             if leaf != session.value(input)? && leaf != output {
                 session.push(TraceEvent::Drop(leaf));
             }
@@ -162,7 +159,7 @@ pub(crate) fn checkpoint<const N: usize>(
     if !tracked {
         return Ok(output);
     }
-    // Made from the inner function's output: where its graph stands for it.
+    // The input is the segment's output: the node stands for the segment's graph.
     record(Call {
         name: CHECKPOINT,
         attributes: Vec::new(),
@@ -171,12 +168,13 @@ pub(crate) fn checkpoint<const N: usize>(
         reads: &[],
         output: (output.shape().clone(), output.dtype()),
         kept: Vec::new(),
-        is_tracked: true, // by the function's inputs and the weights that it reads
+        is_tracked: true, // through the inputs and the weights that it reads
         held: Arc::new(inputs.map(Tensor::clone)),
     })
 }
 
-/// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
+/// Returns the leaf variable that stands for the input `x` inside a segment. An input without a gradient is returned
+/// detached.
 fn leaf(x: &Tensor) -> Result<Tensor> {
     with_session(|session| {
         let operand = session.operand(x)?;

@@ -1,20 +1,20 @@
-//! Places of elements as kernels for GPUs take them: few dimensions, the last one fastest.
+//! Dimensions of strided copies and sums, as the CUDA kernels expect them: few, with the innermost last.
 
-/// The most dimensions that the kernels take, once those are joined that can be.
+/// The most dimensions that the kernels accept, after [`joined`].
 pub(crate) const RANK: usize = 6;
 
-/// One dimension of what is moved.
+/// A dimension of a strided copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dim {
     pub size: usize,
-    /// Elements from one index to the next, in what is read.
+    /// The stride of the source, in elements.
     pub from: usize,
-    /// As `from`, in what is written.
+    /// The stride of the destination, in elements.
     pub to: usize,
 }
 
-/// The same elements in the same order by fewer dimensions: without those of one index, and with those joined of which
-/// the inner ends where the outer goes on.
+/// Returns fewer dimensions with the same elements in the same order. Dimensions of size 1 are dropped, and neighbours
+/// are merged where both are contiguous with each other.
 pub(crate) fn joined(dims: impl Iterator<Item = Dim>) -> Vec<Dim> {
     let mut joined: Vec<Dim> = Vec::new();
     for dim in dims.filter(|dim| dim.size != 1) {
@@ -31,11 +31,11 @@ pub(crate) fn joined(dims: impl Iterator<Item = Dim>) -> Vec<Dim> {
     joined
 }
 
-/// Whether each index writes a place of its own, but for dimensions that write one place again and again.
+/// Returns whether no two indices write the same element, apart from dimensions with `to` 0.
 pub(crate) fn writes_apart(dims: &[Dim]) -> bool {
     let mut dims: Vec<&Dim> = dims.iter().filter(|dim| dim.to > 0).collect();
     dims.sort_by_key(|dim| dim.to);
-    let mut last = 0; // the last place of the dimensions before
+    let mut last = 0; // the largest offset that the dimensions so far reach
     dims.iter().all(|dim| {
         let is_apart = dim.to > last;
         last += dim.size.saturating_sub(1) * dim.to;

@@ -1,4 +1,4 @@
-//! What the table says of every op.
+//! Tests of every op's entry in the table.
 
 use super::{all, of};
 use crate::attention::Mask;
@@ -12,7 +12,7 @@ use crate::precision::Autocast;
 use candle_core::{DType, Tensor};
 use std::collections::HashSet;
 
-/// Something of every op, from x (2, 3, 8) in this dtype.
+/// Applies every op, starting from x (2, 3, 8) in `dtype`.
 fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     let hollow = |name: &str, dims: &[usize]| input(name, dims, dtype);
     let x = hollow("x", &[2, 3, 8])?;
@@ -86,7 +86,7 @@ fn gpus_have_kernels_for_every_op() {
     }
 }
 
-/// But what is no public op: candle's own conversions, and what checkpointing does.
+/// Except for entries that are not public ops: candle's own conversions, and checkpointing.
 #[test]
 fn what_can_be_planned_has_a_cost() {
     for info in all().filter(|info| info.lowering.is_some()) {
@@ -105,7 +105,7 @@ fn no_op_is_there_twice_and_costs_are_in_words() {
     }
 }
 
-/// What autocast leaves alone is no op of a model, or makes a dtype itself.
+/// An op that autocast leaves alone is not part of a model, or chooses a dtype itself.
 #[test]
 fn what_is_cast_stands_on_a_list() {
     let uncast = [

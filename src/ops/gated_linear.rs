@@ -1,4 +1,4 @@
-//! The gated half of a feed-forward network, two linear maps and the gate between them, as one op.
+//! The first half of a gated MLP as one op: two linear maps and the gate.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -31,22 +31,22 @@ use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
+/// Computes `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
-/// The same as [`swiglu()`](super::swiglu()) of two [`linear()`]s. As one op, the gradients of gate and up are scratch,
-/// and dx is summed inside the second product: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for
-/// backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies, as [`linear()`] is; silu
-/// and product follow.
+/// The result is that of [`swiglu()`](super::swiglu()) of two [`linear()`]s. As one op, the gradients of gate and up
+/// are scratch, and dx is summed inside the second matmul: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`,
+/// `dW3 = dup^T x`. Saved for backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies,
+/// as [`linear()`] is; silu and the product follow.
 ///
-/// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without its last product.
+/// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without the output matmul.
 ///
 /// # Errors
-/// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
+/// Weights that are not matrices of one shape; a last dimension that is not their `in`; mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
     gated_linear(Gate::Silu, x, w1, w3)
 }
 
-/// `y = gelu(x W1^T) * (x W3^T)`, with GELU in this [form](Gelu): [`swiglu_linear()`] with another activation.
+/// Computes `y = gelu(x W1^T) * (x W3^T)`, with this [form](Gelu) of GELU; otherwise like [`swiglu_linear()`].
 ///
 /// # Errors
 /// As [`swiglu_linear()`].
@@ -67,7 +67,7 @@ fn gated_linear(gate: Gate, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tens
     }
 }
 
-/// [`swiglu_linear()`] as the three ops it is made of.
+/// Computes [`swiglu_linear()`] as three ops.
 ///
 /// # Errors
 /// As [`swiglu_linear()`].
@@ -76,7 +76,7 @@ pub fn swiglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<T
     composed(Gate::Silu, x, w1, w3)
 }
 
-/// [`geglu_linear()`] as the three ops it is made of.
+/// Computes [`geglu_linear()`] as three ops.
 ///
 /// # Errors
 /// As [`geglu_linear()`].
@@ -142,16 +142,16 @@ const fn info(
     info.holding("two products and the gate").planned(LOWERING)
 }
 
-/// y, and gate and up of its shape, which are kept.
+/// Returns the elements of y, and the bytes of y and of the saved gate and up.
 fn made(o: &Operands<'_>) -> (f64, f64) {
     (o.output.elements(), 3.0 * o.output.bytes())
 }
 
-/// A plan may have both weights as one input, W1 over W3 (2 F, D): gate and up are one, (N, 2 F), then. Backward writes
-/// the gradients of gate and up over them in a plan, and y over its gradient.
+/// A plan may have both weights as one input, W1 above W3 (2 F, D); gate and up are then one value, (N, 2 F). In a
+/// plan, backward overwrites gate and up with their gradients, and the gradient of y with y.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let (x, weight) = factors(signature); // W3 lies as W1
+        let (x, weight) = factors(signature); // W3 has the layout of W1
         let mut calls = Calls::default();
         let gate_up = gate_up(signature);
         for (i, (_, made)) in gate_up.iter().enumerate() {
@@ -204,7 +204,7 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// Gate and up, which are kept: two, or of one weight as one.
+/// Returns the saved gate and up: two slots, or one if the weights are one input.
 fn gate_up(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
     match signature.kept.len() {
         1 => vec![("gate_up", Slot::Kept(0))],
@@ -214,7 +214,7 @@ fn gate_up(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
 
 struct GatedLinear {
     gate: Gate,
-    /// Of W1 and W3.
+    /// The copies of W1 and W3.
     copies: [WeightCopy; 2],
 }
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// gradient more often; larger ones would not fit the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
-/// The same on a GPU, where larger matmuls are not faster.
+/// The number of logits in a chunk on a GPU, where larger matmuls are not faster.
 const GPU_CHUNK_ELEMENTS: usize = 4096 * 10_240;
 
 /// The minimum number of rows in a chunk.
@@ -76,7 +76,7 @@ impl HeadLoss {
         let weight = read_weight(signature, 1);
         let (at_once, row_stride) = (sizes.rows_at_once(), sizes.row_stride());
         let parts = sizes.parts();
-        let mut of_weight = Accumulate::Never; // or what the plan says
+        let mut of_weight = Accumulate::Never; // unless the plan overrides it
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
             let some = |calls: &mut Calls, slot: Slot, width: usize| {

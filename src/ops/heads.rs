@@ -27,7 +27,7 @@ use {
     candle_core::cuda_backend::CudaDevice,
 };
 
-/// (B, T, H*Dh) to (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is kept for it.
+/// Splits (B, T, H*Dh) into heads (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is saved for it.
 ///
 /// # Errors
 /// A tensor that is not (B, T, D), or a D that `heads` does not divide.
@@ -53,7 +53,7 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     })
 }
 
-/// (B, H, T, Dh) to (B, T, H*Dh), contiguous. Backward is [`split_heads`]; nothing is kept for it.
+/// Merges heads (B, H, T, Dh) into (B, T, H*Dh), contiguous. Backward is [`split_heads`]; nothing is saved for it.
 ///
 /// # Errors
 /// A tensor that is not (B, H, T, Dh).
@@ -103,7 +103,7 @@ fn backward(way: Way, heads: &[usize]) -> Calls {
     Calls::default().call(planned(way, heads), [x], [y])
 }
 
-/// One way, for heads (B, H, T, Dh).
+/// Returns the kernel of one direction, for heads (B, H, T, Dh).
 fn planned(way: Way, heads: &[usize]) -> Kernel {
     fn sizes(k: &Kernel) -> candle_core::Result<HeadSizes> {
         Ok(HeadSizes {
@@ -139,7 +139,7 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
     ])
 }
 
-/// One way or the other: backward is the way back.
+/// The direction: backward runs the other one.
 #[derive(Clone, Copy)]
 enum Way {
     Split,
@@ -171,7 +171,7 @@ impl Way {
     }
 }
 
-/// The graph of a model keeps many of these, so they are small.
+/// A call of either op. It is small, because the graph of a model keeps many of these.
 struct CutHeads {
     way: Way,
     heads: usize,
@@ -183,7 +183,7 @@ impl Spec for CutHeads {
         let shape = match (self.way, inputs[0].dims) {
             (Way::Split, [batch, length, width]) => vec![*batch, heads, *length, width / heads],
             (Way::Merge, [batch, _, length, head_dim]) => vec![*batch, *length, heads * head_dim],
-            (_, dims) => dims.to_vec(), // refused before
+            (_, dims) => dims.to_vec(), // refused earlier
         };
         (shape.into(), inputs[0].dtype)
     }

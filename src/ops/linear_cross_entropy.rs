@@ -1,4 +1,4 @@
-//! The output head and its loss as one op, which keeps no logits for backward.
+//! The output head and its loss as one op. Logits are saved, but their gradient is not a node of the graph.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -29,14 +29,14 @@ use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64, the loss a scalar.
+/// Computes the cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64. The loss is a scalar.
 ///
-/// The same as [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for a loss whose logits nothing
+/// The result is that of [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for logits that nothing
 /// else reads. As one op, the logits' gradient is scratch instead of a node of the graph. Backward:
-/// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
-/// logits (N, V), and two numbers a row, as [`cross_entropy`](super::cross_entropy()) keeps; on a GPU the logits become
-/// their gradient in place, and a second backward recomputes them. Autocast: the product is lower under
-/// both policies, as [`linear()`] is; the loss is computed from those logits in f32, and returned in f32.
+/// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Saved for backward: x, W, the
+/// logits (N, V), and two numbers per row, as in [`cross_entropy`](super::cross_entropy()). On a GPU the gradient
+/// overwrites the logits, and a second backward recomputes them. Autocast: the matmul is lower under both policies, as
+/// [`linear()`] is; the loss is computed from its logits in f32, and returned in f32.
 ///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
@@ -44,8 +44,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
     reduced(x, weight, targets, None, Reduction::Mean)
 }
 
-/// [`linear_cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others, as
-/// [`cross_entropy_ignoring`](super::cross_entropy_ignoring)'s is.
+/// Computes [`linear_cross_entropy()`] without the targets that equal `ignore_index`: the mean is over the others, as
+/// in [`cross_entropy_ignoring`](super::cross_entropy_ignoring).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -61,7 +61,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
 /// ```
 ///
 /// # Errors
-/// As [`linear_cross_entropy()`]; also where every target is ignored, since a mean of nothing is no number.
+/// As [`linear_cross_entropy()`]; also if every target is ignored, because the mean would be NaN.
 pub fn linear_cross_entropy_ignoring(
     x: &Tensor,
     weight: &Tensor,
@@ -71,10 +71,10 @@ pub fn linear_cross_entropy_ignoring(
     reduced(x, weight, targets, Some(ignore_index), Reduction::Mean)
 }
 
-/// The mean or the sum of the losses of targets other than `ignore`.
+/// Computes the mean or the sum of the losses of targets other than `ignore`.
 ///
 /// # Errors
-/// As [`linear_cross_entropy_ignoring`]; a sum may be one of no targets.
+/// As [`linear_cross_entropy_ignoring`]; a sum of no targets is allowed.
 pub(crate) fn reduced(
     x: &Tensor,
     weight: &Tensor,
@@ -107,7 +107,7 @@ pub(crate) fn reduced(
     }
 }
 
-/// [`linear_cross_entropy_ignoring`] (or, with `None`, [`linear_cross_entropy()`]) as the two ops it is made of.
+/// Computes [`linear_cross_entropy_ignoring`], or with `None` [`linear_cross_entropy()`], as two ops.
 ///
 /// # Errors
 /// As those.
@@ -149,7 +149,6 @@ fn check(
     }
 }
 
-/// The op, as nodes call it.
 const NAME: &str = "linear_cross_entropy";
 
 pub(crate) const INFO: OpInfo = OpInfo::new(NAME)
@@ -163,7 +162,7 @@ pub(crate) const INFO: OpInfo = OpInfo::new(NAME)
     .holding("the head's product and the loss")
     .planned(LOWERING);
 
-/// Elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
+/// Returns the elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
 fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
     let (x, weight) = (o.input(0)?, o.input(1)?);
     let elements = x.elements() / x.last() * *weight.dims.first()? as f64;
@@ -209,7 +208,7 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// Which of the op's reads are the targets: they stand behind the weight's copy.
+/// Returns the index of the targets among the op's extra inputs: they come after the weight's copy.
 fn targets(signature: &Signature<'_>) -> usize {
     signature.reads.len() - 1
 }

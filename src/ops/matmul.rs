@@ -1,4 +1,4 @@
-//! Batched matrix products.
+//! Batched matmuls.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -23,21 +23,21 @@ use crate::precision::without_autocast;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), the same leading dimensions in both.
+/// Computes `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), with the same leading dimensions.
 ///
-/// Backward: `da = dc b^T`, `db = a^T dc`. Kept for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
+/// Backward: `da = dc b^T`, `db = a^T dc`. Saved for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
 /// backward. Autocast: lower under both policies.
 ///
 /// # Errors
-/// Ranks under 2, leading dimensions or depths that differ, mixed dtypes or devices.
+/// Ranks under 2; leading dimensions or depths that differ; mixed dtypes or devices.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     product(&INFO, a, b, false)
 }
 
-/// `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N): the product of queries and keys.
+/// Computes `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N), as for queries and keys.
 ///
-/// Backward: `da = dc b`, `db = dc^T a`. Kept for backward: a and b. b is used transposed by its strides: no copy.
-/// Autocast: as [`matmul`](fn@matmul).
+/// Backward: `da = dc b`, `db = dc^T a`. Saved for backward: a and b. b is used transposed by its strides, without a
+/// copy. Autocast: as [`matmul`](fn@matmul).
 ///
 /// # Errors
 /// As [`matmul`](fn@matmul).
@@ -45,7 +45,7 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     product(&TRANSPOSED_INFO, a, b, true)
 }
 
-/// Both products in candle's own `matmul`; `transposed` takes b as (..., N, K).
+/// Computes either matmul with candle's own `matmul`; if `transposed`, b is (..., N, K).
 ///
 /// # Errors
 /// As [`matmul`](fn@matmul).
@@ -56,7 +56,7 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
         return Ok(zeros_of("matmul", shape, a.dtype(), &[a, b])?);
     }
     if a.rank() > 4 {
-        // More than candle multiplies: the leading dimensions as one.
+        // candle multiplies at most rank 4: merge the leading dimensions.
         let leading = &a.dims()[..a.rank() - 2];
         let (a, b) = (a.flatten_to(a.rank() - 3)?, b.flatten_to(b.rank() - 3)?);
         let c = reference(&a, &b, transposed)?;
@@ -85,8 +85,8 @@ fn product(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> R
     }
 }
 
-/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are
-/// added in f32 and rounded once. So the product is f32's.
+/// Computes the matmul in f32 if a factor is a broadcast view in half precision: its gradient is a sum of matmuls,
+/// added in f32 and rounded once.
 fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     let once = [without_repeats(a)?, without_repeats(b)?];
     let [x, y] = cast_for(info.op, [&once[0], &once[1]])?;
@@ -98,7 +98,7 @@ fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool)
     cast(&c, x.dtype())
 }
 
-/// The shape of the product, (..., M, N).
+/// Returns the shape of the result, (..., M, N).
 fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Vec<usize>> {
     check_same(op, &[("a", a), ("b", b)])?;
     if let (Some(a_sizes), Some(b_sizes)) = (MatrixDims::of(a.dims()), MatrixDims::of(b.dims())) {
@@ -124,7 +124,6 @@ fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<V
     })
 }
 
-/// A shape as (leading, rows, cols).
 #[derive(Clone, Copy)]
 struct MatrixDims<'a> {
     leading: &'a [usize],
@@ -152,12 +151,11 @@ const INFO: OpInfo = OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
     Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
 );
 
-/// Which runs, and is timed, as the other.
+/// The transposed op, which runs and is timed as `matmul`.
 const TRANSPOSED_INFO: OpInfo = OpInfo::new("matmul_transposed").on_gpu();
 
 pub(super) const INFOS: &[OpInfo] = &[INFO, TRANSPOSED_INFO];
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
@@ -188,7 +186,8 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// `c = a b` for each of the leading dimensions: the factors' shapes as they lie, and whether they are transposed.
+/// Plans `c = a b` for each of the leading dimensions, given the factors' stored shapes and whether they are
+/// transposed.
 fn planned(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> Kernel {
     let factor = |dims: &[usize], transposed| match *dims {
         [.., rows, cols] => Factor {

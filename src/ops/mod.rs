@@ -1,9 +1,9 @@
-//! Differentiable operations on ordinary candle tensors.
+//! Differentiable operations on candle tensors.
 //!
-//! Each op has a file: the public function, the custom op that ties a kernel of the crate's to candle's autograd
-//! with a hand-written backward, and its [`reference`](mod@reference), the same formula in plain candle ops, which is
-//! the specification: tests compare the kernel with it, and it runs where there is no kernel (see [`KernelPolicy`]).
-//! Parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).
+//! Each op has a file with the public function, a custom op that connects the crate's kernel to candle's autograd with
+//! a hand-written backward, and its [`reference`](mod@reference). The reference is the same formula in plain candle
+//! ops. It is the specification: tests compare the kernel with it, and it runs where there is no kernel (see
+//! [`KernelPolicy`]). Layers with parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -24,11 +24,12 @@
 //! `fixtures/opinfo/README.md` lists the samples that they cannot express: a cross-entropy with class weights, a sum
 //! over some of the dimensions.
 //!
-//! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
-//! and returns a contiguous tensor; mixed dtypes (unless an op says which it takes) or devices are an error.
+//! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op accepts any strides
+//! and returns a contiguous tensor. Mixed devices are an error, and so are mixed dtypes unless an op documents them.
 //!
-//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]); ops
-//! that follow their inputs promote mixed ones. Outside of a region only [`add`], [`sub`], [`mul`] and [`div`] promote.
+//! In an [autocast](crate::autocast()) region every op first casts its inputs by the policy ([`cast_for`]); ops that
+//! follow their inputs promote mixed ones. Outside of a region only [`add`], [`sub`], [`mul`], [`div`] and
+//! [`add_scaled`] promote.
 
 mod activation;
 pub(crate) mod arithmetic;

@@ -1,4 +1,4 @@
-//! Elements by their places: copies of views, their gradients, and constants.
+//! Strided views: copies of their elements, and gradients.
 
 use super::cpu::for_stored;
 use super::lowering::{Kernel, on_gpu};
@@ -10,7 +10,7 @@ use crate::kernels::strided::{Dim, RANK, joined, writes_apart};
 use candle_core::{DType, Result, WithDType};
 use std::cmp::Reverse;
 
-/// Whether a view's elements lie one after another.
+/// Returns whether a view's elements are contiguous.
 pub(crate) fn is_contiguous(view: &View) -> bool {
     let mut expected = 1;
     view.shape
@@ -24,7 +24,7 @@ pub(crate) fn is_contiguous(view: &View) -> bool {
         })
 }
 
-/// The order of dimensions in which a view of all of a tensor of this `shape` has its elements as they lie.
+/// Returns the order of dimensions that makes `view` contiguous, if it covers all of a tensor of this `shape`.
 pub(crate) fn put_back(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
     let mut order: Vec<usize> = (0..view.shape.len()).collect();
     order.sort_by_key(|dim| Reverse((view.stride[*dim], view.shape[*dim])));
@@ -38,7 +38,7 @@ pub(crate) fn put_back(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
     (is_all && in_order).then_some(order)
 }
 
-/// What repeats the elements of a tensor of these dimensions to `shape`.
+/// Returns the view that broadcasts a tensor of these dimensions to `shape`.
 pub(crate) fn broadcast(dims: &[usize], shape: &[usize]) -> View {
     let mut stride = vec![0; shape.len()];
     let mut step = 1;
@@ -57,7 +57,7 @@ pub(crate) fn broadcast(dims: &[usize], shape: &[usize]) -> View {
     }
 }
 
-/// The place behind a view's last element.
+/// Returns the offset after a view's last element.
 pub(crate) fn end(view: &View) -> usize {
     let dims = view.shape.iter().zip(&view.stride);
     let last: usize = dims
@@ -69,7 +69,7 @@ pub(crate) fn end(view: &View) -> usize {
     }
 }
 
-/// The places of a view's elements, in order.
+/// Returns the offsets of a view's elements, in order.
 pub(crate) fn places(view: &View) -> impl Iterator<Item = usize> {
     let (width, stride, count) = rows(view);
     let starts = (0..count).map(|number| match view.shape.is_empty() {
@@ -79,7 +79,7 @@ pub(crate) fn places(view: &View) -> impl Iterator<Item = usize> {
     starts.flat_map(move |start| (0..width).map(move |col| start + col * stride))
 }
 
-/// The place of a row's first element, a row being a view's last dimension.
+/// Returns the offset of the first element of a row, which is along the view's last dimension.
 fn row(view: &View, mut number: usize) -> usize {
     let leading = view.shape.len() - 1;
     let dims = view.shape[..leading].iter().zip(&view.stride[..leading]);
@@ -90,7 +90,7 @@ fn row(view: &View, mut number: usize) -> usize {
     })
 }
 
-/// The last dimension, its stride, and how many rows there are.
+/// Returns the size and stride of the last dimension, and the number of rows.
 fn rows(view: &View) -> (usize, usize, usize) {
     match (view.shape.split_last(), view.stride.last()) {
         (Some((width, leading)), Some(stride)) => (*width, *stride, leading.iter().product()),
@@ -98,7 +98,7 @@ fn rows(view: &View) -> (usize, usize, usize) {
     }
 }
 
-/// Reads x; writes y, its elements by the places of `view`, in order.
+/// Copies a view. Reads x; writes y, the elements of x at the offsets of `view`, in order.
 pub(crate) fn gather(view: View) -> Kernel {
     let kernel = Kernel::new("contiguous", |k, s| match s.dtype()? {
         DType::U32 => gathered::<u32>(k.view()?, s.x("x")?, s.y("y")?),
@@ -118,7 +118,7 @@ pub(crate) fn gather(view: View) -> Kernel {
     }
 }
 
-/// From a view's places to its elements in order.
+/// Returns the dimensions of a copy from a view to contiguous elements.
 fn moves(view: &View) -> Vec<Dim> {
     let mut following = view.shape.iter().product::<usize>();
     let dims = view.shape.iter().zip(&view.stride);
@@ -132,7 +132,7 @@ fn moves(view: &View) -> Vec<Dim> {
     }))
 }
 
-/// From elements in order to a view's places.
+/// Returns the dimensions of a copy from contiguous elements to a view.
 fn moves_back(view: &View) -> Vec<Dim> {
     let dims = moves(view).into_iter();
     let dims = dims.map(|Dim { size, from, to }| Dim {
@@ -164,9 +164,9 @@ fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
     Ok(())
 }
 
-/// Reads dy; writes dx, zeros with dy added by the places of `view`, in the dtype that sums are computed in. On a GPU
-/// only where no two elements have one place but for those that a dimension repeats: a sum there is one thread's, or
-/// one block's.
+/// Computes the gradient of a view. Reads dy; writes dx, zeros with dy added at the offsets of `view`, in the dtype of
+/// sums. It runs on a GPU only if elements share an offset solely because a dimension repeats them: a sum is then
+/// computed by one thread or one block.
 pub(crate) fn scatter(view: View) -> Kernel {
     let kernel = Kernel::new("scatter_add", |k, s| match s.dtype()? {
         DType::F64 => scattered::<f64, f64>(k.view()?, s.x("dy")?, s.y("dx")?),
@@ -183,7 +183,8 @@ pub(crate) fn scatter(view: View) -> Kernel {
     }
 }
 
-/// In order: of rows that are one in another place, each thread adds its columns, else one thread adds all.
+/// Adds in a fixed order. If all rows map to one row, each thread adds its columns; otherwise one thread adds
+/// everything.
 fn scattered<T: WithDType, S: WithDType + std::ops::AddAssign>(
     view: &View,
     dy: &[T],

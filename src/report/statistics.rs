@@ -2,9 +2,11 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::Fields;
+use super::column::NOT_AVAILABLE;
+use super::words::{decimals_of, fixed, group};
 use crate::{Error, Result};
 
 /// Above this share of the median, an interquartile range says that something else was running.
@@ -24,7 +26,7 @@ const NOISY_IQR_SHARE: f64 = 0.10;
 /// assert_eq!(Statistics::new(&[12.0])?.std_ms, None); // one sample has no spread
 /// # Ok::<(), tallow::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Statistics {
     /// How many samples there are.
@@ -117,6 +119,15 @@ impl Statistics {
         fields.insert("p80_ms", self.p80_ms);
         fields.insert("iqr_ms", self.iqr_ms);
         fields
+    }
+}
+
+/// Mean and standard deviation in three or four digits of the mean: `9.14 ± 0.38`.
+impl fmt::Display for Statistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |ms| group(&fixed(ms, decimals_of(self.mean_ms)));
+        let std = self.std_ms.map_or(NOT_AVAILABLE.into(), text);
+        write!(f, "{} ± {std}", text(self.mean_ms))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The CPU's executor: every call handed to its kernel.
+//! The CPU's executor: runs each call by its kernel.
 
 mod call;
 mod memory;
@@ -16,7 +16,7 @@ use memory::{Arena, View};
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-/// A plan's memory.
+/// The memory of a plan on the CPU.
 #[derive(Debug, Default)]
 pub(super) struct Executor {
     arena: Arena,
@@ -71,8 +71,9 @@ impl Executor {
             .map_or(Ok(None), |clock| clock.times(ms))
     }
 
-    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error
-    /// neither parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    /// Runs every call. Returns whether the update ran; it does not after an overflow. After an error neither
+    /// parameters nor optimizer state have changed. (An update in backward is an exception, but nothing can fail after
+    /// it.)
     pub fn run(
         &mut self,
         plan: &Plan,
@@ -83,7 +84,7 @@ impl Executor {
         self.run_after_micro_batches(plan, lent, controls)
     }
 
-    /// Runs the calls that follow those of the micro-batches; what it returns is [`run`](Self::run)'s.
+    /// Runs the calls after the micro-batches. Returns the same as [`run`](Self::run).
     fn run_after_micro_batches(
         &mut self,
         plan: &Plan,

@@ -1,4 +1,4 @@
-//! One call: its operands passed to its kernel.
+//! Launches single calls on a GPU.
 
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Plan};
@@ -15,7 +15,7 @@ use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// What launches need, for the calls of one micro-batch.
+/// Launches the calls of one micro-batch.
 pub(super) struct Launcher<'a> {
     pub gpu: &'a CudaDevice,
     pub plan: &'a Plan,
@@ -25,11 +25,11 @@ pub(super) struct Launcher<'a> {
     pub updates: Option<&'a Updates>,
     pub exchanges: &'a mut Exchanges,
     pub micro_batch: usize,
-    /// Whether gradients that are not finite are looked for where the plan unscales them.
+    /// Whether gradients are checked for infinities and NaN when the plan unscales them.
     pub checks: bool,
-    /// The calls before this one are launched: one launch does what several calls in a row say of one parameter each.
+    /// The calls before this index have been launched. (One launch may run several consecutive updates.)
     pub launched: usize,
-    /// The calls from this one on are another launcher's.
+    /// The end of this launcher's range of calls.
     pub end: usize,
 }
 
@@ -39,27 +39,24 @@ impl<'a> Launcher<'a> {
             .view(self.plan, operand, self.micro_batch)
     }
 
-    /// All that a call reads, and all that it writes.
     pub(super) fn operands(&self, call: &Call) -> [Named<View<'a>>; 2] {
         [&call.reads, &call.writes].map(|operands| operands.map(|operand| self.view(operand)))
     }
 
-    /// What a call reads by these names.
     pub(super) fn reads<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(call.reads.operand(name)))
     }
 
-    /// What a call writes by these names.
     pub(super) fn writes<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(call.writes.operand(name)))
     }
 }
 
 impl<'a> Launcher<'a> {
-    /// Launches a call, unless it is launched already.
+    /// Launches a call, unless it has been launched already.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub(super) fn launch(&mut self, index: usize, call: &Call) -> Result<()> {
         if index < self.launched {
             return Ok(());
@@ -101,8 +98,8 @@ impl<'a> Launcher<'a> {
         Ok(())
     }
 
-    /// A call waits for what it touches. (What follows the micro-batches, but for updates alone, is launched for all
-    /// parameters at once.)
+    /// Makes a call wait for the exchanges of its operands. A call after the micro-batches waits for all exchanges,
+    /// because one launch covers all parameters; only AdamW calls wait for their own operands.
     fn wait_for_exchanged(&mut self, index: usize, call: &Call) -> Result<()> {
         let is_update = matches!(call.op, Op::AdamW { .. });
         if index >= self.plan.per_micro_batch().end && !is_update {
@@ -130,7 +127,7 @@ impl<'a> Launcher<'a> {
         exchanges.collect()
     }
 
-    /// The exchange `index`, and those that go with it.
+    /// Starts the exchange `index` and those of its group.
     fn start_exchanges(&mut self, index: usize) -> Result<()> {
         let group = self.plan.exchanged_at_once(index, self.end);
         self.launched = group.end;
@@ -139,8 +136,8 @@ impl<'a> Launcher<'a> {
         self.exchanges.start(self.gpu, &exchanges)
     }
 
-    /// Call `index` and those after it that do the same to another parameter, in one launch; of ranks, to those whose
-    /// gradients were exchanged together.
+    /// Launches call `index` and the calls after it that do the same to other parameters, in one launch. With several
+    /// ranks, only calls whose gradients were exchanged together are joined.
     fn launch_fused_updates(&mut self, index: usize) -> Result<()> {
         let Some(updates) = self.updates else {
             panic!("an update was launched before the optimizer's state was lent");
@@ -184,7 +181,7 @@ impl<'a> Launcher<'a> {
     }
 }
 
-/// Operands that lie one after another in a buffer, as one.
+/// Returns consecutive operands of a buffer as one operand.
 fn whole_of(operands: &[&BufferRange]) -> BufferRange {
     let (first, last) = (operands[0], operands[operands.len() - 1]);
     for pair in operands.windows(2) {
@@ -198,10 +195,10 @@ fn whole_of(operands: &[&BufferRange]) -> BufferRange {
     }
 }
 
-/// Whether the GPU has kernels for all calls of a plan, with products of f32 in TF32 or exact.
+/// Checks that the GPU has kernels for all calls of a plan. `tf32` selects TF32 for matmuls in f32.
 ///
 /// # Errors
-/// [`Error::Config`] with what it would take.
+/// [`Error::Placement`] with the requirement that is not met.
 pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
     let refuse = |what: &str, got: String, hint: &str| {
         Err(Error::placement("compile", got)

@@ -19,7 +19,7 @@ pub(super) fn nodes_recomputing_output(program: &Program) -> Vec<bool> {
     program.nodes.iter().map(recomputes).collect()
 }
 
-/// Whether a call overwrites the output's gradient with the output.
+/// Returns whether a call overwrites the output's gradient with the output.
 fn recomputes(call: &KernelCall) -> bool {
     call.writes.iter().any(|slot| *slot == Slot::OutputGradient)
 }

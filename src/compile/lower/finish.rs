@@ -1,4 +1,4 @@
-//! The end of a lowering: calls whose results are not needed left out, and the rest as a [`Plan`].
+//! The end of lowering: dead calls are removed, exchanges are added, and the rest becomes a [`Plan`].
 
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::config::PlanKind;
@@ -72,7 +72,7 @@ impl Lower<'_> {
                 on_gpu: target == Target::Cuda,
             };
             fetched.add(&mut calls, &mut per_micro_batch);
-            // Averaged on their owners alone.
+            // These gradients are averaged on their owners only.
             let others = gradients.iter_mut().zip(owners);
             let others = others.filter(|(_, owner)| Some(**owner) != own_rank);
             others.for_each(|(gradient, _)| *gradient = None);
@@ -120,7 +120,7 @@ impl Lower<'_> {
     }
 }
 
-/// What a GPU's executor takes beside the arena.
+/// Returns the memory that a GPU's executor needs outside of the arena, in bytes.
 fn workspace_bytes(plan: &Plan) -> usize {
     let updated = plan.calls().iter().filter_map(|call| match call.op {
         Op::AdamW { elements, .. } => Some(elements),

@@ -12,12 +12,11 @@ use crate::ops::lowering::{Calls, Slot, converted};
 const NONE: [bool; 2] = [false; 2];
 
 impl Lower<'_> {
-    /// Writes the calls of a node's forward.
     pub(super) fn forward_of(&mut self, i: usize) -> Result<()> {
         let program = self.program.clone();
         let node = &program.nodes[i];
         let signature = program.signature(node, NONE);
-        // A sum computed in the segment before this one is there already when this segment is recomputed.
+        // A sum that was computed in the segment before this one already exists when this segment is recomputed.
         let is_made = |second: ValueId| self.places[second.0].is_some();
         let calls = match (&node.kind, node.second) {
             (Kind::Norm(norm), Some(second)) if is_made(second) => {
@@ -113,7 +112,7 @@ impl Lower<'_> {
         writer.find(self, Slot::Output)
     }
 
-    /// Whether the tensors that a node saves for backward have to be recomputed first.
+    /// Returns whether the tensors that a node saves for backward have to be recomputed first.
     pub(super) fn lacks_saved(&self, i: usize) -> bool {
         let node = &self.program.nodes[i];
         let mut kept = node.kept.iter();
@@ -150,7 +149,6 @@ impl Lower<'_> {
     }
 }
 
-/// Returns the name of a value's buffer.
 fn name_of(node: &Node, value: ValueId) -> &'static str {
     let kept = node.kept.iter().find(|kept| kept.value == value);
     match kept {

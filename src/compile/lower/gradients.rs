@@ -1,4 +1,4 @@
-//! Gradients of values, and their sums where a value is read several times.
+//! Gradients of values, and their sums for values that are read several times.
 
 use super::super::buffer::BufferId;
 use super::super::plan::BufferRange;
@@ -11,7 +11,7 @@ use crate::ops::strided;
 use candle_core::DType;
 use std::collections::HashMap;
 
-/// What is known of the gradients so far.
+/// The gradients of values so far, and deferred calls.
 #[derive(Default)]
 pub(super) struct Gradients {
     values: HashMap<ValueId, BufferRange>,
@@ -19,43 +19,37 @@ pub(super) struct Gradients {
     waiting: Vec<Deferred>,
 }
 
-/// Writes deferred calls.
 type Write = dyn FnOnce(&mut Lower<'_>) -> Result<()>;
 
 /// Calls that are deferred until a value they read is recomputed.
 pub(super) struct Deferred {
-    /// The value.
+    /// The value that is recomputed later.
     pub x: ValueId,
     /// The other buffers that they read.
     pub buffers: Vec<BufferId>,
-    /// The part of the step that they belong to.
+    /// The index of the part that they belong to.
     pub part: Option<usize>,
-    /// Writes the calls.
     pub write: Box<Write>,
 }
 
 impl Gradients {
-    /// Whether a value has one.
     pub fn has(&self, value: ValueId) -> bool {
         self.values.contains_key(&value)
     }
 
-    /// A value's.
     pub fn get(&self, value: ValueId) -> Option<BufferRange> {
         self.values.get(&value).cloned()
     }
 
-    /// A value's, which has none then.
     pub fn take(&mut self, value: ValueId) -> Option<BufferRange> {
         self.values.remove(&value)
     }
 
-    /// Sets a value's.
     pub fn set(&mut self, value: ValueId, gradient: BufferRange) {
         self.values.insert(value, gradient);
     }
 
-    /// Whether a gradient in this buffer, or a deferred call, still reads it.
+    /// Returns whether a gradient is in this buffer, or a deferred call still reads it.
     pub fn reads(&self, buffer: BufferId) -> bool {
         let values = self.values.values().map(|gradient| gradient.buffer);
         let waiting = self.waiting.iter().flat_map(|waiting| &waiting.buffers);
@@ -64,13 +58,13 @@ impl Gradients {
 }
 
 impl Lower<'_> {
-    /// Whether a gradient is the plan's own, and nothing else reads it.
+    /// Returns whether a gradient is in the arena and nothing else reads it.
     pub(super) fn may_be_overwritten(&self, gradient: &BufferRange) -> bool {
         let is_own = self.plan.buffers[gradient.buffer].is_in_arena();
         is_own && !self.gradients.reads(gradient.buffer)
     }
 
-    /// The gradient of a value, in a buffer that may be overwritten.
+    /// Removes the gradient of a value and returns it in a buffer that may be overwritten, copying it if necessary.
     pub(super) fn take_own(&mut self, value: ValueId) -> Option<BufferRange> {
         let gradient = self.gradients.take(value)?;
         if self.may_be_overwritten(&gradient) {
@@ -84,7 +78,6 @@ impl Lower<'_> {
         Some(copy)
     }
 
-    /// Defers calls.
     pub(super) fn wait(&mut self, waiting: Deferred) {
         self.gradients.waiting.push(waiting);
     }
@@ -106,14 +99,14 @@ impl Lower<'_> {
         Ok(())
     }
 
-    /// Whether backward recomputes a value in the buffer of its gradient.
+    /// Returns whether backward recomputes a value in the buffer of its gradient.
     pub(super) fn is_recomputed(&self, value: ValueId) -> bool {
         let is_recomputed =
             |i: usize| self.program.nodes[i].output == value && self.recomputes_output[i];
         self.program.needs_grad(value) && self.program.maker(value).is_some_and(is_recomputed)
     }
 
-    /// Adds the gradient of what `operand` shows to that of its value.
+    /// Adds the gradient of an operand to that of its value.
     pub(super) fn contribute(&mut self, operand: &graph::ValueRef, dx: BufferRange) {
         let elements = self.elements_of(operand.value);
         let program = self.program.clone();
@@ -145,7 +138,8 @@ impl Lower<'_> {
         self.gradients.set(operand.value, sum_of_both);
     }
 
-    /// A gradient of so many elements, zeros but for what `dx` adds by the places of `view`; sums are rounded once.
+    /// Returns a gradient of `elements` elements: zeros, to which `dx` is added at the positions of `view`. Sums are
+    /// rounded once.
     fn scattered(
         &mut self,
         dx: BufferRange,

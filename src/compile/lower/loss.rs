@@ -1,4 +1,4 @@
-//! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
+//! The loss of a step: its requirements, its mean over micro-batches, and the start of backward.
 
 use super::super::buffer::{Category, Location};
 use super::super::config::PlanKind;
@@ -15,8 +15,8 @@ use crate::{Error, Result};
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// Checks the first output. It has to be a float; where there is a backward, an op has to have made it, with a
-    /// graph; and a step's loss is one number.
+    /// Checks the first output. It must be a float. With a backward it must be made by an op, with a graph. The loss of
+    /// a step must be a scalar.
     pub(super) fn check_output(&self) -> Result<()> {
         let op = self.job.function.op;
         let is_loss = self.job.kind == PlanKind::TrainStep;
@@ -60,7 +60,8 @@ impl Lower<'_> {
         }
     }
 
-    /// Begins backward with the gradient of the output that a run is given: the output, which the run leaves.
+    /// Starts backward from the output's gradient that is passed to a run. Returns the output, which is kept after the
+    /// run.
     pub(super) fn begin_with_given_gradient(&mut self) -> BufferRange {
         let program = self.program.clone();
         let (output, gradient) = (&program.outputs[0], &program.outputs[1]);
@@ -79,7 +80,8 @@ impl Lower<'_> {
         out
     }
 
-    /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
+    /// Returns the mean of all micro-batches' losses, (1) in f64. If it is not written yet, writes it and the gradient
+    /// of this micro-batch's loss.
     pub(super) fn mean_loss(&mut self) -> Result<BufferRange> {
         if let Some(mean) = &self.mean_loss {
             return Ok(mean.clone());
@@ -90,7 +92,7 @@ impl Lower<'_> {
         let loss = self.read(&output);
         let divisor = match self.job.function.reduction {
             Reduction::Mean => self.job.config.accumulation,
-            Reduction::Sum => 1, // the run's loss gradient has the divisor
+            Reduction::Sum => 1, // the run's loss gradient includes the divisor
         };
         let mean = self.step_loss();
         let kernel = mean_of(divisor, None, Accumulate::AfterFirst);
@@ -113,8 +115,8 @@ impl Lower<'_> {
         mean
     }
 
-    /// Plans what parameters' groups say for those that the loss does not depend on: an error, no update, or an update
-    /// from zeros.
+    /// Plans the parameters that the loss does not depend on, as their groups require: an error, no update, or an
+    /// update from zeros.
     pub(super) fn complete_gradients(&mut self) -> Result<()> {
         let function = self.job.function;
         for (number, parameter) in function.parameters.iter().enumerate() {
@@ -137,7 +139,7 @@ impl Lower<'_> {
         Ok(())
     }
 
-    /// Rounds the gradients of parameters in half precision, which products sum in f32, to the parameters' dtype.
+    /// Rounds the gradients of half-precision parameters, which matmuls sum in f32, to the parameters' dtype.
     fn round_gradients(&mut self) {
         for (number, parameter) in self.job.function.parameters.iter().enumerate() {
             let Some(gradient) = self.weights.gradients[number].clone() else {
@@ -158,7 +160,7 @@ impl Lower<'_> {
         }
     }
 
-    /// Writes a gradient of zeros, of a parameter or of this rank's part of it.
+    /// Writes a gradient of zeros for a parameter or this rank's shard of it.
     fn zero_gradient(&mut self, number: usize) {
         let function = self.job.function;
         let Parameter {

@@ -14,7 +14,7 @@ pub(super) struct NodeWriter {
     program: Rc<Program>,
     node: usize,
     pub calls: Calls,
-    /// Buffers of operands that are not values of the program, or that replace a value's buffer.
+    /// The operands that are not values of the program, or that replace a value's buffer.
     pub places: HashMap<Slot, BufferRange>,
     /// By input: its gradient, where calls write a parameter's gradient or add to an existing gradient.
     pub sums: HashMap<usize, Sum>,

@@ -1,4 +1,4 @@
-//! Values and where they lie.
+//! Values and the operands that hold them.
 
 use super::super::buffer::{Category, Location};
 use super::super::plan::BufferRange;
@@ -11,14 +11,13 @@ use crate::ops::strided;
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// A new buffer of the arena.
     pub(super) fn temporary(&mut self, name: &str, shape: &[usize], dtype: DType) -> BufferRange {
         let category = Category::Temporary;
         let id = self.plan.arena(name, shape, dtype, category);
         self.plan.whole(id)
     }
 
-    /// What the threads of one call work in.
+    /// Allocates scratch memory for one call.
     pub(super) fn scratch(&mut self, shape: &[usize], dtype: DType) -> BufferRange {
         let name = match dtype {
             DType::U32 => "workspace",
@@ -28,7 +27,7 @@ impl Lower<'_> {
         self.plan.whole(id)
     }
 
-    /// Returns the buffer for a value that a node computes: a new one, or the one that the plan returns.
+    /// Returns the operand for a value that a node computes: a new buffer, or the plan's output.
     pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> BufferRange {
         if let Some(place) = &self.places[value.0]
             && self.plan.buffers[place.buffer].location == Location::Output
@@ -41,7 +40,7 @@ impl Lower<'_> {
         place
     }
 
-    /// Has the output made where the plan gives it out, if it is all of what an op makes.
+    /// Makes the output be computed directly in the plan's output buffer, if it is a full result of an op.
     pub(super) fn place_output(&mut self) {
         let program = self.program.clone();
         let output = &program.outputs[0];
@@ -50,7 +49,7 @@ impl Lower<'_> {
         }
     }
 
-    /// The output where the plan gives it out: made there, or copied.
+    /// Returns the output in the plan's output buffer, copying it there if necessary.
     pub(super) fn placed_output(&mut self) -> BufferRange {
         let output = self.program.outputs[0].clone();
         let made = self.read(&output);
@@ -72,7 +71,7 @@ impl Lower<'_> {
         self.plan.whole(id)
     }
 
-    /// Where all of a value lies.
+    /// Returns the operand that holds all of a value.
     pub(super) fn value(&mut self, id: ValueId) -> BufferRange {
         if let Some(weight) = self.program.copied(id) {
             let dtype = self.program.value(id).dtype;
@@ -123,7 +122,6 @@ impl Lower<'_> {
         operand
     }
 
-    /// How many elements there are of a value.
     pub(super) fn elements_of(&mut self, id: ValueId) -> usize {
         match self.job.function.numbers.get(&id) {
             Some(number) => self.job.function.parameters[*number].elements,
@@ -131,7 +129,7 @@ impl Lower<'_> {
         }
     }
 
-    /// How many elements of a value's storage are read: views may reach beyond what was read first.
+    /// Returns how many elements of a value's storage are read. Later views may extend beyond the first one.
     fn extent(&self, id: ValueId) -> usize {
         let program = &self.program;
         let of_nodes = program
@@ -147,20 +145,20 @@ impl Lower<'_> {
         });
         let read = ends.max().unwrap_or(0);
         match value.source {
-            Source::Input(_) => read.max(value.elements()), // all of it is given
+            Source::Input(_) => read.max(value.elements()), // an input is always passed in full
             _ if program.is_stacked(id) => value.elements(),
             _ => read,
         }
     }
 
-    /// The elements of an operand, one after another: where they lie, or a copy.
+    /// Returns the elements of an operand in contiguous order: in place, or a copy.
     pub(super) fn read(&mut self, operand: &graph::ValueRef) -> BufferRange {
         let elements = self.program.value(operand.value).elements();
         let Some(view) = &operand.view else {
             return part(&self.value(operand.value), 0, elements);
         };
         if view.shape.contains(&0) {
-            return part(&self.value(operand.value), 0, 0); // it may begin beyond its value
+            return part(&self.value(operand.value), 0, 0); // its offset may be beyond the value
         }
         if strided::is_contiguous(view) {
             let base = self.value(operand.value);
@@ -172,10 +170,10 @@ impl Lower<'_> {
         }
         let value = self.program.value(operand.value);
         let (dtype, source) = (value.dtype, value.source.clone());
-        // A parameter that is read in views alone looks like one.
+        // A parameter that is only read through views looks like a constant.
         let is_parameter = self.job.function.numbers.contains_key(&operand.value);
         if source == Source::Constant && !is_parameter {
-            // Put in order once and for all.
+            // Made contiguous once, when the plan's arguments are created.
             self.arguments.push((operand.value, Some(view.clone())));
             let (category, location) = (
                 Category::Input,
@@ -197,8 +195,7 @@ impl Lower<'_> {
         copy
     }
 
-    /// A table of constants that the plan holds, (rows, columns) in f32, rounded to `dtype`: the same for the same
-    /// constant.
+    /// Returns a table of a constant, (rows, columns) in f32, rounded to `dtype`. The same constant has one table.
     pub(super) fn table(
         &mut self,
         name: &str,

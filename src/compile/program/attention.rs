@@ -147,7 +147,7 @@ impl Found {
             && k.projection == v.projection;
         let dtype = program.value(node.output).dtype;
         let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-        let takes = !is_naive || kv_heads == heads; // naive attention's kernels know no groups
+        let takes = !is_naive || kv_heads == heads; // naive attention's kernels do not support grouped heads
         let mut nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
         nodes.sort_unstable();
         // Projections are rotated in place, so nothing else may read them, nor may the backward of the node that

@@ -41,12 +41,12 @@ impl Flow {
         Self { depends, matters }
     }
 
-    /// Whether a value needs a gradient.
+    /// Returns whether a value needs a gradient.
     pub fn needs_grad(&self, value: ValueId) -> bool {
         self.depends[value.0] && self.matters[value.0]
     }
 
-    /// Whether an input of a node needs the gradient that the node's backward computes.
+    /// Returns whether an input of a node needs the gradient that the node's backward computes.
     pub fn passes_through(&self, graph: &Graph, node: &Node, input: usize) -> bool {
         self.needs_grad(node.output)
             && self.needs_grad(node.inputs[input].value)
@@ -54,8 +54,8 @@ impl Flow {
     }
 }
 
-/// Whether a node's backward computes a gradient for this input. The end of a segment does, although its input is
-/// detached.
+/// Returns whether a node's backward computes a gradient for this input. The end of a segment does, although its input
+/// is detached.
 fn flows(graph: &Graph, node: &Node, input: usize) -> bool {
     let is_end = || !node.inputs.iter().any(|x| x.tracked);
     node.inputs[input].tracked || (is_end() && graph.value(node.output).tracked)

@@ -13,15 +13,14 @@ use crate::probe::Path;
 /// One op, or several fused.
 #[derive(Clone, Debug)]
 pub(in crate::compile) struct Node {
-    /// The place in the model, without the op's name.
+    /// The path in the model, without the op's name.
     pub path: String,
-    /// The outermost module there.
+    /// The outermost module of the path.
     pub module: Path,
-    /// The op's name.
     pub op: &'static str,
     /// Whether it is composed of candle's own ops.
     pub composed: bool,
-    /// How it is computed.
+    /// The kind of node, which determines how it is computed.
     pub kind: Kind,
     /// The parameters of the op.
     pub attributes: Vec<(&'static str, Attribute)>,
@@ -89,7 +88,7 @@ impl Kind {
 }
 
 impl Node {
-    /// Returns the node of a graph's node.
+    /// Returns the program node of a graph's node.
     pub(super) fn of(graph: &Graph, node: &graph::Node, segments: Vec<usize>, flow: &Flow) -> Self {
         let [forward, backward] = op_table::costs_of_node(graph, node);
         let backward = backward.filter(|_| flow.needs_grad(node.output));
@@ -127,7 +126,7 @@ impl Node {
         attributes.find_map(|(other, value)| (*other == name).then_some(*value))
     }
 
-    /// Replaces these nodes: takes over their names and costs.
+    /// Adds the names and costs of the nodes that this one replaces.
     pub(super) fn standing_for<'n>(self, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
         let (mut ops, mut costs) = (Vec::new(), [Cost::default(); 2]);
         for node in nodes {

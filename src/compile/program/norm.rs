@@ -86,7 +86,7 @@ fn rounded(program: &Program, i: usize) -> Option<(usize, ValueId)> {
     fits.then_some((at, node.output))
 }
 
-/// Whether a node casts all of a value.
+/// Returns whether a node casts all of a value.
 fn is_cast(program: &Program, i: usize) -> bool {
     let node: &Node = &program.nodes[i];
     program.is(i, &cast::CAST) && node.inputs[0].view.is_none()

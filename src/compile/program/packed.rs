@@ -9,7 +9,6 @@ pub(super) struct Packed {
     pub weight: ValueRef,
     /// Its copy in half precision.
     pub copy: ValueRef,
-    /// Its rows.
     pub rows: usize,
     /// Whether it needs a gradient.
     pub needs_grad: bool,

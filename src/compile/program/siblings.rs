@@ -30,7 +30,7 @@ pub(super) fn rewrite(program: &mut Program) {
     program.nodes = in_order.collect();
 }
 
-/// Whether a node is a linear layer whose other inputs are weights.
+/// Returns whether a node is a linear layer whose other inputs are weights.
 fn is_map_of_weights(program: &Program, i: usize) -> bool {
     let node = &program.nodes[i];
     let is_linear = [linear::INFO, linear_bias::INFO]

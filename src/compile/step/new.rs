@@ -1,4 +1,4 @@
-//! How a step is made, and plans alone, of steps that need not exist.
+//! Constructors of steps, and plans without a step.
 
 use super::super::config::{PlanKind, StepConfig, StepRanks};
 use super::super::loss::{Job, Loss, hollow_model};
@@ -14,14 +14,14 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 
 impl<'l> Step<'l> {
-    /// A step of `loss` under `optimizer`.
+    /// Creates a step of `loss` with `optimizer`.
     ///
-    /// `loss` gives the mean loss of a batch (one float), or the sum over the targets of a batch that
-    /// [counts them](crate::compile::Batch::counting).
+    /// `loss` returns the mean loss of a batch (a scalar float), or the sum over the targets of a batch that [counts
+    /// them](crate::compile::Batch::counting).
     ///
     /// # Errors
-    /// Weights that are not in f32 (or all in f64, on the CPU) on one device; a configuration that cannot work. Those
-    /// of the loss come when it is [traced](Self::prepare).
+    /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
+    /// loss occur when it is [traced](Self::prepare).
     pub fn new(
         optimizer: &AdamW,
         config: &StepConfig,
@@ -40,10 +40,10 @@ impl<'l> Step<'l> {
         Self::made(loss, all, Some(optimizer), &device, config)
     }
 
-    /// A step of any function of [inputs](Inputs) without an optimizer, on `device`: for [`forward`](Self::forward),
-    /// [`forward_backward`](Self::forward_backward) and
-    /// [`forward_backward_from`](Self::forward_backward_from). `parameters` are the variables that it reads, whose
-    /// gradients are wanted. They may be in half precision too, and so may the output.
+    /// Creates a step without an optimizer on `device`, of any function of [inputs](Inputs), for
+    /// [`forward`](Self::forward), [`forward_backward`](Self::forward_backward) and
+    /// [`forward_backward_from`](Self::forward_backward_from). `parameters` are the variables that it reads and that
+    /// need gradients. Parameters and output may also be in half precision.
     ///
     /// ```
     /// use candle_core::{DType, Tensor};
@@ -66,7 +66,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new), but for half precision.
+    /// Those of [`new`](Self::new), except that half precision is accepted.
     pub fn without_optimizer(
         device: &Device,
         parameters: Vec<(String, Var)>,
@@ -78,9 +78,9 @@ impl<'l> Step<'l> {
         Self::made(loss, all, None, device, config)
     }
 
-    /// A step of `model` under `optimizer`: its [loss](TransformerLM::loss) of `(&tokens, &targets)`, or of
-    /// [targets of which some do not count](crate::compile::Batch::masked), by its attention, dropout and
-    /// checkpointing.
+    /// Creates a step of `model` with `optimizer`. It computes the [loss](TransformerLM::loss) of `(&tokens,
+    /// &targets)`, or of [partly ignored targets](crate::compile::Batch::masked), with the model's attention, dropout
+    /// and checkpointing.
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -105,7 +105,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new); an optimizer of other parameters than the model's.
+    /// Those of [`new`](Self::new); an optimizer of other parameters than the model's.
     pub fn of(model: &TransformerLM, optimizer: &AdamW, config: &StepConfig) -> Result<Self> {
         let (loss, all) = (Loss::Model(Box::new(model.clone())), model.parameters());
         Self::made(
@@ -143,21 +143,21 @@ impl<'l> Step<'l> {
         })
     }
 
-    /// The same step, with gradients and loss averaged over the ranks of `replicated`, as
-    /// [its configuration](crate::distributed::ReplicatedConfig) says. Every rank runs the step at the same time, each
-    /// on its own part of the batch. All have the same weights after it.
+    /// Makes the step average gradients and loss over the ranks of `replicated`, by [its
+    /// configuration](crate::distributed::ReplicatedConfig). Every rank must run the step at the same time, on its own
+    /// part of the batch. All ranks have equal weights after it.
     ///
-    /// On a GPU a bucket's all-reduce runs beside the rest of backward, on a stream of its own, and is recorded in the
-    /// CUDA graph with it. On the CPU it is waited for where it begins.
+    /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
+    /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
-    /// Where the optimizer is [divided](AdamW::shard) among the ranks, a gradient is averaged on its owner alone, which
-    /// updates the parameter, and a run begins by fetching the others' as its products read them, on a GPU beside the
-    /// first layers. So a rank has of others' parameters the values of the last run until
+    /// With a [sharded](AdamW::shard) optimizer, each gradient is averaged on the rank that updates the parameter. A
+    /// run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
+    /// concurrently with the first layers. So a rank's values of other ranks' parameters are one update old until
     /// [`AdamW::gather_weights`].
     ///
     /// # Errors
-    /// A configuration that does not go with several ranks; [`Error::Placement`] for parameters on another device than
-    /// the ranks'. The first run refuses gradients exchanged in bf16 on the CPU.
+    /// A configuration that does not support several ranks; [`Error::Placement`] for parameters on another device than
+    /// the communicator's. The first run returns an error if gradients are exchanged in bf16 on the CPU.
     pub fn replicated(mut self, optimizer: &AdamW, replicated: &Replicated) -> Result<Self> {
         self.config.ranks = match optimizer.own_shard() {
             None => StepRanks::Replicated(replicated.config()),
@@ -166,18 +166,18 @@ impl<'l> Step<'l> {
         self.joining(replicated.communicator())
     }
 
-    /// A step of a loss over layers whose weights are divided over the ranks of `sharded`, from whose
-    /// [builder](FullyShard::builder) they were built; the optimizer trains [the parts](FullyShard::parameters). Every
-    /// rank runs the step at the same time, each on its own part of the batch.
+    /// Creates a step of a loss over layers whose weights are sharded over the ranks of `sharded`. The layers must be
+    /// built from its [builder](FullyShard::builder), and the optimizer must train [the
+    /// shards](FullyShard::parameters). Every rank must run the step at the same time, on its own part of the batch.
     ///
-    /// A module's weights are gathered in the dtype that its products read, in forward and again in backward, and freed
-    /// after they were read last. Its gradients are averaged after its backward, of each micro-batch, and a rank keeps
-    /// its part. On a GPU exchanges run beside the kernels, on a stream of their own, the gathers one module ahead, and
-    /// are recorded in the CUDA graph with them. On the CPU each is waited for where it begins.
+    /// A module's weights are gathered in the dtype that its matmuls read, in forward and again in backward, and freed
+    /// after their last read. Its gradients are averaged after its backward, in each micro-batch; each rank keeps its
+    /// shard. On a GPU exchanges run on a separate stream, concurrently with the kernels, and weights are gathered one
+    /// module ahead; all of it is recorded in one CUDA graph. On the CPU each exchange is waited for.
     ///
     /// # Errors
-    /// As [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other
-    /// parameters than all parts; [`Error::Rank`] where ranks have other weights.
+    /// Those of [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other
+    /// parameters than all shards; [`Error::Rank`] if ranks have different weights.
     pub fn fully_sharded(
         optimizer: &AdamW,
         config: &StepConfig,
@@ -188,11 +188,11 @@ impl<'l> Step<'l> {
         Self::of_parts(loss, weights, optimizer, config, sharded)
     }
 
-    /// A step of the loss of `model`, whose weights are divided as those of [`fully_sharded`](Self::fully_sharded).
+    /// Creates a step of the loss of `model`, whose weights are sharded as for [`fully_sharded`](Self::fully_sharded).
     ///
     /// # Errors
-    /// As [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that is not all of what the builder
-    /// gave.
+    /// Those of [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that does not have all weights
+    /// that the builder created.
     pub fn of_fully_sharded(
         model: &TransformerLM,
         optimizer: &AdamW,
@@ -221,7 +221,7 @@ impl<'l> Step<'l> {
             .joining(communicator)
     }
 
-    /// Has every run exchange with these ranks.
+    /// Sets the communicator for the exchanges of all runs.
     fn joining(mut self, communicator: &Communicator) -> Result<Self> {
         self.config.validate()?;
         for (_, var) in &self.parameters {
@@ -231,9 +231,9 @@ impl<'l> Step<'l> {
         Ok(self)
     }
 
-    /// The plan alone, of a loss, or any function, over [hollow weights](crate::graph::weights), which are all trained:
-    /// what a run of that kind would do with such a batch, and what memory it would take. Of the gradient that a run of
-    /// [`PlanKind::Gradients`] is given the batch has nothing.
+    /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. All weights are
+    /// trained. The plan is that of a run of this kind with such a batch, and predicts its memory. For
+    /// [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// ```
     /// use candle_core::DType;
@@ -253,7 +253,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`prepare`](Self::prepare), but for those of the weights and of the device's memory.
+    /// Those of [`prepare`](Self::prepare), except for those of real weights and of the device's memory.
     pub fn plan_for(
         target: impl Into<Target>,
         kind: PlanKind,
@@ -273,8 +273,8 @@ impl<'l> Step<'l> {
         Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
 
-    /// The plan alone, of the loss of a model that need not exist, and the blocks that it recomputes, which a memory
-    /// budget may have chosen.
+    /// Plans the loss of a model by its configuration, without a step or weights. Returns the plan and the blocks that
+    /// it recomputes, which a memory budget may have chosen.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
@@ -287,7 +287,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// Configurations that cannot work; a memory budget that no plan keeps to, with the smallest that one would.
+    /// Invalid configurations; a memory budget that no plan fits, with the smallest that would do.
     pub fn plan_of(
         target: impl Into<Target>,
         model: &TransformerConfig,
@@ -310,12 +310,12 @@ impl<'l> Step<'l> {
         Ok((planned.lowered.plan, checkpointing))
     }
 
-    /// A lower bound of what the plan of a model's step takes ([`Plan::total_bytes`]), in no time: from parameters,
-    /// optimizer state and gradients, and what blocks keep. Planning takes longer the more blocks and rows there are,
-    /// so ask this first where sizes may be absurd.
+    /// Returns a lower bound of the memory of a model's planned step ([`Plan::total_bytes`]), from parameters,
+    /// optimizer state, gradients and saved activations. This is immediate, while planning slows down with the number
+    /// of blocks and rows. Call this first if sizes may be far too large.
     ///
     /// # Errors
-    /// Configurations that cannot work.
+    /// Invalid configurations.
     pub fn least_bytes(
         model: &TransformerConfig,
         config: &StepConfig,
@@ -326,7 +326,7 @@ impl<'l> Step<'l> {
     }
 }
 
-/// The variables that an optimizer steps, in the order of its groups.
+/// Returns the variables that an optimizer updates, in the order of its groups.
 fn parameters_of(optimizer: &AdamW) -> Vec<(String, Var)> {
     let groups = optimizer.groups().iter();
     let parameters = groups.flat_map(|group| group.parameters.iter().cloned());

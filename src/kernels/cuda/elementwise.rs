@@ -11,11 +11,11 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("elementwise.cu")],
 };
 
-/// `y = f(a, b)`, where `f` is the source's map of that name, a the first of `reads` and b the last, with `factor` if
-/// it takes a number. All (n), in f32, f16 or bf16. y may be the buffer of either.
+/// Computes `y = f(a, b)`, where `f` names a map of the source, a is the first of `reads` and b the last. `factor` is
+/// used by maps with a number. All (n), in f32, f16 or bf16. y may be the buffer of a or b.
 ///
 /// # Errors
-/// Other lengths or dtypes, and the driver's.
+/// Other lengths or dtypes; driver errors.
 pub(crate) fn map(
     gpu: &CudaDevice,
     f: &'static str,

@@ -1,4 +1,4 @@
-//! Heads in and out of the model dimension; see `heads.cu`.
+//! Splits and merges heads; see `heads.cu`.
 
 use super::source::Source;
 use super::{View, launch_config};
@@ -11,8 +11,7 @@ const SOURCE: Source = Source {
     parts: &[include_str!("heads.cu")],
 };
 
-/// y (B, N, M, width) = x (B, M, N, width) with its middle dimensions swapped: any dtype of 2 or 4 bytes, the same for
-/// both.
+/// Writes x (B, M, N, width), of any dtype of 2 or 4 bytes, to y (B, N, M, width). `sizes` are those of x.
 pub(crate) fn swap(gpu: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Result<()> {
     let [batch, m, n, width] = sizes;
     let rows = batch * m * n;

@@ -1,15 +1,16 @@
-//! Naive attention's products, and the softmax between them, on heads of one length wherever they lie.
+//! Naive attention: matmuls and the softmax between them, on strided heads of one length.
 //!
-//! Under a causal mask products are taken a block of queries at a time, with the keys that these see between them; the
-//! gradients of keys a block of keys at a time, with the queries that see some of them. What the mask hides of the rest
-//! is neither computed nor read. Softmax writes zeros there, and reads nothing that is hidden: whatever lies there
-//! beforehand has no say.
+//! Under a causal mask, matmuls run over blocks of queries, each with the keys that the block attends to. The gradients
+//! of k and v run over blocks of keys, each with the queries that attend to the block. Masked elements outside of these
+//! blocks are neither computed nor read. The softmax writes zeros there without reading them, so their previous values
+//! have no effect.
 //!
-//! Scores and the gradients of probabilities are f32, whatever is multiplied: rounded to half precision, a score of 100
-//! would be off by a quarter, and its exponential by as much of itself. In half precision they are there for some heads
-//! at a time, beside the probabilities and the scores' gradients, which are rounded for the products that take them.
+//! Scores and the gradients of probabilities are f32, whatever the dtype of the heads. Rounded to bf16, a score of 100
+//! would be off by up to a quarter, and its exponential by as much, relatively. In half precision, the f32 scores of
+//! only some heads exist at a time, next to the probabilities and the gradients of the scores, which are rounded for
+//! the matmuls.
 //!
-//! Who multiplies is the caller's choice: eager ops by cuBLAS ([`super::cublas`]), planned steps by cuBLASLt
+//! The caller passes the matmul: cuBLAS for eager ops ([`super::cublas`]), cuBLASLt for planned steps
 //! ([`super::matmul`]).
 
 use super::View;
@@ -22,42 +23,42 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
 
-/// Blocks of a causal head: with four of them products cost 5/8 of what they cost whole. With eight it would be 9/16,
-/// but a block's results are then too few for a large GPU (H200, 8 heads of 64, T 16,384: forward and backward took 38
-/// ms for 36 in f32, and in bf16 the same 8.9).
+/// Blocks of a causal head. With four blocks, the matmuls cost 5/8 of those of the full matrix. Eight blocks would cost
+/// 9/16, but are too small for a large GPU. (H200, 8 heads of 64, T 16,384, forward and backward: 38 ms instead of 36
+/// in f32; 8.9 ms with both in bf16.)
 const BLOCKS: usize = 4;
 
-/// Rows of a block at least: with half of them the same at T 4,096 took 4.0 ms for 2.8 in f32, 0.74 for 0.67 in bf16.
+/// The least rows of a block. With half as many, the same at T 4,096 needed 4.0 ms instead of 2.8 in f32, and 0.74
+/// instead of 0.67 in bf16.
 const BLOCK_ROWS: usize = 1024;
 
-/// What a block's size is a multiple of, so that its rows begin as well aligned as the head's.
+/// Blocks have a multiple of this many rows, so that each begins as well aligned as its head.
 const ALIGNED_ROWS: usize = 128;
 
-/// Heads that one product takes together: of k and v, and those of q that meet each of them.
+/// Heads that one batched matmul covers: heads of k and v with the heads of q that share them.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadGroups<'a> {
-    /// How many heads of k and v one product takes.
+    /// The number of heads of k and v.
     pub kv_heads: usize,
-    /// How many heads of q meet each of them. Their rows are one matrix, one head's below the other's: each row meets
-    /// the same keys and values, whose gradients are sums over all rows.
+    /// The number of heads of q per head of k and v. Their rows form one matrix, head after head. All rows use the same
+    /// keys and values, whose gradients are sums over all rows.
     pub group: usize,
-    /// Tq.
+    /// Tq: the number of queries.
     pub queries: usize,
-    /// Tk, at least one.
+    /// Tk: the number of keys, at least one.
     pub keys: usize,
     pub mask: Mask,
     pub scale: f64,
-    /// (B, Tq) u32: a query of any head sees no key before the one that its sequence has there. What they hide is
-    /// computed all the same, and 0 in the probabilities.
+    /// (B, Tq) u32: the first key of each query of a sequence, for all heads. Earlier keys are computed, with p = 0.
     pub first_keys: Option<View<'a>>,
-    /// How many heads of q a sequence has.
+    /// The number of heads of q in a sequence.
     pub heads: usize,
-    /// The number of the first head of q, counted from the first sequence's first.
+    /// The index of the first head of q, counted from the first head of the first sequence.
     pub first_head: usize,
 }
 
 impl<'a> HeadGroups<'a> {
-    /// All heads of a call.
+    /// Returns all heads of a call.
     pub(crate) fn of(sizes: &Sizes, first_keys: Option<View<'a>>) -> Self {
         Self {
             kv_heads: sizes.kv_matrices(),
@@ -72,7 +73,7 @@ impl<'a> HeadGroups<'a> {
         }
     }
 
-    /// What softmax is told of the scores.
+    /// Returns the description of the scores for the softmax.
     pub(crate) fn scores(&self) -> Scores<'a> {
         Scores {
             scale: self.scale,
@@ -85,33 +86,32 @@ impl<'a> HeadGroups<'a> {
         }
     }
 
-    /// Of a head of k and v: the rows of q that meet it.
+    /// Returns the number of rows of q per head of k and v.
     fn rows(&self) -> usize {
         self.group * self.queries
     }
 
-    /// Scores of a head of k and v.
+    /// Returns the number of scores per head of k and v.
     fn of_head(&self) -> usize {
         self.rows() * self.keys
     }
 
-    /// Scores of all.
+    /// Returns the number of scores of all heads.
     fn elements(&self) -> usize {
         self.kv_heads * self.of_head()
     }
 
-    /// These heads' scores as matrices.
+    /// Returns the scores of these heads as matrices.
     fn matrices<'v>(&self, view: View<'v>) -> Matrix<'v> {
         Matrix::several(view, self.rows(), self.keys)
     }
 
-    /// Whether blocks leave something out. Blocks of rows are blocks of queries where a head of keys has one of
-    /// queries.
+    /// Returns whether blocks skip masked elements. Rows are queries only with one head of q per head of k and v.
     fn is_cut(&self) -> bool {
         self.mask != Mask::Full && self.group == 1
     }
 
-    /// The positions of each block.
+    /// Returns the ranges of the blocks of `length` positions.
     fn blocks(&self, length: usize) -> impl Iterator<Item = Range<usize>> {
         let rows = match self.is_cut() {
             false => length,
@@ -124,7 +124,7 @@ impl<'a> HeadGroups<'a> {
         starts.map(move |start| start..length.min(start + rows))
     }
 
-    /// The keys that some of these rows see; the first where there are none, so that there is a product to write zeros.
+    /// Returns the keys that any of these rows attends to; if none, the first key, so that a matmul writes zeros.
     fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
         match self.is_cut() {
             false => 0..self.keys,
@@ -135,7 +135,7 @@ impl<'a> HeadGroups<'a> {
         }
     }
 
-    /// The rows that see some of these keys; the last where there are none.
+    /// Returns the rows that attend to any of these keys, or the last row if there are none.
     fn that_see(&self, keys: &Range<usize>) -> Range<usize> {
         match self.is_cut() {
             false => 0..self.rows(),
@@ -148,8 +148,8 @@ impl<'a> HeadGroups<'a> {
     }
 }
 
-/// `s = x y^T` where the mask leaves something: x (rows, Dh), y (Tk, Dh), s (rows, Tk). The scores of q and k; of d_out
-/// and v, the probabilities' gradients.
+/// Computes `s = x y^T` except where masked: x (rows, Dh), y (Tk, Dh), s (rows, Tk). These are the scores, from q and
+/// k, or the gradients of the probabilities, from d_out and v.
 fn compare(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
@@ -164,8 +164,8 @@ fn compare(
     Ok(())
 }
 
-/// `y = p x`, where p (rows, Tk) is 0 for what the mask hides; x (Tk, Dh), y (rows, Dh). The output of probabilities
-/// and v; of the scores' gradients and k, those of q.
+/// Computes `y = p x`, where p (rows, Tk) is 0 for masked elements; x (Tk, Dh), y (rows, Dh). This is the output, from
+/// the probabilities and v, or the gradient of q, from the gradients of the scores and k.
 fn weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
@@ -180,8 +180,8 @@ fn weighted_sum(
     Ok(())
 }
 
-/// `y = p^T x`, of the same: x (rows, Dh), y (Tk, Dh). The gradients of v, of probabilities and d_out; of k, of the
-/// scores' gradients and q.
+/// Computes `y = p^T x`, where p (rows, Tk) is 0 for masked elements; x (rows, Dh), y (Tk, Dh). This is the gradient of
+/// v, from the probabilities and d_out, or that of k, from the gradients of the scores and q.
 fn transposed_weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
@@ -196,18 +196,18 @@ fn transposed_weighted_sum(
     Ok(())
 }
 
-/// The heads whose scores are computed together: some of one sequence, or all of several.
+/// The heads whose scores are computed together: some heads of one sequence, or all heads of several sequences.
 struct Turn<'a> {
     sequences: Range<usize>,
-    /// The first head of k and v in each sequence.
+    /// The index of the first head of k and v in each sequence.
     first: usize,
-    /// Their number in each sequence, and sizes.
+    /// The sizes, with the number of heads per sequence of this turn.
     sizes: HeadGroups<'a>,
     /// The number of heads of k and v in a sequence.
     of_sequence: usize,
 }
 
-/// Splits all heads into turns of as many heads as fit in `scores`, at least one.
+/// Splits all heads into turns. Each has as many heads as fit in `scores`, at least one.
 fn turns<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<Turn<'a>> {
     let at_once = (scores.len / sizes.of_head().max(1)).max(1);
     let heads = sizes.kv_heads;
@@ -232,13 +232,13 @@ fn turns<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<Turn
 }
 
 impl Turn<'_> {
-    /// Returns the scores of these heads among those of all.
+    /// Returns the part of `view`, the scores of all heads, that belongs to these heads.
     fn of_all<'v>(&self, view: View<'v>) -> View<'v> {
         let first = self.sequences.start * self.of_sequence + self.first;
         view.part(first * self.sizes.of_head(), self.elements())
     }
 
-    /// Returns the scores of these heads in a buffer of their own.
+    /// Returns the part of `view`, a buffer for one turn, that these heads fill.
     fn alone<'v>(&self, view: View<'v>) -> View<'v> {
         view.part(0, self.elements())
     }
@@ -247,7 +247,7 @@ impl Turn<'_> {
         self.sequences.len() * self.sizes.elements()
     }
 
-    /// Returns the scores of a sequence.
+    /// Returns the scores of a sequence as matrices.
     fn scores<'v>(&self, view: View<'v>, sequence: usize) -> Matrix<'v> {
         let before = (sequence - self.sequences.start) * self.sizes.elements();
         self.sizes
@@ -268,7 +268,7 @@ impl Turn<'_> {
 
 /// Computes `p = softmax(scale q k^T)` and `out = p v`. With N sequences of the heads of `sizes`: q and out (N, Hkv,
 /// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in turns, as many as fit
-/// in `scores` (.., rows, Tk) f32, which is p itself if that is f32.
+/// in `scores` (.., rows, Tk) f32, which is p itself if p is f32.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,

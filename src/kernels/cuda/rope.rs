@@ -11,31 +11,31 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("rope.cu")],
 };
 
-/// Heads that lie side by side in the rows of positions, (B, T, H*Dh) or a slice of wider rows.
+/// Adjacent heads in the rows of positions: (B, T, H*Dh), or a slice of wider rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Turned {
-    /// B.
+    /// B: the batch size.
     pub batch: usize,
-    /// T.
+    /// T: the number of positions.
     pub length: usize,
-    /// H: of q and k together where both are to be turned and lie packed, k behind q.
+    /// H: the number of heads. It counts q and k if both are rotated and k follows q in packed rows.
     pub heads: usize,
-    /// Dh, even.
+    /// Dh: the head dimension, even.
     pub head_dim: usize,
-    /// From a position to the next, in elements: H*Dh, or more where q, k and v lie packed.
+    /// The distance of positions, in elements: H*Dh, or more if q, k and v are packed.
     pub row: usize,
 }
 
-/// Which rotation.
+/// The kind of rotation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Turn {
-    /// Whether element i rotates with element i + Dh / 2, not with its neighbour.
+    /// Whether element i is paired with element i + Dh / 2 instead of its neighbour.
     pub by_halves: bool,
-    /// The other way, as gradients are.
+    /// Whether the rotation is inverted, as for gradients.
     pub back: bool,
 }
 
-/// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32.
+/// Rotates x (outer, length, width) by the angles of the tables, cos and sin (length, width / 2) in f32.
 pub(crate) fn rotate(
     gpu: &CudaDevice,
     x: View,
@@ -57,7 +57,7 @@ pub(crate) fn rotate(
     launch(gpu, x, tables, &heads, turn, y)
 }
 
-/// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32.
+/// Rotates the heads that begin at x in place. `tables` are cos and sin (T, Dh / 2) in f32.
 pub(crate) fn in_place(
     gpu: &CudaDevice,
     x: View,

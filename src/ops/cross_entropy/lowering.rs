@@ -1,4 +1,4 @@
-//! Cross-entropy in a plan: as an op, and where it is the loss of a step.
+//! Lowering of cross-entropy, as an op and as the loss of a step.
 
 #[cfg(feature = "cuda")]
 use super::cuda_kernel;
@@ -13,7 +13,6 @@ use crate::ops::lowering::{
 };
 use candle_core::{DType, WithDType};
 
-/// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let operands = PlannedLoss {
@@ -35,18 +34,18 @@ pub(super) const LOWERING: Lowering = Lowering {
     },
 };
 
-/// What the loss of logits (N, V) reads and writes.
+/// The operands of the loss of logits (N, V).
 pub(in crate::ops) struct PlannedLoss {
     pub logits: Slot,
-    /// Which of the op's reads.
+    /// The index of the targets among the op's extra inputs.
     pub targets: usize,
     /// (top, total) of each row, (N, 2).
     pub statistics: Slot,
-    /// (1).
+    /// The loss, (1).
     pub loss: Slot,
 }
 
-/// The mean loss of the rows of `logits`, and their statistics.
+/// Plans the mean loss of the rows of `logits`, and their statistics.
 pub(in crate::ops) fn planned_loss(
     signature: &Signature<'_>,
     operands: PlannedLoss,
@@ -85,19 +84,21 @@ pub(in crate::ops) fn planned_loss(
         ("statistics", operands.statistics),
     ];
     if counts_on_gpu(signature) {
-        writes.push(("sum", calls.scratch(&[1], DType::F64))); // of all losses
+        writes.push(("sum", calls.scratch(&[1], DType::F64))); // the sum of all losses
     }
     let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
     calls.checked(read, ids).call(kernel, reads, writes)
 }
 
-/// Whether a GPU counts the targets of a run: those of an eager call are counted on the host, and a sum needs no count.
+/// Returns whether a GPU counts the targets in each run. Those of an eager call are counted on the host, and a sum
+/// needs no count.
 fn counts_on_gpu(signature: &Signature<'_>) -> bool {
     let has_divisor = signature.attribute("divisor").is_some();
     signature.target == Target::Cuda && planned_ignore(signature).is_some() && !has_divisor
 }
 
-/// Reads logits, targets, statistics and dloss; writes dlogits, on a GPU in the logits' place if that is where they go.
+/// Plans dlogits. Reads logits, targets, statistics and dloss; writes dlogits. On a GPU dlogits may overwrite the
+/// logits.
 pub(in crate::ops) fn planned_gradient(
     signature: &Signature<'_>,
     reads: [(&'static str, Slot); 4],
@@ -125,7 +126,7 @@ pub(in crate::ops) fn planned_gradient(
     });
     let mut writes = vec![("dlogits", dlogits)];
     if counts_on_gpu(signature) {
-        writes.push(("share", calls.scratch(&[1], DType::F32))); // each target's, of dloss
+        writes.push(("share", calls.scratch(&[1], DType::F32))); // of dloss, per target
     }
     let kernel = with_classes(signature, kernel);
     let [(_, logits), others @ ..] = reads;
@@ -135,7 +136,7 @@ pub(in crate::ops) fn planned_gradient(
     }
 }
 
-/// The targets of a run. Without a divisor among the call's attributes it is their number.
+/// Returns the targets of a run. Without a divisor among the call's attributes, it is the number of targets.
 #[cfg(feature = "cuda")]
 fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
@@ -150,7 +151,7 @@ fn with_classes(signature: &Signature<'_>, kernel: Kernel) -> Kernel {
     kernel.with_all(signature.attributes)
 }
 
-/// V: of logits, or of the head's weight.
+/// Returns V, from the logits or the weight of the head.
 fn planned_classes(signature: &Signature<'_>) -> usize {
     let dims = match &signature.inputs[..] {
         [logits] => logits.dims.last(),
@@ -167,7 +168,7 @@ fn planned_ignore(signature: &Signature<'_>) -> Option<i64> {
     }
 }
 
-/// The targets of a run, of which some count, and what the sum of their losses is divided by.
+/// The targets of a run, the id that is ignored, and the divisor of the sum of losses.
 pub(in crate::ops) struct CheckedIds<'a> {
     ids: &'a [u32],
     ignore: Option<u32>,
@@ -175,7 +176,7 @@ pub(in crate::ops) struct CheckedIds<'a> {
 }
 
 impl<'a> CheckedIds<'a> {
-    /// Without a divisor it is the number of targets that count.
+    /// Creates the targets. Without `divisor`, it is the number of targets that count.
     ///
     /// # Errors
     /// A mean of no targets.
@@ -207,28 +208,28 @@ impl<'a> CheckedIds<'a> {
         )?)
     }
 
-    /// The class of row `row`, unless it is ignored.
+    /// Returns the class of row `row`, unless it is ignored.
     #[inline(always)]
     pub(in crate::ops) fn get(&self, row: usize) -> Option<usize> {
         let id = self.ids[row];
         (Some(id) != self.ignore).then_some(id as usize)
     }
 
-    /// The sum of the rows' losses over the divisor, those of ignored rows being 0.
+    /// Returns the sum of the rows' losses over the divisor; ignored rows must have a loss of 0.
     pub(in crate::ops) fn mean<T: Real>(&self, losses: &[T]) -> T {
-        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
+        // In f64 and on one thread: a large batch keeps its digits, and the order is fixed.
         let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
         T::real(total / self.divisor as f64)
     }
 
-    /// The factor of a row's gradient, for the gradient `dloss` of the loss.
+    /// Returns the factor of a row's gradient, given the gradient `dloss` of the loss.
     pub(in crate::ops) fn share<T: Real>(&self, dloss: T) -> T {
         T::real(WithDType::to_f64(dloss) / self.divisor as f64)
     }
 }
 
-/// The gradient of a sum of losses whose mean is taken over those that count, but for a factor. Reads `targets` (all
-/// rows); writes `dloss` (1): the step's loss gradient over how many count.
+/// Computes the gradient of a mean over the targets that count, up to a factor. Reads `targets` (all rows); writes
+/// `dloss` (1): the step's loss gradient, divided by the number of targets that count.
 pub(crate) fn gradient_of_counted(ignore: i64) -> Kernel {
     let kernel = kernel!("loss_share", of "dloss", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
@@ -242,9 +243,10 @@ pub(crate) fn gradient_of_counted(ignore: i64) -> Kernel {
     with_ignored(kernel, Some(ignore))
 }
 
-/// Losses and gradients of some rows, where the step's loss is the sum of all losses over `divisor`. Reads `targets`
-/// (rows) and optionally `dloss` (1), the gradient of that loss, which is the step's loss gradient otherwise; writes
-/// `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient, and `losses` (rows).
+/// Computes the losses and gradients of some rows; the step's loss is the sum of all losses over `divisor`. Reads
+/// `targets` (rows) and optionally `dloss` (1), the gradient of the loss, which otherwise is the step's loss gradient.
+/// Writes `logits` (rows, V), which become their gradient and whose rows are `row_stride` elements apart, and `losses`
+/// (rows).
 pub(crate) fn in_place(
     [rows, classes, row_stride]: [usize; 3],
     divisor: usize,
@@ -280,7 +282,7 @@ pub(crate) fn in_place(
     with_ignored(kernel.in_place(), ignore)
 }
 
-/// V, and from a row of logits to the next, in elements.
+/// Returns V and the row stride of the logits, in elements.
 fn dims_in_place(k: &Kernel) -> candle_core::Result<[usize; 2]> {
     let classes = k.count("classes")?;
     Ok([classes, k.some_count("row_stride").unwrap_or(classes)])
@@ -293,8 +295,8 @@ fn with_ignored(kernel: Kernel, ignore: Option<i64>) -> Kernel {
     }
 }
 
-/// The sum of the rows' losses over `divisor`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it. With an
-/// id that is ignored it reads `targets` (rows) too, and the divisor is multiplied by how many of them count.
+/// Computes the sum of the rows' losses over `divisor`. Reads `losses` (rows); writes `loss` (1) in f64, or adds to it.
+/// With an ignored id it also reads `targets` (rows) and multiplies the divisor by the number of targets that count.
 pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("mean_loss", |T, k, s| {
         let losses = s
@@ -318,8 +320,8 @@ pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulat
     with_ignored(kernel, ignore).summing("loss", accumulate)
 }
 
-/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the step's loss gradient over
-/// `divisor`, the number of losses that the step's loss is the mean of.
+/// Computes the gradient of a loss that is not fused with its gradient. Writes `dloss` (1): the step's loss gradient
+/// over `divisor`, the number of losses whose mean the step's loss is.
 pub(crate) fn gradient_of_mean(divisor: usize) -> Kernel {
     let kernel = kernel!("loss_gradient", of "dloss", |T, k, s| {
         let share = s.step.loss_gradient / k.count("divisor")? as f64;

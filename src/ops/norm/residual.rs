@@ -31,7 +31,6 @@ impl ResidualNorm {
         1 + usize::from(self.adds)
     }
 
-    /// Returns N and D.
     fn sizes(&self, signature: &Signature<'_>) -> [usize; 2] {
         let width = signature.inputs[self.weight()].dims[0];
         [signature.inputs[0].rows(), width]

@@ -1,5 +1,5 @@
-//! Ops as custom ops of candle's, in its graph and on the tape or outside of both under `no_grad`, with a range around
-//! their passes.
+//! Ops as custom ops of candle: nodes of its graph that are also on the tape, or neither under `no_grad`. Both passes
+//! report a range to the profiler.
 
 use super::spec::{CallSpec, Spec};
 use crate::grad::is_grad_enabled;
@@ -15,12 +15,12 @@ use candle_core::{
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// The inputs of a forward, where they lie.
+/// The inputs of a forward: storage and layout.
 pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
 
 pub(crate) type Made<S> = Result<(S, Shape)>;
 
-/// What computes an op of one, two or three inputs, all on one device.
+/// The computation of an op of one, two or three inputs, all on one device.
 pub(crate) trait Op: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
@@ -34,11 +34,11 @@ pub(crate) trait Op: Send + Sync + 'static {
         bail!("{} has no kernel for Metal GPUs", self.name())
     }
 
-    /// A gradient for each input, from the output and its gradient.
+    /// Returns a gradient for each input, from the output and its gradient.
     fn bwd(&self, inputs: &[&Tensor], y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// As many as an op has of each: inputs, gradients.
+/// Converts a list of inputs or gradients to the number that an op has.
 pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T; N]> {
     match all.try_into() {
         Ok(all) => Ok(all),
@@ -49,23 +49,24 @@ pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T
 pub(crate) trait Node: Send + Sync {
     fn inputs(&self) -> Vec<Tensor>;
 
-    /// A gradient for each input, from the output and its gradient: of a storage of its own, or `dy` itself.
+    /// Returns a gradient for each input, from the output and its gradient. A gradient has its own storage, or is `dy`
+    /// itself.
     fn backward(&self, y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// The nodes of outputs that are alive, by the outputs' ids.
+/// The nodes of the outputs that are alive, by the ids of the outputs.
 static NODES: LazyLock<Mutex<HashMap<TensorId, Weak<dyn Node>>>> = LazyLock::new(Mutex::default);
 
 fn nodes() -> MutexGuard<'static, HashMap<TensorId, Weak<dyn Node>>> {
     NODES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A node's place on the tape. The node has it, so that both go together.
+/// The entry of a node on the tape. The node owns it, so that both are dropped together.
 #[derive(Default)]
 pub(crate) struct Entry(OnceLock<TensorId>);
 
 impl Entry {
-    /// Says that `node`, whose entry this is, made `y`.
+    /// Records that `node`, which owns this entry, computed `y`.
     pub fn write(&self, y: &Tensor, node: &Arc<impl Node + 'static>) {
         if y.track_op() && self.0.set(y.id()).is_ok() {
             let node: Weak<dyn Node> = Arc::downgrade(node) as Weak<dyn Node>;
@@ -82,16 +83,16 @@ impl Drop for Entry {
     }
 }
 
-/// The node behind `y`, if it is one of this crate's.
+/// Returns the node that computed `y`, if it is this crate's.
 pub(crate) fn node_of(y: &Tensor) -> Option<Arc<dyn Node>> {
     nodes().get(&y.id())?.upgrade()
 }
 
-/// An op that says when it runs, forward and backward, and where it was put into the graph.
+/// An op with its inputs and tape entry, which reports a range when its forward and backward run.
 struct Ranged<C> {
     op: C,
     path: Path,
-    /// Of the node, for as long as candle has them too; none where there is no graph.
+    /// The inputs, which live as long as candle's references to them; empty without a graph.
     inputs: Box<[Tensor]>,
     entry: Entry,
 }
@@ -178,10 +179,10 @@ custom_op!(
     x1 s1 l1 x2 s2 l2 x3 s3 l3
 );
 
-/// Applies `op` to `inputs`, or writes the call down in the trace that is open.
+/// Applies `op` to `inputs`, or records the call in the open trace.
 pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     match graph::is_tracing() {
-        true => Ok(traced(op.name(), op, inputs, true)?), // no kernel has made it
+        true => Ok(traced(op.name(), op, inputs, true)?), // no kernel computes it
         false => applied(inputs, op),
     }
 }
@@ -214,8 +215,8 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     Ok(y)
 }
 
-/// Writes down a call of `op` on `inputs`, and returns its hollow output. `composed` is whether candle's own ops
-/// compute it.
+/// Records a call of `op` on `inputs` in the open trace, and returns its output, a meta tensor. `composed` is whether
+/// it is computed by candle's own ops.
 pub(crate) fn traced<C: Spec + Send + Sync + 'static>(
     name: &'static str,
     op: C,
@@ -243,9 +244,9 @@ pub(crate) fn traced<C: Spec + Send + Sync + 'static>(
     Ok(y)
 }
 
-/// Runs `f`, candle's own ops that stand for `op` on `inputs`, and make an `output` of this shape and
-/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros, and
-/// `f` is not run: candle's own depends on the first or on none, and divides by zero on a GPU.
+/// Runs `f`, candle's own ops that stand for `op` on `inputs` and return an `output` of this shape and dtype. Backward
+/// is candle's, and reports no range. An empty output is made of zeros that depend on all inputs, without running `f`:
+/// candle's own result would depend on the first input or on none, and candle divides by zero on a GPU.
 pub(crate) fn composed<E: From<candle_core::Error>>(
     op: &OpInfo,
     inputs: &[&Tensor],

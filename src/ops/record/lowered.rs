@@ -1,4 +1,4 @@
-//! Ops that compute eagerly what plans compute: the calls of kernels that they lower to.
+//! Eager execution of ops by the kernel calls that they lower to, the same that plans run.
 
 use super::apply::{Made, Op, Storages, applied, composed, traced};
 use super::input::contiguous;
@@ -16,8 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[cfg(feature = "cuda")]
 use {crate::ops::cuda, candle_core::CudaStorage};
 
-/// A call of `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference`
-/// composes it of candle's own ops.
+/// Runs `op` on `inputs` by its kernels, or as `reference` composes it if there is no kernel for the first input.
 pub(crate) fn run<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,
@@ -33,7 +32,7 @@ pub(crate) fn run<const N: usize>(
     }
 }
 
-/// A call of `op` on `inputs` by the kernels that it lowers to, or written down in the trace that is open.
+/// Runs `op` on `inputs` by its kernels, or records the call in the open trace.
 pub(crate) fn by_kernels<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,
@@ -46,7 +45,7 @@ pub(crate) fn by_kernels<const N: usize>(
     as_they_lie(op, call, inputs.each_ref())
 }
 
-/// As [`by_kernels`], of inputs that kernels read as they lie.
+/// Runs [`by_kernels`] without making the inputs contiguous, for kernels that accept strides.
 pub(crate) fn as_they_lie<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,
@@ -71,7 +70,7 @@ struct Lowered<S> {
     op: &'static OpInfo,
     spec: S,
     lowering: &'static Lowering,
-    /// What forward has left for backward, as the spec lists it; none once a backward has written over it.
+    /// The values saved for backward, as the spec lists them; `None` once a backward has overwritten them.
     kept: Mutex<Option<Box<[Tensor]>>>,
 }
 
@@ -80,7 +79,8 @@ impl<S: Spec> Lowered<S> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The output and what is left for backward, from inputs as they lie and what is read beside them.
+    /// Returns the output and what is saved for backward. The closure returns the elements of an input; `reads` are the
+    /// extra inputs.
     fn forward<'a>(
         &self,
         device: &Device,
@@ -92,7 +92,7 @@ impl<S: Spec> Lowered<S> {
         let (shape, dtype) = self.spec.output(inputs);
         let kept = self.spec.kept(inputs, target);
         let reads = moved(reads, device)?;
-        self.spec.forwarded(); // what goes with forward goes when it was read last
+        self.spec.forwarded(); // drops the spec's references, so that `run` can free what it read last
         let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
         let shapes: Vec<(Shape, DType)> = shapes.collect();
         let attributes = self.spec.attributes();
@@ -108,7 +108,7 @@ impl<S: Spec> Lowered<S> {
         let calls = (self.lowering.forward)(&signature);
         let mut run = Run::new(device, &signature, &calls, reads);
         for input in 0..inputs.len() {
-            // One that is read by a copy may have no elements.
+            // An input that is read through a copy may have no elements here.
             if calls.reads(Slot::Input(input)) {
                 run.operands.push((Slot::Input(input), lying(input)?));
             }
@@ -125,14 +125,14 @@ impl<S: Spec> Lowered<S> {
         Ok((output, shape.clone(), tensors.into()))
     }
 
-    /// What forward leaves, where a backward before this one has written over it.
+    /// Recomputes what forward saved, after an earlier backward has overwritten it.
     fn forward_again(&self, inputs: &[&Tensor]) -> Result<Box<[Tensor]>> {
         let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
         let guards: Vec<_> = inputs.iter().map(|x| x.storage_and_layout()).collect();
         let lying = |i: usize| Lying::of(&guards[i].0, guards[i].1);
         let reads = self.spec.reads_again(inputs)?;
         let (_, _, kept) = self.forward(inputs[0].device(), &operands, lying, reads)?;
-        Ok(kept) // and not to `self`: other threads may be here too
+        Ok(kept) // and do not store it: other threads may be here too
     }
 }
 
@@ -221,7 +221,7 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
     }
 }
 
-/// What is read beside the inputs, on their device: checked ids are on the host.
+/// Moves extra inputs to the device of the inputs; checked ids are on the host.
 fn moved(reads: Vec<Tensor>, device: &Device) -> Result<Vec<Tensor>> {
     reads.iter().map(|x| x.to_device(device)).collect()
 }

@@ -1,4 +1,4 @@
-//! The calls of one eager pass, run on tensors as they lie.
+//! Execution of the kernel calls of one eager pass.
 
 use crate::ops::cpu;
 use crate::ops::lowering::{Calls, KernelCall, Signature, Slice, Slices, Slot, StepState};
@@ -33,13 +33,13 @@ impl<'a> Lying<'a> {
     }
 }
 
-/// The calls of one pass. What is written is made when it is first written; what is read beside the inputs, and what is
-/// there for the calls alone, goes when it was read last.
+/// The execution of one pass. An output is allocated when it is first written. Extra inputs and scratch are freed after
+/// they were last read.
 pub(super) struct Run<'a> {
     device: &'a Device,
     signature: &'a Signature<'a>,
     calls: &'a Calls,
-    /// The op's inputs, what it kept, and what was made.
+    /// The op's inputs, saved values and outputs.
     pub(super) operands: Vec<(Slot, Lying<'a>)>,
     reads: Vec<Option<Tensor>>,
     made: Vec<(Slot, Storage)>,
@@ -74,7 +74,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Runs the calls, but those that nothing comes of but gradients of inputs that want none.
+    /// Runs the calls, except those that only compute gradients nobody needs.
     pub(super) fn run(&mut self, wants: impl Fn(usize) -> bool) -> Result<()> {
         for (call, last) in self.calls.needed(wants) {
             call.writes.iter().try_for_each(|slot| self.make(*slot))?;
@@ -136,7 +136,7 @@ impl<'a> Run<'a> {
                 reads,
                 writes,
                 micro_batch: 0,
-                loss_gradient: View::new(0, DType::F32, 0), // no op lowers to what reads it
+                loss_gradient: View::new(0, DType::F32, 0), // no op's lowering reads it
             });
         }
         let slice = |slot: &Slot| match lying(slot) {
@@ -157,7 +157,7 @@ impl<'a> Run<'a> {
         self.made.iter().any(|(other, _)| *other == slot)
     }
 
-    /// What was written, for good; room, where nothing was.
+    /// Takes the storage of a slot that was written; uninitialised storage if none was.
     pub(super) fn storage(&mut self, slot: Slot) -> Result<Storage> {
         self.make(slot)?;
         match self.made.iter().position(|(other, _)| *other == slot) {
@@ -177,7 +177,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Room for what a kernel writes all of before anybody reads it, and where it lies: used while the storage is there.
+/// Allocates storage that a kernel must write completely, and its elements, which may be used only while it is alive.
 fn room<'a>(device: &Device, operand: &Operand<'_>) -> Result<(Storage, Lying<'a>)> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(gpu) = device {
@@ -190,7 +190,7 @@ fn room<'a>(device: &Device, operand: &Operand<'_>) -> Result<(Storage, Lying<'a
     if !device.is_cpu() {
         bail!("no kernel on {:?}", device.location());
     }
-    // SAFETY: as above.
+    // SAFETY: the caller uses the slice only while it keeps the storage, as documented.
     let (storage, slice) = unsafe { cpu::room(operand.dims, operand.dtype)? };
     Ok((Storage::Cpu(storage), Lying::Cpu(slice)))
 }

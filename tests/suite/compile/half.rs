@@ -1,4 +1,4 @@
-//! What half precision has of its own: a loss scale, copies of weights, bytes.
+//! Half precision in planned steps: loss scales, copies of weights, and memory.
 
 use super::{batch, bits, config, distance, model_and_optimizer, plan_of};
 use crate::settings::in_precision;
@@ -19,8 +19,8 @@ fn scaler(init_scale: f64) -> GradScaler {
     GradScaler::new(config).unwrap()
 }
 
-/// From a scale that overflows: planned and eager leave out the same steps, the scale moves alike, and the weights stay
-/// together.
+/// From a scale that overflows: planned and eager training skip the same steps, their scales are equal, and the weights
+/// stay close.
 #[rstest]
 fn scaled_losses(
     #[values(None, Some(0.5))] clip_norm: Option<f64>,
@@ -93,7 +93,7 @@ fn scaled_losses(
     assert_eq!(planned_optimizer.steps(), 12 - skipped);
 }
 
-/// A scale changes nothing but what f16 loses: in f32 nothing at all, and in f16 what underflows without.
+/// The scale is divided out again: in f32 it changes nothing, in f16 only what underflows without it.
 #[test]
 fn a_scale_is_taken_out_again() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
@@ -118,7 +118,7 @@ fn a_scale_is_taken_out_again() {
     };
     let (wanted, exact) = run(Precision::F32, None);
     assert!(run(Precision::F32, Some(1024.0)).0 == wanted);
-    // It is where the loss's gradient begins: scaled down, it is lost.
+    // The scale multiplies the loss's initial gradient, so a tiny scale lets f16 gradients underflow.
     let [lost, kept] = [2f64.powi(-14), 4096.0].map(Some).map(|scale| {
         let (_, gradients) = run(Precision::F16, scale);
         let errors = gradients.iter().zip(&exact);
@@ -129,7 +129,7 @@ fn a_scale_is_taken_out_again() {
     assert!(kept < 0.1 * lost, "{kept} for {lost}");
 }
 
-/// Each weight that products read is copied once a step, however many micro-batches there are and blocks run again.
+/// Each weight that matmuls read is copied once per step, whatever the micro-batches and recomputed blocks.
 #[rstest]
 fn weights_are_copied_once_a_step(
     #[values(1, 3)] accumulation: usize,
@@ -156,7 +156,7 @@ fn weights_are_copied_once_a_step(
     assert_eq!(plan.category_bytes(Category::WeightCopy), 2 * matrices);
 }
 
-/// A weight that was changed between two runs is read anew, in whatever way it was changed.
+/// A weight changed between two runs is read again, without `refresh`.
 #[test]
 fn nothing_is_to_be_refreshed() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
@@ -173,7 +173,7 @@ fn nothing_is_to_be_refreshed() {
     assert!((after - eager).abs() <= 1e-4 * eager && (before - eager).abs() > 1e-3);
 }
 
-/// Activations take half the bytes, but for what stays f32; nothing else grows but by the copies.
+/// Activations are smaller in bf16, although some stay f32; gradients are not larger.
 #[test]
 fn activations_are_smaller() {
     let model = TransformerConfig::small();

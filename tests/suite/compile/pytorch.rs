@@ -1,4 +1,4 @@
-//! Planned steps against PyTorch, by the golden files of `fixtures/`.
+//! Planned steps against PyTorch, from the golden files of `fixtures/`.
 
 use super::logits_of;
 use crate::check::elements;

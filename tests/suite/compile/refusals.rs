@@ -1,4 +1,4 @@
-//! What cannot be planned or run is an error that says what to do, and changes nothing.
+//! Steps that cannot be planned or run: the error names a remedy, and nothing changes.
 
 use super::{CPU, batch, bits, config, logits_of, model_and_optimizer, plan_of};
 use crate::check::refusal;
@@ -45,7 +45,7 @@ fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
     refusal(plan_of(&model_config, &plan, [2, 10]), words);
 }
 
-/// Sizes (B, T) of a micro-batch that nothing is planned for.
+/// Sizes (B, T) of a micro-batch that cannot be planned.
 #[rstest]
 #[case([0, 10], StepConfig::default(), &["B from 1", "[0, 10]"])]
 #[case([2, 0], StepConfig::default(), &["T from 1", "[2, 0]"])]
@@ -87,7 +87,7 @@ fn batches() {
         step.run(&mut optimizer, (&float, &targets)),
         &["u32", "f32"],
     );
-    assert_eq!(step.plans().count(), 3); // what cannot be planned leaves them
+    assert_eq!(step.plans().count(), 3); // a failed plan leaves the others
     let wide = tokens.to_dtype(DType::I64).unwrap();
     let below = (&wide - 100.0).unwrap();
     refusal(
@@ -107,7 +107,7 @@ fn batches() {
     refusal(step.run(&mut optimizer, (&tokens, &outside)), &words);
     refusal(forward.forward([("tokens", &outside)]), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
-    step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // and goes on
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // the step still works
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn models() {
     refusal(Step::of(&half, &optimizer, &config), &["f32", "bf16"]);
 }
 
-/// With clipping, gradients that are not finite are found before anything is updated.
+/// With clipping, gradients that are not finite are detected before the update.
 #[test]
 fn gradients_that_are_not_finite() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
@@ -177,7 +177,7 @@ fn gradients_that_are_not_finite() {
     );
 }
 
-/// A scale wants a plan that takes it out again, and a scaler that stands between two steps.
+/// A scaled run requires a plan with `loss_scaling`, and a scaler without unscaled gradients pending.
 #[test]
 fn loss_scales() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
@@ -213,7 +213,7 @@ fn what_is_read_too_early_or_never_there() {
     assert_eq!(step.gradient_norm(), None);
     let (tokens, targets) = batch(97, 2, 10, 0);
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
-    assert_eq!(step.gradient_norm(), None); // nothing is clipped
+    assert_eq!(step.gradient_norm(), None); // nothing was clipped
     let in_backward = StepConfig {
         optimizer_in_backward: true,
         ..Default::default()

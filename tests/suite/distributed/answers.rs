@@ -1,4 +1,4 @@
-//! The sentences of `distributed_benchmark`, on figures that are clear, noisy or contradict each other.
+//! The sentences of `distributed_benchmark`, for figures that are clear, noisy or contradictory.
 
 mod common {
     pub(super) use super::ways;
@@ -26,7 +26,7 @@ const SHARD: Shard = Shard {
     world_size: 2,
 };
 
-/// Steps around `mean` ms, at most `spread` from it.
+/// Returns step times around `mean` ms, at most `spread` from it.
 fn times(mean: f64, spread: f64) -> Statistics {
     let samples = [-1.0, -0.5, 0.0, 0.5, 1.0].map(|x| mean + spread * x);
     Statistics::new(&samples).unwrap()
@@ -53,7 +53,7 @@ fn fully_sharded() -> Way {
     Way::new(StepRanks::FullySharded(config, SHARD))
 }
 
-/// All steps of a report, each exchange a tenth faster than the one before it.
+/// Returns all steps of a report, each exchange a tenth faster than the previous one.
 fn steps(spread: f64) -> Vec<(Way, Statistics)> {
     let each = Exchange::Overlapped { bucket_bytes: 0 };
     let small = Exchange::Overlapped {
@@ -114,7 +114,7 @@ fn of_noisy_steps() {
     assert!(text(&answers, "bucket size").starts_with("These figures do not tell"));
 }
 
-/// An exchange that seems to make a step faster is no communication.
+/// If a step with an exchange is faster than one without, the report gives no share of communication.
 #[test]
 fn of_steps_that_contradict() {
     let naive = replicated(Exchange::PerParameter);

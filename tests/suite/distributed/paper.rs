@@ -1,4 +1,4 @@
-//! Steps of several GPUs on paper.
+//! Estimated step times of several GPUs.
 
 #[path = "../../../examples/distributed_benchmark/estimate.rs"]
 mod estimate;
@@ -43,7 +43,7 @@ fn replicated(exchange: Exchange) -> StepConfig {
     }
 }
 
-/// Replicated, of a sharded optimizer, fully sharded.
+/// Returns the strategies: replicated, sharded optimizer, fully sharded.
 fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
     let bucket_bytes = 1 << 16;
     let exchange = ReplicatedConfig {
@@ -71,7 +71,7 @@ fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
     ]
 }
 
-/// Of two sequences of 32 tokens.
+/// Two sequences of 32 tokens.
 const BATCH: [usize; 2] = [2, 32];
 
 fn planned(config: &StepConfig) -> Plan {
@@ -101,7 +101,7 @@ fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
             close(step.step_seconds, parts);
             assert!(step.exchange_seconds > 0.0, "{name}");
             assert!(step.waiting_seconds < step.exchange_seconds, "{name}");
-            // A quarter of the exchanges' time at most, all of which is within the step.
+            // Contention is at most a quarter of the exchanges' time, which is within the step.
             assert!(step.contention_seconds > 0.0, "{name}");
             assert!(step.contention_seconds <= 0.25 * step.exchange_seconds * (1.0 + 1e-9));
             assert!(step.step_seconds >= step.exchange_seconds, "{name}");
@@ -109,7 +109,7 @@ fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
     }
 }
 
-/// A rank sends what rings and trees of NCCL's do.
+/// A rank sends the bytes of NCCL's ring and tree algorithms.
 #[test]
 fn what_a_rank_sends() {
     let parameter_bytes = 4.0 * model().num_parameters() as f64;
@@ -117,18 +117,18 @@ fn what_a_rank_sends() {
         let others = (world_size - 1) as f64 / world_size as f64;
         let [replicated, sharded, fully] =
             strategies(world_size).map(|(_, config)| on_paper(&config, world_size, &RATES));
-        let loss_bytes = 2.0 * others * 8.0; // f64
+        let loss_bytes = 2.0 * others * 8.0; // one f64
         close(
             replicated.sent_bytes,
             2.0 * others * parameter_bytes + loss_bytes,
         );
-        // Reduced to owners and fetched from them.
+        // Reduced to the owners and broadcast by them.
         close(
             sharded.sent_bytes,
             2.0 * others * parameter_bytes + loss_bytes,
         );
-        // Gathered twice and scattered; once the embedding and the head, which forward alone reads, and the last bucket
-        // of forward's: the last norm and w2.
+        // Gathered twice and scattered once. The embedding and the head, which only forward reads, are gathered once,
+        // and so is forward's last bucket: the last norm and w2.
         let read_once = 4.0 * 2.0 * (1000.0 * 64.0);
         let kept = 4.0 * (64.0 + 64.0 * 256.0);
         let gathered = 2.0 * parameter_bytes - read_once - kept;
@@ -172,7 +172,7 @@ fn what_the_network_does_to_a_step() {
             "{name}: a network that slow is all of the step"
         );
     }
-    // Nothing hides an exchange after backward; the loss's, of 8 bytes, is before.
+    // Nothing overlaps an exchange after backward; the loss's exchange of 8 bytes is earlier.
     let flat = on_paper(&replicated(Exchange::Flat), 4, &quiet);
     let of_loss = quiet.exchange_seconds + 12.0 / quiet.reduce_bytes;
     close(flat.waiting_seconds, flat.exchange_seconds - of_loss);
@@ -213,7 +213,7 @@ fn each_strategy_is_estimated_for_each_number_of_ranks() {
             8.0 * 2.0 * 32.0 / of_8.step_ms * 1e3,
         );
     }
-    // What is divided takes less, the more ranks there are; the plan knows how much.
+    // Sharded strategies need less memory the more ranks there are, as the plan reports.
     let bytes = all.map(|strategy| {
         strategy
             .iter()

@@ -1,4 +1,4 @@
-//! Planned steps: exchanges are calls of the plan.
+//! Planned steps, whose exchanges are calls of the plan.
 
 use super::{
     EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks, plan_config,
@@ -20,7 +20,7 @@ fn exchanges(plan: &Plan) -> Vec<usize> {
     exchanges.map(|(index, _)| index).collect()
 }
 
-/// Two steps of two ranks with micro-batches, against eager gradients of all batches; weights are the same on both.
+/// Two steps of two ranks with micro-batches, against eager gradients of all batches; both ranks have the same weights.
 #[rstest]
 fn as_eager(
     #[values(1, 2)] accumulation: usize,
@@ -77,7 +77,7 @@ fn as_eager(
     }
 }
 
-/// A rank that ends is an error of the others' planned steps that names it, as of eager ones.
+/// If a rank ends, the others' planned steps fail with an error that names it, as eager ones do.
 #[test]
 fn a_rank_that_ends_is_named() {
     let errors = on_ranks(2, |ranks| {
@@ -97,7 +97,7 @@ fn a_rank_that_ends_is_named() {
     assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
 }
 
-/// Where the calls are: as soon as a bucket's last gradient is there; and how large they are.
+/// Exchanges follow the last gradient of their bucket, and have its size.
 #[test]
 fn buckets_in_backward() {
     let of = |config: &StepConfig| {
@@ -124,7 +124,7 @@ fn buckets_in_backward() {
     let bytes: u64 = parameters.clone().map(|buffer| buffer.bytes()).sum();
 
     let each = plan(Exchange::Overlapped { bucket_bytes: 0 });
-    assert_eq!(exchanges(&each).len(), parameters.count() + 1); // and the loss
+    assert_eq!(exchanges(&each).len(), parameters.count() + 1); // plus the loss
     let flat = plan(Exchange::Flat);
     assert_eq!(exchanges(&flat).len(), 2);
     let bucket_bytes = 4000;
@@ -149,7 +149,7 @@ fn buckets_in_backward() {
             total(plan)
         );
     }
-    // Each but the last is followed by products of the backward that it hides behind; those of a flat one are over.
+    // Each exchange but the last is followed by matmuls of backward that hide it; a flat one follows all of them.
     let products_after = |plan: &Plan, index: usize| {
         let calls = plan.calls()[index..plan.per_micro_batch().end].iter();
         calls.filter(|call| call.op.is_product()).count()
@@ -163,11 +163,11 @@ fn buckets_in_backward() {
         "{after:?}"
     );
     assert_eq!(products_after(&flat, exchanges(&flat)[1]), 0);
-    // An arena that holds them, and no more than alignment costs.
+    // The arena grows by no more than alignment.
     assert!(buckets.peak_bytes() <= alone.peak_bytes() + 256 * 80);
 }
 
-/// A gradient that overflows on one rank: no rank takes the step, and all have the same scale.
+/// If a gradient overflows on one rank, no rank takes the step, and all have the same scale.
 #[test]
 fn an_overflow_is_seen_by_all() {
     let found = on_ranks(2, |ranks| {
@@ -229,8 +229,8 @@ fn what_is_refused() {
     refusal(config.validate(), &["false with several ranks"]);
 }
 
-/// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one
-/// rank: two GPUs are `tests/distributed`'s.)
+/// On a GPU, gradients exchanged in bf16 are computed, clipped and applied like those in f32. (A job of one rank;
+/// `tests/distributed` uses two GPUs.)
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]

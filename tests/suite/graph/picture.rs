@@ -56,7 +56,7 @@ fn a_small_graph_in_full() {
     assert_eq!(graph.to_dot(), wanted);
 }
 
-/// The text without what stands between quotes.
+/// Returns the text without its quoted parts.
 fn unquoted(text: &str) -> String {
     text.split('"').step_by(2).collect()
 }
@@ -126,7 +126,7 @@ fn the_table_has_every_node_with_its_cost() {
         .rows
         .iter()
         .find(|row| row.get("op").unwrap() == "attention::flash");
-    // lse in f32, (1, B, H, T), and what rounding took from the output in bf16, (B, H, T, Dh).
+    // lse in f32, (1, B, H, T), and the rounding error of the output in bf16, (B, H, T, Dh).
     let kept_bytes = 3 * 2 * 5 * (4 + 2 * 8);
     assert_eq!(
         flash.unwrap().get("kept_bytes").unwrap(),

@@ -1,4 +1,4 @@
-//! What products say they pack, against what they take.
+//! The reported packing buffers of matmuls, against their allocations.
 
 use crate::child;
 use half::bf16;
@@ -18,7 +18,7 @@ fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
     }
 }
 
-/// Bytes that a product takes at its peak, on one thread that has computed one like it.
+/// Returns the peak allocation of a matmul, in bytes, on a thread that has computed one of the same sizes.
 fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
     let ProductSizes {
         rows, depth, cols, ..
@@ -35,8 +35,8 @@ fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
     tracker::peak_bytes().unwrap() - before
 }
 
-/// Alone in its process, since the counts are the process's; in a pool of one thread, since others allocate as they
-/// begin.
+/// Runs in its own process, because the tracker counts per process, and in a pool of one thread, because other threads
+/// allocate when they start.
 #[test]
 fn products_pack_what_they_say() {
     if child::ran("memory::packing::products_pack_what_they_say") {
@@ -59,7 +59,7 @@ fn compare() {
     ] {
         let half = sizes(rows, depth, cols);
         assert_eq!(packing_bytes(half, Threads::One), 0.0);
-        assert!(taken::<bf16>(half) < 256, "{half:?}: kept by the thread"); // beside the list of blocks
+        assert!(taken::<bf16>(half) < 256, "{half:?}: kept by the thread"); // except the list of blocks
 
         let full = ProductSizes {
             element_bytes: 4,
@@ -67,15 +67,15 @@ fn compare() {
         };
         let (said, taken) = (packing_bytes(full, Threads::One), taken::<f32>(full) as f64);
         println!("{full:?}: {said} {taken}");
-        assert!(said + 256.0 >= taken, "{full:?}: {said} for {taken}"); // and a cache line or two
+        assert!(said + 256.0 >= taken, "{full:?}: {said} for {taken}"); // plus one or two cache lines
         assert!(said <= 2.1 * taken + 1024.0, "{full:?}: {said} for {taken}");
     }
 }
 
 proptest! {
-    /// What fits is searched for by halving the interval, over B and T: the rows of one factor, or the depth of a
-    /// weight's gradient. Where a longer product is ours, and not the `gemm` crate's, it packs into what the threads
-    /// keep.
+    /// The largest size that fits is searched by bisection, over B and T: the rows of one operand, or the depth of a
+    /// weight's gradient. So memory must not shrink with size, except where a larger matmul is this crate's own and not
+    /// the `gemm` crate's: it packs into buffers that the threads keep.
     #[test]
     fn a_longer_product_packs_no_less(
         rows in 1usize..3000,
@@ -97,7 +97,7 @@ proptest! {
 }
 
 fn is_no_less(longer: f64, shorter: f64) -> bool {
-    longer >= shorter * (1.0 - 1e-12) || longer == 0.0 // the order of the terms is the cut's
+    longer >= shorter * (1.0 - 1e-12) || longer == 0.0 // terms may be summed in another order
 }
 
 #[test]

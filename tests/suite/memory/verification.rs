@@ -1,7 +1,7 @@
-//! The estimate against measured configurations: those of fifty that are cheap.
+//! The estimate against measurements of the fifty configurations, as far as they are cheap.
 
 #[path = "../../../examples/memory_estimate/answers.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod answers;
 #[path = "../../../examples/memory_profile/answers.rs"]
 mod profiled;
@@ -14,7 +14,7 @@ use tallow::attention::Algorithm;
 use tallow::memory::{Mode, Workload, estimate, measure};
 use tallow::model::TransformerConfig;
 
-/// Those that take less than so much.
+/// The limit of a cheap configuration's memory.
 const CHEAP_BYTES: u64 = 64 << 20;
 
 fn cheap() -> Vec<(usize, TransformerConfig, Workload)> {
@@ -79,7 +79,7 @@ fn checkpointing_is_answered_by_its_figures() {
         strategy("every-6", 6, 800),
     ];
     let text = |mib: u64| {
-        let answer = answers::checkpointing(&strategies, 12, mib << 20).unwrap();
+        let answer = answers::checkpointing(&strategies, 12, Some(mib << 20)).unwrap();
         answer.answer
     };
     let least = "block uses the least: 600.0 MiB instead of 1,000.0 MiB (40.0% less). It runs 11 of 12 blocks a second \
@@ -95,7 +95,9 @@ fn checkpointing_is_answered_by_its_figures() {
         let text = text(mib);
         assert!(text.starts_with(least) && text.contains(part), "{text}");
     }
-    let answer = answers::checkpointing(&strategies[..1], 12, 1 << 40).unwrap();
+    let without_limit = answers::checkpointing(&strategies, 12, None).unwrap();
+    assert!(!without_limit.answer.contains("fit"), "{without_limit:?}");
+    let answer = answers::checkpointing(&strategies[..1], 12, Some(1 << 40)).unwrap();
     assert!(
         answer.answer.starts_with("No strategy saves memory"),
         "{answer:?}"
@@ -199,7 +201,7 @@ fn what_cannot_be_run_is_refused_before_it_is() {
     refusal(measure(&nothing, &workload(1, 8)), &["vocab_size"]);
 }
 
-#[cfg(not(feature = "cuda"))] // where candle's records of tensors are larger, which predictions leave out
+#[cfg(not(feature = "cuda"))] // there candle's records of tensors, which estimates omit, are larger
 mod near {
     use super::super::config;
     use super::{cheap, is_outside};
@@ -208,14 +210,14 @@ mod near {
     use tallow::memory::{Mode, Workload, estimate, measure};
     use tallow::precision::Precision;
 
-    /// Alone in its process, since the counts are the process's. One thread holds what the breakdown says it does; of
-    /// several, on a busy machine, not all may at the same time.
+    /// Runs in its own process, because the tracker counts per process. One thread always allocates the estimated
+    /// scratch memory; of several threads on a busy machine some may be idle.
     #[test]
     fn estimates_are_near_on_a_sample() {
         if child::ran("memory::verification::near::estimates_are_near_on_a_sample") {
             return;
         }
-        // One pool for all: a thread that ends gives back what its products kept.
+        // One pool for all cases, since a thread that ends frees its matmul buffers.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
         let wrong = pool.unwrap().install(|| {
             let mut wrong = Vec::new();
@@ -235,7 +237,7 @@ mod near {
         assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     }
 
-    /// Without a graph a segment's input goes with the segment, while copies of weights go on growing.
+    /// Without a graph a segment's input is freed with the segment, while copies of weights accumulate.
     #[test]
     fn segments_without_a_graph_take_what_is_predicted() {
         if child::ran("memory::verification::near::segments_without_a_graph_take_what_is_predicted")
@@ -256,7 +258,7 @@ mod near {
             let plan = estimate(&config, &workload).unwrap();
             let measured = measure(&config, &workload).unwrap();
             println!("{layers} {strategy}: {} {measured:?}", plan.peak_bytes);
-            // Of tensors and ops; a block's copies of weights have 94,208 bytes.
+            // Records of tensors and ops; one block's copies of weights have 94,208 bytes.
             let records = 12 * 1024 * layers as u64;
             assert!(
                 plan.peak_bytes.abs_diff(measured.peak_bytes) < records,

@@ -1,4 +1,4 @@
-//! Rows, and what they add up to.
+//! Rows of a report, and their sums.
 
 use super::{STEPS, record};
 use crate::check::refusal;

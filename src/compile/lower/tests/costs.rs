@@ -1,4 +1,4 @@
-//! What a plan's ops cost is what its calls do, and what the same ops cost eagerly.
+//! Tests that the costs of a plan's ops equal those of its calls and of the same ops run eagerly.
 
 use super::*;
 use crate::attention::Mask;
@@ -9,7 +9,7 @@ use rstest::rstest;
 
 const CPU: Target = Target::Cpu;
 
-/// Part by part, the FLOPs are those of the part's calls.
+/// Checks that the FLOPs of each part are those of its calls.
 fn check_parts(plan: &Plan) {
     let mut others = vec![0.0; plan.costs().len()];
     let mut products = vec![0.0; plan.costs().len()];
@@ -19,7 +19,7 @@ fn check_parts(plan: &Plan) {
                 assert!(!matches!(call.op, Op::AdamW { .. }));
                 products[part] += call.op.flops();
                 others[part] += plan.cost_of(call).other_flops;
-                // Gradients that are computed with a loss are part of it.
+                // Gradients that are computed with a loss belong to its part.
                 let of_part = plan.costs()[part].phase;
                 assert_eq!(call.phase.name(), of_part.name(), "{call:?}");
             }
@@ -33,7 +33,7 @@ fn check_parts(plan: &Plan) {
     }
 }
 
-/// And without checkpointing, sums are those of the graph's nodes.
+/// Also checks that, without checkpointing, sums equal those of the graph's nodes.
 fn check(planned: &Planned, recomputes: bool) {
     let plan = &planned.lowered.plan;
     check_parts(plan);
@@ -73,7 +73,7 @@ fn of_a_transformer(
     check(&planned, checkpointing != Checkpointing::None);
 }
 
-/// A rope that is planned with attention adds nothing to the FLOPs of softmax: 4 Dh for matmuls and 6 for softmax a
+/// Rotary embeddings planned with attention add nothing to the FLOPs of softmax: 4 Dh for matmuls and 6 for softmax per
 /// score, whatever the target fuses.
 #[rstest]
 fn of_softmax(
@@ -103,7 +103,7 @@ fn of_softmax(
     assert_eq!(attentions, 2);
 }
 
-/// Gates that a memory budget has recomputed are parts, too.
+/// Gates that a memory budget has recomputed are parts too.
 #[test]
 fn of_a_budget() {
     let model = small(2);
@@ -119,7 +119,7 @@ fn of_a_budget() {
     assert_eq!(recomputed, kept + gates);
 }
 
-/// LayerNorm, GELU, maps with a bias, softmax between products, a cross-entropy of logits.
+/// Covers LayerNorm, GELU, linear layers with a bias, softmax between matmuls, and cross-entropy of logits.
 #[rstest]
 fn of_any_loss(
     #[values(CPU, Target::Cuda)] target: Target,

@@ -1,4 +1,4 @@
-//! The update's launches.
+//! Launches of the update.
 
 use super::super::{View, launch_config};
 use super::SOURCE;
@@ -15,9 +15,8 @@ pub(crate) fn prepare(gpu: &CudaDevice) -> Result<()> {
 }
 
 impl Tables {
-    /// Updates some of the entries in place. `updates` ([`WORDS`] for each update) f32 are [`words`]; `clip` (3) f64,
-    /// where there is one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow)
-    /// write.
+    /// Updates a range of entries in place. `updates` ([`WORDS`] per update) f32 are [`words`]. `clip` (3) f64, if
+    /// there is one, was written by [`clip_factor`](super::clip_factor) or [`check_overflow`](super::check_overflow).
     pub(crate) fn adamw(
         &self,
         gpu: &CudaDevice,
@@ -43,8 +42,7 @@ impl Tables {
     }
 }
 
-/// Updates all entries in place, by tables that are made for this step alone. `halves`: as
-/// [`Tables::of_halves`](Tables::of_halves).
+/// Updates all entries in place, by tables that are built for this step only. `halves` selects [`Tables::of_halves`].
 pub(crate) fn step(
     gpu: &CudaDevice,
     entries: &[Entry],
@@ -62,10 +60,10 @@ pub(crate) fn step(
     tables.adamw(gpu, 0..tables.len(), updates_view, None)
 }
 
-/// How many words the kernel reads an update in.
+/// The number of words of an update.
 pub(crate) const WORDS: usize = 9;
 
-/// An update as the kernel reads it.
+/// Returns an update as the kernel reads it.
 pub(crate) fn words(update: &Update) -> [f32; WORDS] {
     let words = [
         update.decay,

@@ -1,38 +1,39 @@
-// Flash attention, backward: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80 and up).
+// Flash attention, backward: dq, dk and dv from the log-sum-exps of forward, by mma.sync (sm_80 and up).
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
-//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
-//   aligned lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
+//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous,
+//   16-byte aligned
+//   lse (B, H, Tq): f32
+//   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
-//   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
-// Scratch, all of it written before it is read:
-//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
-//   and one more: int dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the
-//   fragments that make it
+//   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
+// Scratch, which needs no initial values:
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta
+//   turns (B, H, ceil(Tq / QUERIES)), and the ticket: int
+//   dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the fragments that make it
 //
-// Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns        grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
-//   turns) / 256))
-//                                                    block 256
-//   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
-//                           dynamic shared memory    BACKWARD_SHARED bytes
-//   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
-//                           dynamic shared memory    QUERIES * HEAD_DIM * 2 bytes
+// Three kernels run in this order:
+//   flash_backward_prepare  statistics, turns      grid  max(ceil(rows / PREPARE_ROWS), ceil(turns / 256))
+//                                                  block 256, rows B * H * ceil(Tq / QUERIES) * QUERIES
+//   flash_backward          dk, dv, dq_sums        grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
+//                           dynamic shared memory  BACKWARD_SHARED bytes
+//   flash_backward_finish   dq                     grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
+//                           dynamic shared memory  QUERIES * HEAD_DIM * 2 bytes
 //
-// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that
-// share them. A warp has KEYS * SHARE / WARPS keys: it computes S^T and dP^T for them, so that P^T and dS^T are the
-// left factors of dV and dK in the registers where they were made. dS goes through shared memory, for dQ, whose sum
-// over the keys runs over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of
-// dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order of
-// keys, so who is waited for runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one
-// barrier a tile.
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and loops over the queries of all heads that
+// share them. A warp has KEYS * SHARE / WARPS keys. It computes their S^T and dP^T, so P^T and dS^T are the left
+// operands of dV and dK in the registers where they were computed. dS is written to shared memory for dQ, whose sum
+// over the keys spans warps and blocks. That sum has the order of the keys: a block adds to a tile of dq_sums when it
+// is its turn, so every run has the same bits. Blocks take their keys in order, by ticket, so a block only waits for
+// blocks that already run, a tile of queries ahead. dQ of a tile is computed during the next tile, with one barrier per
+// tile.
 //
-// Wide heads (SHARE 2): two warps have the same keys, each half of a tile's queries and half of the columns of dV and
-// dK, and give each other P^T and dS^T. So a warp has twice the keys, and what it reads of queries serves twice as
-// often: shared memory is what bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from
-// 173 to 210.)
+// Wide heads (SHARE 2): two warps have the same keys. Each has half of a tile's queries and half of the columns of dV
+// and dK, and they exchange P^T and dS^T. A warp thus has twice the keys, and uses what it reads of queries twice as
+// often: shared memory bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from 173 to
+// 210.)
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
@@ -42,23 +43,23 @@
 #ifndef WARPS
 #define WARPS (HEAD_DIM <= 64 ? 4 : 8)
 #endif
-#ifndef SHARE // warps that have the same keys, and share the queries of a tile and the columns of dK and dV
+#ifndef SHARE // warps that have the same keys and share the queries of a tile and the columns of dK and dV
 #define SHARE (HEAD_DIM >= 128 ? 2 : 1)
 #endif
-#ifndef DQ_ROW_WARPS // of the warps, laid over the rows of dQ; the others over its columns
+#ifndef DQ_ROW_WARPS // warps along the rows of dQ; the others are along its columns
 #define DQ_ROW_WARPS (HEAD_DIM == 16 || HEAD_DIM == 96 ? 4 : 2)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
 #endif
-constexpr int THREADS = 32 * WARPS;                 // that compute
-constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16; // blocks of 16 keys that a warp has
-constexpr int DIMS = HEAD_DIM / SHARE;              // columns of dK and dV that a warp has
+constexpr int THREADS = 32 * WARPS;                 // computing threads
+constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16; // blocks of 16 keys per warp
+constexpr int DIMS = HEAD_DIM / SHARE;              // columns of dK and dV per warp
 constexpr int OWN_QUERIES = QUERIES / SHARE;        // queries of a tile whose S and dP a warp computes
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int DQ_ROW_BLOCKS = QUERIES / 16 / DQ_ROW_WARPS;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
-constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS; // of a warp
+constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS; // per warp
 constexpr int DQ_TILE = QUERIES * HEAD_DIM;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
 constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES; // dS^T (KEYS, QUERIES)
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
     __syncthreads();
-    // The first keys first: with a causal mask most queries see them.
+    // The first keys come first: with a causal mask most queries attend to them.
     int kv_head_in_all, key_tile;
     place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
     const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head +
                  first_key * arguments.v_strides.row;
 
-    // Tiles of queries that see a key of this block, head after head of the group.
+    // The tiles of queries that attend to a key of this block, for each head of the group.
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
     const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
@@ -107,10 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
-    // Turns. A tile's sum is added to a step after its S, in the next step, and passed on after the barrier that
-    // follows.
+    // Turns. dQ of a tile is added one step after its S, and the turn is passed after the barrier that follows.
     int* const turns = arguments.turns;
-    int sums_now = 0, sums_1 = 0, sums_2 = 0; // the numbers of this step's tile, the one before, the one before that
+    int sums_now = 0, sums_1 = 0, sums_2 = 0; // the numbers of the tiles of this step and of the two before
     int turn = 0;                             // of sums_1, as read a step ago
     auto await_turn = [&](int step) {
         if (step == 0 || turn >= key_tile) return;
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
     auto pass_turn = [&](int step) {
         if (step < steps) turn = read_turn(turns + sums_now);
-        fence(); // for what is read above as for what is written below
+        fence(); // for the read above and the write below
         if (step > 1) write_turn(turns + sums_2, key_tile + 1);
     };
 
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, warp_query, lane), d_out_right(d_out_tiles, warp_query, lane);
     const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane),
         d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
-    // The queries of the warp that has the same keys, and what it wrote of them.
+    // The queries of the warp with the same keys, and the blocks that it wrote for them.
     const int other_query = SHARE == 1 ? 0 : OWN_QUERIES - warp_query;
     const Blocks<DS_ROW_BYTES, BY_ROWS> of_other =
         Blocks<DS_ROW_BYTES, BY_ROWS>(ds_tiles, warp_key, lane).from_column(other_query);
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
 
-    // A factor of dV or dK, in the registers: P^T or dS^T (keys, queries) of this warp's keys.
+    // A left operand of dV or dK in registers: P^T or dS^T (keys, queries) of this warp's keys.
     typedef u32 Factor[AT_ONCE / 16][K_BLOCKS][4];
 
     // c (keys, AT_ONCE) += left (keys, HEAD_DIM) right (AT_ONCE, HEAD_DIM)^T
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 }
             }
     };
-    // A factor where others find it: in the tile of dS.
+    // Writes an operand to the tile of dS, for other warps.
     auto write_factor = [&](const Factor& factor, int part, int stage) {
 #pragma unroll
         for (int n = 0; n < AT_ONCE / 8; n++)
@@ -223,10 +223,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int m = 0; m < K_BLOCKS; m++)
                 load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
     };
-    // Until the warp with the same keys is here too.
+    // Waits for the warp with the same keys.
     auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SHARE), "n"(32 * SHARE) : "memory"); };
 
-    // dQ of a tile whose dS is in shared memory, added to dq_sums.
+    // Adds dQ of a tile, whose dS is in shared memory, to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {
         const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
         float dq[DQ_ROW_BLOCKS][DQ_COLUMNS / 8][4] = {};
@@ -266,14 +266,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         next.advance(first_tile, end_tile);
         wait_groups<0>();
         if (threadIdx.x == 0) await_turn(step);
-        __syncthreads(); // Q and dO of this step have arrived, dS of the one before is written, dQ two before is added
+        __syncthreads(); // Q, dO of this step arrived; dS of the last is written, dQ of the one before is added
         if (threadIdx.x == 0) pass_turn(step);
         if (step + 1 < steps) copy_queries(stage ^ 1);
         if (step > 0) multiply_dq(sums_1, (stage ^ 1) * DS_TILE_BYTES);
 
-        // Do all queries of the tile see all keys of the warp?
+        // Whether some query of the tile does not attend to all keys of the warp.
         const bool masked = first_query + sizes.offset < first_key + warp_key + 16 * K_BLOCKS - 1 || keys < KEYS;
-        // Do some begin after keys of the warp?
+        // Whether some queries have first keys after the warp's first key.
         const bool begins_later = FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key;
 #pragma unroll
         for (int part = 0; part < OWN_QUERIES; part += AT_ONCE) {
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int key = warp_key + m * 16 + quad_row + i / 2 * 8;
-                        // The first query, counted from this thread's first, that sees the key.
+                        // The first query, counted from this thread's first, that attends to the key.
                         const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
                                             first_query - warp_query - part - quad_column - i % 2;
 #pragma unroll
@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 multiply_by_queries(dv, p, d_out_rows, part, own_rows);
                 multiply_by_queries(dk, ds, q_rows, part, own_rows);
             } else {
-                // P goes through the tile of dS before dS does: it costs no room of its own.
+                // P is exchanged through the tile of dS before dS is written there, so it needs no extra memory.
                 const u32 other_rows = q_stage + other_query * ROW_BYTES;
                 Factor other;
                 write_factor(p, part, stage);
@@ -383,10 +383,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     if (threadIdx.x == 0 && steps > 0) pass_turn(steps);
     if (steps > 0) multiply_dq(sums_1, (steps - 1) % 2 * DS_TILE_BYTES);
-    __syncthreads(); // K and V are not read any more
+    __syncthreads(); // K and V are no longer read
     if (steps > 0 && threadIdx.x == 0) fence(), write_turn(turns + sums_1, key_tile + 1);
 
-    // dK and dV, by way of the tiles of K and V.
+    // Writes dK and dV through the tiles of K and V.
     const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
 #pragma unroll
     for (int m = 0; m < K_BLOCKS; m++)
@@ -423,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float4* sums = reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * DQ_TILE / 4 +
                          warp * VECTORS * 32 + lane;
     const FirstKeys first_keys(arguments.first_keys, sizes, head_in_all / sizes.heads);
-    // No block has come to queries that see no key.
+    // No block has visited queries without keys.
     const bool seen = arguments.turns[blockIdx.x] > first_to_meet(first_keys, sizes, first / QUERIES);
 #pragma unroll
     for (int m = 0; m < DQ_ROW_BLOCKS; m++)

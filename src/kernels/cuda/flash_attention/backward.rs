@@ -1,4 +1,4 @@
-//! The backward's launches: statistics of the rows, the products, and dq rounded.
+//! Launches of backward: row statistics, gradients, and dq rounded.
 
 use super::arguments::{
     BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Dropped, Heads, Map, Strides,
@@ -40,25 +40,25 @@ const HOPPER: Source = Source {
     ],
 };
 
-/// What is read.
+/// The inputs of backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Inputs<'a> {
     pub q: Heads<'a>,
     pub k: Heads<'a>,
     pub v: Heads<'a>,
     pub out: Heads<'a>,
-    /// What rounding took from out, where that was kept (of f32 nothing is): (B, H, Tq, Dh) contiguous.
+    /// The rounding error of out, if it was saved (in f32 there is none): (B, H, Tq, Dh) contiguous.
     pub rounding_error: Option<View<'a>>,
     pub d_out: Heads<'a>,
     /// (parts, B, H, Tq) f32.
     pub lse: View<'a>,
-    /// (B, Tq) u32, contiguous: as forward had them.
+    /// (B, Tq) u32, contiguous, as in forward.
     pub first_keys: Option<View<'a>>,
-    /// Which probabilities forward dropped, if it did.
+    /// The dropout of the probabilities, as in forward.
     pub dropout: Option<Dropped<'a>>,
 }
 
-/// What is written.
+/// The outputs of backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Gradients<'a> {
     pub dq: Heads<'a>,
@@ -66,7 +66,7 @@ pub(crate) struct Gradients<'a> {
     pub dv: Heads<'a>,
 }
 
-/// The kernels for every GPU, as they are compiled for such a call.
+/// Returns the kernels for every GPU and their launch sizes, for a call.
 fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
     if dtype == DType::F32 {
         return super::f32::backward(head_dim, tf32);
@@ -84,13 +84,13 @@ fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
     }
 }
 
-/// Tiles of Hopper's own kernels, where the GPU and the call have them.
+/// Returns the tiles of the Hopper kernels, if the GPU and the call have them.
 fn of_hopper(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
     let tiles = tiles::BackwardHopper::new(head_dim);
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
 
-/// What a block shares, for such a call.
+/// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
     match of_hopper(gpu, dtype, head_dim) {
@@ -99,20 +99,20 @@ pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &S
     }
 }
 
-/// Words of the statistics, three at most of a query, and the sums of dq of so many tiles of queries, and of the turns:
-/// two a tile (Hopper's kernel takes turns for each half of it), and a ticket.
+/// Returns the words of the statistics (at most three per query), of the sums of dq, and of the turns: two per tile of
+/// queries, since the Hopper kernel adds its halves separately, and a ticket.
 fn parts(tiles_of_queries: usize, queries: usize, head_dim: usize) -> [usize; 3] {
     let rows = tiles_of_queries * queries;
     [3 * rows, rows * head_dim, 2 * tiles_of_queries + 1]
 }
 
-/// How many tiles of queries there are, each of one head.
+/// Returns the number of tiles of queries over all heads.
 fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
     sizes.batch * sizes.heads * sizes.queries.div_ceil(queries)
 }
 
-/// The gradients of q, k and v, products of f32 as forward's were. `workspace`
-/// ([`flash_backward`](crate::kernels::workspace::flash_backward)) u32 is room to work in.
+/// Computes the gradients of q, k and v. `tf32` must be that of forward. `workspace` u32 is scratch of
+/// [`flash_backward`](crate::kernels::workspace::flash_backward) words.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     sizes: &Sizes,
@@ -140,7 +140,7 @@ pub(crate) fn backward(
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
     let rows = tiles_of_queries * queries;
-    // `prepare` writes statistics and turns, and the first tile of keys its part of the sums.
+    // `prepare` writes statistics and turns. The first tile of keys overwrites its part of the sums.
     let mut room = Workspace::new(workspace);
     let [statistics, dq_sums, turns] =
         parts(tiles_of_queries, queries, head_dim).map(|len| room.take(len).pointer);
@@ -178,7 +178,7 @@ pub(crate) fn backward(
         kernel.allow_shared_bytes(shared_bytes)?;
         let mut launch = kernel.builder();
         launch.arg(&arguments);
-        // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
+        // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
         unsafe { launch.launch(line(blocks, threads, shared_bytes)) }.w()?;
         Ok(())
     };
@@ -233,7 +233,7 @@ mod tests {
     use super::*;
     use crate::kernels::{Mask, workspace};
 
-    /// What is planned before there is a GPU holds the parts of every kernel, wherever it begins.
+    /// The planned size holds the parts of every kernel, wherever the workspace begins.
     #[test]
     fn the_workspace_holds_all_parts() {
         for head_dim in 1..=256 {

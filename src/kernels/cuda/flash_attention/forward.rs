@@ -1,4 +1,4 @@
-//! The forward's launches.
+//! Launches of forward.
 
 use super::arguments::{
     CallSizes, DropoutArguments, Dropped, ForwardArguments, ForwardHopperArguments, Heads, Map,
@@ -38,39 +38,37 @@ const HOPPER: Source = Source {
     ],
 };
 
-/// What is read.
+/// The inputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardInputs<'a> {
     pub q: Heads<'a>,
     pub k: Heads<'a>,
     pub v: Heads<'a>,
-    /// (B, Tq) u32, contiguous: a query of any head sees no key before the one that its sequence has there; it never
-    /// falls from one query to the next.
+    /// (B, Tq) u32, contiguous: the first key of each query of a sequence, the same for all heads, never decreasing.
     pub first_keys: Option<View<'a>>,
-    /// Which probabilities are dropped, if any are.
+    /// The dropout of the probabilities, if there is any.
     pub dropout: Option<Dropped<'a>>,
 }
 
-/// What is written.
+/// The outputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct Outputs<'a> {
-    /// (B, H, Tq, Dh), as it lies.
+    /// (B, H, Tq, Dh), strided.
     pub out: Heads<'a>,
-    /// What rounding took from out, where that is wanted (of f32 it takes nothing): (B, H, Tq, Dh) contiguous, in its
-    /// dtype.
+    /// The rounding error of out, if it is needed (in f32 there is none): (B, H, Tq, Dh) contiguous, in out's dtype.
     pub rounding_error: Option<View<'a>>,
-    /// (B, H, Tq) f32.
+    /// (B, H, Tq) f32; for heads in f32 followed by the rounding error of lse, in the same shape.
     pub lse: View<'a>,
 }
 
 impl Outputs<'_> {
-    /// Where what rounding took from out goes, or null.
+    /// Returns the address of the rounding error of out, or null.
     fn rounding_error(&self) -> u64 {
         self.rounding_error.map_or(0, |rest| rest.pointer)
     }
 }
 
-/// The kernel for every GPU, as it is compiled for such a call.
+/// Returns the kernel for every GPU and its launch sizes, for a call.
 fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
     let head_dim = compiled_head_dim(sizes.head_dim);
     if dtype == DType::F32 {
@@ -86,19 +84,18 @@ fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
     }
 }
 
-/// Tiles of Hopper's own kernel, where the GPU and the call have one.
+/// Returns the tiles of the Hopper kernel, if the GPU and the call have one.
 fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys);
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
 
-/// Numbers from which Hopper's blocks draw their work.
+/// The number of counters with which Hopper's blocks draw their tiles.
 const TICKETS: usize = 2;
 
-/// Attention of q, k and v, products of f32 in TF32 or with f32's accuracy. `workspace`
-/// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside
-/// one another need their own.
+/// Computes the attention of q, k and v. `tf32` selects TF32 or the accuracy of f32 for heads in f32. `workspace` u32
+/// is scratch of [`flash_forward`](crate::kernels::workspace::flash_forward) words; concurrent launches need one each.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     sizes: &Sizes,
@@ -115,7 +112,7 @@ pub(crate) fn forward(
     }
 }
 
-/// What a block shares, for such a call.
+/// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     match of_hopper(gpu, dtype, sizes) {
         Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
@@ -162,7 +159,7 @@ fn launch_generic(
     let blocks = sizes.queries.div_ceil(form.rows) * all_heads;
     let mut launch = kernel.builder();
     launch.arg(&arguments);
-    // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
+    // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
     unsafe { launch.launch(line(blocks, form.threads, form.shared_bytes)) }.w()?;
     Ok(())
 }
@@ -188,7 +185,7 @@ fn hopper(
     let kernel = HOPPER.kernel_with(gpu, &definitions, "flash_forward_hopper", element)?;
     let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
-    // As many heads as have their keys in the level-2 cache together.
+    // As many heads as fit in the level-2 cache with their keys.
     let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
     let tickets = Workspace::new(workspace).take(TICKETS);
     set_to_zero(gpu, tickets)?;
@@ -211,7 +208,7 @@ fn hopper(
     let blocks = tiles_in_all.min(multiprocessors(gpu)?);
     let mut launch = kernel.builder();
     launch.arg(&arguments);
-    // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
+    // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
     unsafe { launch.launch(line(blocks, tiles.threads(), shared_bytes)) }.w()?;
     Ok(())
 }

@@ -4,14 +4,14 @@ use crate::kernels::Mask;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::Definition;
 
-/// The head dimension that kernels are compiled for: the smallest that holds the call's.
+/// Returns the head dimension that a kernel is compiled for: the smallest that holds the call's.
 pub(super) fn compiled_head_dim(head_dim: usize) -> usize {
     const COMPILED: [usize; 6] = [16, 32, 64, 96, 128, 256];
     let holds = COMPILED.into_iter().find(|compiled| head_dim <= *compiled);
     holds.unwrap_or(256)
 }
 
-/// Of `forward.cu`.
+/// Tiles of `forward.cu`.
 pub(super) struct Forward {
     pub rows: usize,
     pub columns: usize,
@@ -51,14 +51,14 @@ impl Forward {
     }
 }
 
-/// Of `forward_hopper.cu`.
+/// Tiles of `forward_hopper.cu`.
 pub(super) struct ForwardHopper {
     pub groups_of_rows: usize,
     pub columns: usize,
 }
 
 impl ForwardHopper {
-    /// `None` for head dimensions that it has no form for.
+    /// Returns `None` for head dimensions without a Hopper kernel.
     pub(super) fn new(head_dim: usize, keys: usize) -> Option<Self> {
         let (groups_of_rows, columns) = match head_dim {
             64 if keys > 1024 => (3, 128),
@@ -76,7 +76,7 @@ impl ForwardHopper {
         64 * self.groups_of_rows
     }
 
-    /// A warpgroup copies, the others multiply.
+    /// One warpgroup copies, the others multiply.
     pub(super) fn threads(&self) -> usize {
         128 * (self.groups_of_rows + 1)
     }
@@ -94,7 +94,7 @@ impl ForwardHopper {
     }
 }
 
-/// Of `backward.cu`.
+/// Tiles of `backward.cu`.
 pub(super) struct Backward {
     pub keys: usize,
     pub queries: usize,
@@ -145,16 +145,16 @@ impl Backward {
     }
 }
 
-/// Of `backward_hopper.cu`.
+/// Tiles of `backward_hopper.cu`.
 pub(super) struct BackwardHopper {
     pub queries: usize,
 }
 
 impl BackwardHopper {
-    /// Keys of a block.
+    /// Keys per block.
     pub(super) const KEYS: usize = 128;
 
-    /// `None` for head dimensions that it has no form for.
+    /// Returns `None` for head dimensions without a Hopper kernel.
     pub(super) fn new(head_dim: usize) -> Option<Self> {
         let known = matches!(head_dim, 64 | 128);
         known.then(|| Self {
@@ -162,9 +162,8 @@ impl BackwardHopper {
         })
     }
 
-    /// Of how many heads the blocks under way take keys. The more blocks a head has, the more of its queries and dQ
-    /// they find in the L2 cache, and the longer they wait for each other to add to dQ. (H200, T 512 to 16k, Dh 64 and
-    /// 128.)
+    /// Returns the number of heads of concurrent blocks. With more blocks per head, more of its queries and dQ are in
+    /// the level-2 cache, but blocks wait longer to add to dQ. (H200, T 512 to 16k, Dh 64 and 128.)
     pub(super) fn heads_at_once(&self, sizes: &Sizes) -> usize {
         let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
         match sizes.mask {

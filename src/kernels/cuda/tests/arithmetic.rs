@@ -1,12 +1,12 @@
-//! Sums of buffers that lie anywhere, the second repeated or not: the bits of a sum in f32 that is rounded once.
+//! Elementwise sums at any address, with and without repetition of b: the bits of an f32 sum that is rounded once.
 
 use super::super::arithmetic::add;
 use super::{Buffer, Element, bits, gpu, numbers};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// How often b is repeated, and its length: less than a pack, rows between vectors, shorter and longer than a block,
-/// and those that end beside a block's end.
+/// Repeats of b, and its length: less than a pack, rows between vectors, shorter and longer than a block, and lengths
+/// that end near the end of a block.
 const REPEATED: [(usize, usize); 14] = [
     (1, 1),
     (1, 7),
@@ -24,7 +24,7 @@ const REPEATED: [(usize, usize); 14] = [
     (7, 5003),
 ];
 
-/// Of a, b and y, in elements.
+/// Offsets of a, b and y, in elements.
 const OFFSETS: [[usize; 3]; 4] = [[0, 0, 0], [1, 1, 1], [0, 1, 2], [3, 0, 0]];
 
 #[test]
@@ -67,7 +67,7 @@ fn sums<A: Element, B: Element, Y: Element>(
     add(gpu, of_a, of_b, y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), exact, "{what}");
     assert_eq!(bits(&on_gpu.1.read(gpu)), bits(&b), "{what}: b");
-    // Where an operand lies.
+    // In place of an operand.
     if B::DTYPE == Y::DTYPE && period == n {
         add(gpu, of_a, of_b, of_b).unwrap();
         assert_eq!(bits(&on_gpu.1.read(gpu)), exact, "{what}, where b lay");

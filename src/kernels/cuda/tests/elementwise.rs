@@ -1,5 +1,4 @@
-//! Activations in place, biases laid out and their gradients, repeated rows: anywhere in memory, nothing written
-//! beside.
+//! Activations in place, biases and their gradients, repeated rows: at any address, without writes out of bounds.
 
 use super::super::{activation, bias, repeat};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};

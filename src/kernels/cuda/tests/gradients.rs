@@ -1,4 +1,4 @@
-//! AdamW and what comes before it, by tables.
+//! AdamW and the passes before it, by tables.
 
 use super::super::View;
 use super::super::adamw::{self, Entry, Tables, words};
@@ -9,10 +9,10 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 
-/// Less than a pack, several chunks with a rest, one chunk.
+/// Less than a pack, several chunks with a remainder, one chunk.
 const LENS: [usize; 3] = [1, 2 * 8192 + 5, 700];
 
-/// Values, gradients and both moments of all parameters, on the GPU and before, and copies of the values.
+/// All parameters: values, gradients and both moments, on the GPU and as they were before, and copies of the values.
 struct Parameters {
     before: Vec<[Vec<f32>; 4]>,
     on_gpu: Vec<[Buffer<f32>; 4]>,
@@ -51,7 +51,7 @@ impl Parameters {
         Tables::new(gpu, &entries).unwrap()
     }
 
-    /// Every bit of value and moments is the CPU's, by this factor; or as it was, without one.
+    /// Asserts that value and moments have the bits of a CPU update with this factor, or are unchanged without one.
     fn assert_updated(&self, gpu: &CudaDevice, number: usize, factor: Option<f64>) {
         let [mut value, gradient, mut m, mut v] = self.before[number].clone();
         if let Some(factor) = factor {
@@ -77,7 +77,7 @@ fn updates_on(gpu: &CudaDevice) -> Buffer<f32> {
     Buffer::new(gpu, &words, 0)
 }
 
-/// Norm, factor, whether the update is left out, and the culprit.
+/// Returns the norm, the factor, whether the update is skipped, and the first tensor that is not finite.
 fn clip_words(gpu: &CudaDevice, clip: &Buffer<f64>) -> (f64, f64, u32, i32) {
     let words = clip.read(gpu);
     let last = words[2].to_bits();
@@ -97,7 +97,7 @@ fn updates_have_the_bits_of_the_cpu() {
     parameters.assert_updated(&gpu, 2, Some(1.0));
 }
 
-/// Of values in f32, and of such as have parameters in bf16.
+/// For values in f32, and for parameters in bf16.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn moments_in_bf16_are_rounded_as_on_the_cpu() {
@@ -183,7 +183,7 @@ fn norms_clip_the_update() {
         bits(&squares.read(&gpu)[1..])
     );
 
-    // Some of the gradients in bf16, and the sums where they belong.
+    // With some of the gradients in bf16. Sums must keep their order.
     let halves = parameters.before.iter().map(|[_, gradient, ..]| {
         let halves: Vec<bf16> = gradient.iter().map(|g| bf16::from_f32(*g)).collect();
         halves
@@ -255,7 +255,7 @@ fn an_overflow_leaves_everything_as_it_was() {
     let gpu = gpu();
     let parameters = Parameters::new(&gpu);
     let mut gradient = parameters.before[2][1].clone();
-    gradient[699] = f32::MAX; // finite, and too much once it is doubled
+    gradient[699] = f32::MAX; // finite, but not after doubling
     let entries = [
         (0, None),
         (1, None),

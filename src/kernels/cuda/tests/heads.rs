@@ -1,4 +1,4 @@
-//! Flash attention on heads that lie side by side in wider rows: the bits of heads that lie apart.
+//! Flash attention on heads in packed rows has the same bits as on contiguous heads.
 
 use super::super::flash_attention::{
     self as flash, ForwardInputs, Gradients, Heads, Inputs, Outputs,
@@ -37,7 +37,7 @@ fn heads_of_packed_rows() {
     }
 }
 
-/// Numbers of heads (B, T, H, Dh) as they lie apart, (B, H, T, Dh).
+/// Reorders heads (B, T, H, Dh) to (B, H, T, Dh).
 fn apart<T: Element>(values: &[T], sizes: &Sizes) -> Vec<T> {
     let (heads, length, dim) = (sizes.heads, sizes.queries, sizes.head_dim);
     let rows = (0..sizes.batch).flat_map(move |b| {
@@ -47,7 +47,7 @@ fn apart<T: Element>(values: &[T], sizes: &Sizes) -> Vec<T> {
         .collect()
 }
 
-/// One part of `parts` in a row, each (H, Dh).
+/// Returns part `number` of rows of `parts` parts (H, Dh).
 fn part<T: Element>(values: &[T], sizes: &Sizes, number: usize, parts: usize) -> Vec<T> {
     let width = sizes.heads * sizes.head_dim;
     let rows = values.chunks(parts * width);
@@ -55,7 +55,7 @@ fn part<T: Element>(values: &[T], sizes: &Sizes, number: usize, parts: usize) ->
         .collect()
 }
 
-/// Heads that lie apart.
+/// Returns contiguous heads.
 fn contiguous<'a, T: Element>(gpu: &CudaDevice, buffer: &'a Buffer<T>, sizes: &Sizes) -> Heads<'a> {
     let row = sizes.head_dim;
     Heads {
@@ -65,7 +65,7 @@ fn contiguous<'a, T: Element>(gpu: &CudaDevice, buffer: &'a Buffer<T>, sizes: &S
     }
 }
 
-/// Heads that are one part of `parts` in a row.
+/// Returns the heads of part `number` of rows of `parts` parts.
 fn in_rows<'a, T: Element>(
     gpu: &CudaDevice,
     buffer: &'a Buffer<T>,
@@ -89,7 +89,7 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
     let n = sizes.batch * sizes.heads * sizes.queries * sizes.head_dim;
     let (qkv, d_out) = (numbers::<T>(3 * n, 1), numbers::<T>(n, 2));
     let rows = sizes.batch * sizes.heads * sizes.queries;
-    // What was there before has no say.
+    // The previous content of scratch must have no effect.
     let room = |len| Buffer::<u32>::room(gpu, len, 0);
 
     let run = |[q, k, v]: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {

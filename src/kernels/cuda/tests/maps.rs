@@ -1,4 +1,4 @@
-//! Elementwise maps where an operand lies, and casts of integers: as the CPU has them.
+//! Elementwise maps, also in place, and casts of integers, against the CPU.
 
 use super::super::{cast, elementwise};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
@@ -6,10 +6,10 @@ use crate::kernels::cpu::{Stored, arithmetic as on_cpu, relu};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// Less than a pack, whole packs, between blocks.
+/// Less than a pack, full packs, not a multiple of a block.
 const SIZES: [usize; 6] = [0, 1, 7, 4096, 4099, 100_003];
 
-/// A map's name, its factor, and whether its bits are the CPU's.
+/// A map's name, its factor, whether its bits must be the CPU's, and the CPU's function.
 type Map<T> = (&'static str, f64, bool, fn(&[T], &[T], f64, &mut [T]));
 
 fn maps<T: Stored>() -> Vec<Map<T>> {
@@ -33,7 +33,7 @@ fn maps<T: Stored>() -> Vec<Map<T>> {
     ]
 }
 
-/// Of numbers above 0.
+/// Maps of positive numbers.
 fn maps_above_zero<T: Stored>() -> Vec<Map<T>> {
     vec![
         ("log", 0.0, false, |a, _, _, y| on_cpu::log(a, y)),
@@ -99,7 +99,7 @@ fn one<T: Element + Stored>(
     check("where a lay", &of_a.read(gpu));
 }
 
-/// What is not finite goes its way.
+/// NaN and infinities are propagated.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_nan_stays_one() {

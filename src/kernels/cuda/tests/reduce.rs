@@ -1,4 +1,4 @@
-//! Sums of whole buffers and their gradient, and log-softmax, judged by f64; the same bits every time.
+//! Sums of buffers, their gradient, and log-softmax against f64; two runs have the same bits.
 
 use super::super::{log_softmax, reduce};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
@@ -21,7 +21,7 @@ fn sums() {
 }
 
 fn summed<T: Element>(gpu: &CudaDevice, n: usize, offset: usize) {
-    // All above 0, so that the sum is no small difference.
+    // All are positive, so that the sum is not a small difference.
     let x = numbers::<T>(n, 1)
         .iter()
         .map(|x| T::from_f64(x.to_f64().abs()))

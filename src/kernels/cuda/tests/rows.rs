@@ -1,4 +1,4 @@
-//! Kernels on rows: norms beside a wider stream, gates and probabilities in place, heads in wider rows, casts.
+//! Row kernels: norms with x wider than y, gates and probabilities in place, heads in wider rows, casts.
 
 use super::super::norm::{self, Gradients, Inputs, Outputs};
 use super::super::{cast, gated, rope, softmax};
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 #[ignore = "needs a CUDA device"]
 fn norms_of_a_wider_stream() {
     let gpu = gpu();
-    // Rows of one warp and of many, one and several to a block, in turns; rows of threads beyond the last row.
+    // Rows of one warp and of many; one and several rows per block, also in turns; idle threads.
     for (rows, width) in [
         (1, 1),
         (7, 65),
@@ -32,7 +32,7 @@ fn norms_of_a_wider_stream() {
     }
 }
 
-/// y, the statistics, dx, dw and db of what is normed, by the formulas in f64.
+/// Returns y, the statistics, dx, dw and db in f64; `s` is the input of the norm.
 fn exact(of: Norm, eps: f64, s: &[f64], dy: &[f64], weight: &[f64], bias: &[f64]) -> [Vec<f64>; 5] {
     let width = weight.len();
     let count = width as f64;
@@ -81,7 +81,7 @@ fn norm<X: Element, Y: Element>(
         Norm::Rms | Norm::OffsetRms => vec![0.0; width],
         Norm::Layer => numbers::<f32>(width, 8),
     };
-    let eps = if width <= 2 { 2.0 } else { 1e-5 }; // in shorter rows of LayerNorm what is left of dx is rounding
+    let eps = if width <= 2 { 2.0 } else { 1e-5 }; // in shorter rows of LayerNorm dx is only a rounding error
     let exact_of = |s: &[f64]| exact(of, eps, s, &wide(&dy), &wide(&weight), &wide(&bias));
     let on_gpu = Buffer::new(gpu, &x, offset);
     let [weights, biases] = [&weight, &bias].map(|values| Buffer::new(gpu, values, offset));
@@ -109,7 +109,7 @@ fn norm<X: Element, Y: Element>(
     assert_close("y", &y, &exact_y);
     assert_close("statistics", &statistics.read(gpu), &exact_statistics);
 
-    // The sum where x lies.
+    // With the sum written over x.
     let x_apart = Buffer::new(gpu, &x, offset);
     let branch_on_gpu = Buffer::new(gpu, &branch, offset);
     let branch_view = branch_on_gpu.view(gpu);
@@ -122,7 +122,7 @@ fn norm<X: Element, Y: Element>(
     assert_close("y of the sum", &y, &exact_y);
     assert_close("its statistics", &statistics.read(gpu), &exact_statistics);
 
-    // The same without the sum.
+    // Without writing the sum, the results are the same.
     let (y_alone, alone) = forward(inputs(x_apart.view(gpu), Some(branch_view)), None);
     assert_eq!(bits(&y_alone), bits(&y));
     assert_eq!(bits(&alone.read(gpu)), bits(&statistics.read(gpu)));
@@ -139,7 +139,7 @@ fn norm<X: Element, Y: Element>(
             dx: dx.view(gpu),
             add_dx: true,
             copy: Some(copy.view(gpu)),
-            y: Some(on_gpu.view(gpu)), // where dy lies
+            y: Some(on_gpu.view(gpu)), // in place of dy
             dw: dw.view(gpu),
             add_dw: true,
             db: (of == Norm::Layer).then(|| db.view(gpu)),
@@ -164,7 +164,7 @@ fn norm<X: Element, Y: Element>(
         Norm::Rms | Norm::OffsetRms => assert_eq!(bits(&db), bits(&db_before)),
         Norm::Layer => assert_close("db", &db, &with(wide(&db_before), exact_db)),
     }
-    // The same from what the sum is made of, where its branch is the narrower one.
+    // Backward from x and a narrower branch gives the same bits as from their sum.
     if X::DTYPE != Y::DTYPE {
         let again = backward(inputs(x_apart.view(gpu), Some(branch_view)));
         assert_eq!(bits(&again.0), bits(&dx));
@@ -283,7 +283,7 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
     let p = Buffer::new(gpu, &x, 0);
     softmax::forward(gpu, scores, p.view(gpu), p.view(gpu)).unwrap();
     assert_close("p", &p.read(gpu), &exact);
-    // As products leave them, for results in any dtype.
+    // Scores in f32, as matmuls write them, with results in any dtype.
     let [x, dp] = [x, dp].map(|values| -> Vec<f32> {
         let narrow = values.iter().map(|x| x.to_f64() as f32);
         narrow.collect()
@@ -317,7 +317,7 @@ fn heads_turned_where_they_lie() {
     }
 }
 
-/// q and k of packed q, k and v.
+/// Rotates q and k in packed rows of q, k and v.
 fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: usize) {
     let (batch, row, half) = (3, 3 * heads * head_dim, head_dim / 2);
     let qkv = numbers::<T>(batch * length * row, 1);

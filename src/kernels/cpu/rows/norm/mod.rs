@@ -54,7 +54,7 @@ pub fn forward<X: Stored<Wide = Y::Wide>, Y: Stored>(
     }
 }
 
-/// Returns what a row's normed elements are multiplied by.
+/// Returns the factors of a row's normed elements: the weight, or 1 + weight.
 fn factors_of<W: Real>(norm: Norm, weight: &[W]) -> Cow<'_, [W]> {
     match norm {
         Norm::Rms | Norm::Layer => weight.into(),
@@ -83,7 +83,7 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
                     let at = (first + i) * width;
                     let mut row = &x[at..at + width];
                     if let Some((branch, sum)) = &branch {
-                        // SAFETY: this task's rows.
+                        // SAFETY: only this task has these rows.
                         let sum = unsafe { sum.range(at, width) };
                         add_row(row, &branch[at..at + width], sum);
                         row = sum;
@@ -305,7 +305,7 @@ fn backward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     };
     let sums = Shared::new(&mut *partials);
     parallel::for_tasks(rows.div_ceil(BLOCK_ROWS), |task| {
-        // SAFETY: this task's part.
+        // SAFETY: only this task has these sums.
         let sums = unsafe { sums.range(task * kept * width, kept * width) };
         let (mut of_x, mut of_dy) = (Room::<X>::new(width), Room::<Y>::new(width));
         let mut of_dx = Room::<X>::new(width);
@@ -318,7 +318,7 @@ fn backward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
                     let at = row * width;
                     let moments = [statistics[row * kept], statistics[row * kept + kept - 1]];
                     let x = of_x.wide(&x[at..at + width]);
-                    // SAFETY: this task's rows.
+                    // SAFETY: only this task has these rows.
                     let dx = unsafe { dx.range(at, width) };
                     let mut gradient = |dy: &[Y]| {
                         let inputs = [of_dy.wide(dy), x, weight];

@@ -1,8 +1,5 @@
-//! Flash attention of heads in f32, on tensor cores: products in TF32, or each as three of them, which is about as
-//! near as f32's own.
-//!
-//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches,
-//! which are those of the kernels for every GPU.
+//! Flash attention of heads in f32 on tensor cores. A matmul is one in TF32, or three with about the accuracy of f32.
+//! Launches are those of the kernels for every GPU.
 
 mod tiles;
 
@@ -33,7 +30,7 @@ const BACKWARD: Source = Source {
     ],
 };
 
-/// The forward for a compiled head dimension.
+/// Returns the forward kernel for a compiled head dimension.
 pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
     let tiles = tiles::Forward::new(head_dim, tf32);
     Forward {
@@ -45,7 +42,7 @@ pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
     }
 }
 
-/// The backward for a compiled head dimension.
+/// Returns the backward kernels for a compiled head dimension.
 pub(super) fn backward(head_dim: usize, tf32: bool) -> Backward {
     let tiles = tiles::Backward::new(head_dim, tf32);
     Backward {

@@ -1,34 +1,30 @@
 //! What a training step does besides its arithmetic: calls, bytes that they read and write, allocations.
 
+use super::answers::Pair;
+use super::words::{self, compared};
 use candle_core::Device;
-use serde::{Deserialize, Serialize};
-use tallow::bench::{EndToEnd, Execution, Step, time_once};
+use serde::Serialize;
+use tallow::bench::{EndToEnd, EndToEndRow, Execution, Step, time_once};
 use tallow::memory::{self, RecordConfig, Recorder};
 use tallow::profile::{Profiler, Recording, Span};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, Verdict, counted, format_mib, group_digits};
 use tallow::{Error, Result};
 
-/// What was counted in a step, with its memory and the time that planning took.
+/// What was counted in a training step, with its memory and the time that planning took.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Counted {
+    /// The name of the configuration's training step.
     pub configuration: String,
     pub execution: &'static str,
     pub calls: usize,
     pub operand_bytes: f64,
     pub allocations: Option<usize>,
     pub allocated_bytes: Option<u64>,
-    #[serde(flatten)]
-    pub memory: StepMemory,
-    pub plan_ms: Option<f64>,
-}
-
-/// The memory of a step, from its row.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct StepMemory {
     pub peak_bytes: Option<u64>,
     pub resident_peak_bytes: Option<u64>,
     pub reserved_peak_bytes: Option<u64>,
-    pub estimate_bytes: Option<u64>,
+    pub estimate_bytes: u64,
+    pub plan_ms: Option<f64>,
 }
 
 /// A row for each execution of a model.
@@ -41,7 +37,7 @@ pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
     Ok(Report {
         title: "What a training step does".into(),
         columns: vec![
-            Column::text("configuration", "B-T-d-L-H"),
+            Column::text("configuration", "Run"),
             Column::text("execution", "Step"),
             Column::count("calls", "Calls"),
             Column::mib("operand_bytes", "Operands"),
@@ -69,9 +65,9 @@ const PROFILED: usize = 3;
 /// Allocated bytes are summed over blocks of this size and larger.
 const COUNTED_FROM_BYTES: u64 = 4096;
 
-/// Counts what a training step does, in a run of its own: of the first steps the third is recorded block by block, and
+/// Counts what the training step of `row` does, in a run of its own: of the first steps the third is recorded block by block, and
 /// some after it are profiled. On a GPU that records no blocks, allocations stay unknown.
-pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
+pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Counted> {
     let counting = EndToEnd {
         warmup_steps: 0,
         steps: 3 + PROFILED,
@@ -79,6 +75,10 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
     };
     let mut counted = Counted {
         execution: run.execution.name(),
+        peak_bytes: row.peak_bytes(),
+        resident_peak_bytes: row.memory.as_ref().and_then(|own| own.resident_peak_bytes),
+        reserved_peak_bytes: row.memory.as_ref().and_then(|own| own.reserved_peak_bytes),
+        estimate_bytes: row.estimate_bytes,
         ..Default::default()
     };
     let mut recorder: Option<Recorder> = None;
@@ -128,4 +128,65 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Counted> {
         counted.plan_ms = Some(plan_ms);
     }
     Ok(counted)
+}
+
+/// What a planned training step does less of than an eager one, and whether it is faster.
+pub fn reasons(eager: &Counted, planned: &Counted, step: &Pair) -> String {
+    let mut less = Vec::new();
+    let mut not_less = Vec::new();
+    let mut compare = |what: &str, pair: Option<(f64, f64)>, is_mib: bool| {
+        let Some((eager, planned)) = pair else {
+            return;
+        };
+        let show = |x: f64| match is_mib {
+            true => format_mib(x as u64),
+            false => group_digits(x as u64),
+        };
+        let text = format!("{what} {} instead of {}", show(planned), show(eager));
+        match planned / eager {
+            ratio if ratio < 0.98 => less.push(text),
+            ratio if ratio > 1.02 => not_less.push(text),
+            _ => {}
+        }
+    };
+    let both = |of: fn(&Counted) -> Option<f64>| of(eager).zip(of(planned));
+    // What candle's graph does between eager ops is not counted: more in a planned step shows nothing.
+    let traffic = both(|c| Some(c.operand_bytes)).filter(|(eager, planned)| planned < eager);
+    compare("memory traffic", traffic, true);
+    compare("allocations", both(|c| Some(c.allocations? as f64)), false);
+    compare(
+        "bytes allocated",
+        both(|c| Some(c.allocated_bytes? as f64)),
+        true,
+    );
+    compare("peak memory", both(|c| Some(c.peak_bytes? as f64)), true);
+    let mut text = format!("{}: ", step.name);
+    text += &match step.speedup {
+        Some(speedup) => compared("a planned step", "an eager one", speedup),
+        None => "the steps' times cannot be compared".into(),
+    };
+    text += ".";
+    if !less.is_empty() {
+        text += &format!(" Less in a planned step: {}.", less.join(", "));
+    }
+    if !not_less.is_empty() {
+        text += &format!(" Not less: {}.", not_less.join(", "));
+    }
+    let is_faster = step.speedup.map(|speedup| speedup.verdict()) == Some(Verdict::Faster);
+    text += match (is_faster, less.is_empty()) {
+        (true, false) => {
+            " This agrees with a faster step; the counts do not tell how much each contributes."
+        }
+        (true, true) => " These counts do not explain the faster step.",
+        (false, _) => "",
+    };
+    let gain_ms = step.before_ms - step.after_ms;
+    if let Some(plan_ms) = planned.plan_ms.filter(|_| is_faster) {
+        text += &format!(
+            " Planning took {} ms: the gain of {}.",
+            words::ms(plan_ms),
+            counted((plan_ms / gain_ms).ceil() as usize, "step")
+        );
+    }
+    text
 }
