@@ -34,7 +34,6 @@ use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
     DataFlags, FileFlags, LOSS_CSV, LOSS_SVG, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags,
-    Vocabulary,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
@@ -145,10 +144,7 @@ impl Flags {
             self.files.check()?;
         }
         let (family, vocabulary) = self.family.open(&self.model, &self.data)?;
-        let data = match &vocabulary {
-            Vocabulary::Words(tokenizer) => self.data.open()?.encoded(tokenizer)?,
-            _ => self.data.open()?,
-        };
+        let data = self.data.open(&vocabulary)?;
         let (train, validation) = data.split(self.data.validation_fraction)?;
         let prompt = vocabulary.prompt(&self.sample, &validation)?;
         let model = match &family {

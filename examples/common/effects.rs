@@ -16,7 +16,7 @@ struct Effect<F> {
     holds: Box<dyn Fn(&F) -> bool>,
 }
 
-/// What the flags of a program depend on.
+/// The dependencies of a program's flags.
 pub struct Effects<F> {
     effects: Vec<Effect<F>>,
     command: Command,

@@ -1,4 +1,4 @@
-//! What the examples share: the allocator, the flags that all of them take, the report's header, and the way out.
+//! The code that the examples share: the allocator, common flags, the report's header, errors and exit codes.
 #![allow(dead_code)] // each example uses its part
 
 pub mod effects;
@@ -130,7 +130,7 @@ pub fn environment(device: &candle_core::Device) -> Fields {
     fields
 }
 
-/// So many GiB in bytes.
+/// Returns an amount in GiB in bytes.
 pub fn gib_bytes(gib: f64) -> u64 {
     (gib * 2f64.powi(30)) as u64
 }

@@ -231,7 +231,7 @@ impl VariantFlags {
     }
 }
 
-/// The same model with another attention.
+/// Returns the model with another attention.
 pub fn with_attention(config: &TransformerConfig, attention: Algorithm) -> TransformerConfig {
     TransformerConfig {
         attention,

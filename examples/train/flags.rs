@@ -42,7 +42,7 @@ pub struct DataFlags {
     #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
-    /// raw-u16, headered-u16 or headered-u32 [default: by the token file's magic number]
+    /// raw-u16 (no header), headered-u16 or headered-u32 [default: by the file's magic number]
     #[arg(long, hide_short_help = true, value_name = "NAME", requires = "tokens", value_parser = token_format)]
     pub token_format: Option<TokenFormat>,
 
@@ -240,11 +240,15 @@ impl FileFlags {
 }
 
 impl DataFlags {
-    pub fn open(&self) -> Result<Tokens> {
+    pub fn open(&self, vocabulary: &Vocabulary) -> Result<Tokens> {
         let (Some(path), Some(vocab_size)) = (&self.tokens, self.vocab_size) else {
-            return match self.data.is_dir() {
-                true => Tokens::source_tree(&self.data, &EXTENSIONS),
-                false => Tokens::bytes(&self.data),
+            let bytes = match self.data.is_dir() {
+                true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
+                false => Tokens::bytes(&self.data)?,
+            };
+            return match vocabulary {
+                Vocabulary::Words(tokenizer) => bytes.encoded(tokenizer),
+                _ => Ok(bytes),
             };
         };
         let tokens = match self.token_format {
