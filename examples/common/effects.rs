@@ -4,13 +4,13 @@
 use super::{Common, Output};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Command, Parser};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Parser};
 use tallow::report::Format;
 
 /// Flags with the condition under which they have an effect.
 struct Effect<F> {
     /// The flags' long names.
-    flags: &'static [&'static str],
+    flags: Vec<String>,
     /// The condition, in words.
     only: &'static str,
     holds: Box<dyn Fn(&F) -> bool>,
@@ -44,7 +44,23 @@ impl<F: Parser + 'static> Effects<F> {
         holds: impl Fn(&F) -> bool + 'static,
     ) -> Self {
         self.effects.push(Effect {
-            flags,
+            flags: flags.iter().map(|flag| flag.to_string()).collect(),
+            only,
+            holds: Box::new(holds),
+        });
+        self
+    }
+
+    /// Declares the same of every flag of the group `G`.
+    pub fn only_group<G: Args>(
+        mut self,
+        only: &'static str,
+        holds: impl Fn(&F) -> bool + 'static,
+    ) -> Self {
+        let group = G::augment_args(Command::new(""));
+        let flags = group.get_arguments().filter_map(Arg::get_long);
+        self.effects.push(Effect {
+            flags: flags.map(String::from).collect(),
             only,
             holds: Box::new(holds),
         });

@@ -1,5 +1,5 @@
-//! Shared parts of the examples: the allocator, common flags, the report's header and error handling.
-#![allow(dead_code)] // each example uses some of it
+//! The code that the examples share: the allocator, common flags, the report's header, errors and exit codes.
+#![allow(dead_code)] // each example uses its part
 
 pub mod effects;
 pub mod labels;
@@ -14,6 +14,7 @@ pub mod runs;
 pub mod stdout;
 pub mod sweep;
 pub mod values;
+pub mod ways;
 pub mod words;
 
 pub use effects::Effects;
@@ -177,7 +178,23 @@ fn code_of(result: Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| ExitCode::from(status(&error)))
 }
 
-/// Prints the error and exits, for code inside a step that cannot return it.
+/// Returns the error of a flag with an invalid value.
+pub fn refusal(
+    field: &'static str,
+    expected: impl Into<String>,
+    got: impl Display,
+    hint: &str,
+) -> Error {
+    Error::Config {
+        config: PROGRAM,
+        field,
+        expected: expected.into(),
+        got: got.to_string(),
+        hint: hint.into(),
+    }
+}
+
+/// Ends the program from within a step, where no error can be returned.
 pub fn end(error: &Error) -> ! {
     std::process::exit(status(error).into())
 }

@@ -24,6 +24,17 @@ pub struct ModelFlags {
     #[arg(long, hide_short_help = true, num_args = 1.., value_name = "FOLDER")]
     family: Vec<PathBuf>,
 
+    #[command(flatten)]
+    sizes: SizeFlags,
+
+    /// Number of token ids
+    #[arg(long, value_name = "N")]
+    vocab_size: Option<usize>,
+}
+
+/// Flags for the sizes of a model.
+#[derive(Args, Clone, Debug)]
+pub struct SizeFlags {
     /// Width of the residual stream, instead of the preset's
     #[arg(long, value_name = "N")]
     d_model: Option<usize>,
@@ -39,10 +50,24 @@ pub struct ModelFlags {
     /// Number of attention heads
     #[arg(long, value_name = "N", alias = "heads")]
     num_heads: Option<usize>,
+}
 
-    /// Number of token ids
-    #[arg(long, value_name = "N")]
-    vocab_size: Option<usize>,
+impl SizeFlags {
+    fn is_any_given(&self) -> bool {
+        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
+        sizes.iter().any(Option::is_some)
+    }
+
+    /// Returns `base` with the given sizes in place of its own.
+    pub fn apply(&self, base: TransformerConfig) -> TransformerConfig {
+        TransformerConfig {
+            d_model: self.d_model.unwrap_or(base.d_model),
+            d_ff: self.d_ff.unwrap_or(base.d_ff),
+            num_layers: self.num_layers.unwrap_or(base.num_layers),
+            num_heads: self.num_heads.unwrap_or(base.num_heads),
+            ..base
+        }
+    }
 }
 
 /// An edition of CS336's second assignment. Both have a model `xl`, of different sizes.
@@ -97,28 +122,26 @@ impl ModelFlags {
 
     /// Returns whether a flag names a model or one of its sizes.
     pub fn names_a_model(&self) -> bool {
-        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
-        let is_sized = sizes.iter().any(Option::is_some);
-        is_sized || self.names_a_preset()
+        self.handout.is_some() || self.names_a_single_model()
     }
 
-    /// Returns the model with the sizes that flags override.
+    /// Whether a flag other than --handout names a model or one of its sizes.
+    pub fn names_a_single_model(&self) -> bool {
+        self.sizes.is_any_given() || !self.size.is_empty() || !self.family.is_empty()
+    }
+
+    /// Returns `model` with the given sizes in place of its own.
     pub fn resized(&self, model: TransformerConfig) -> TransformerConfig {
         TransformerConfig {
             vocab_size: self.vocab_size.unwrap_or(model.vocab_size),
-            d_model: self.d_model.unwrap_or(model.d_model),
-            d_ff: self.d_ff.unwrap_or(model.d_ff),
-            num_layers: self.num_layers.unwrap_or(model.num_layers),
-            num_heads: self.num_heads.unwrap_or(model.num_heads),
-            ..model
+            ..self.sizes.apply(model)
         }
     }
 
     /// Returns the models to measure: presets or folders, with the sizes of the flags and with this context length.
     /// Every algorithm of `attention` must support them.
     pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {
-        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
-        let custom = sizes.iter().any(Option::is_some);
+        let custom = self.sizes.is_any_given();
         let names = match (self.size.is_empty() && self.family.is_empty(), self.handout) {
             (true, Some(handout)) => handout.sizes().map(String::from).to_vec(),
             (true, None) => vec!["tiny".to_string()],

@@ -31,8 +31,8 @@ impl Output {
         check([&self.output].into_iter().chain(others))
     }
 
-    /// Refuses column names that no table has, before any measurement.
-    pub fn check_columns<const N: usize>(&self, tables: [Vec<Column>; N]) -> Result<()> {
+    /// Refuses names that no table has, before the work.
+    pub fn check_columns(&self, tables: impl IntoIterator<Item = Vec<Column>>) -> Result<()> {
         let of = |columns| Report {
             columns,
             ..Default::default()

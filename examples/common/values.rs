@@ -59,8 +59,8 @@ pub fn part(text: &str) -> Result<f64, String> {
     number(text, "a number over 0 and under 1", |x| x > 0.0 && x < 1.0)
 }
 
-/// Parses a decay rate of a running mean, from 0 to below 1.
-pub fn beta(text: &str) -> Result<f64, String> {
+/// A share that leaves something, as that of a running mean.
+pub fn under_1(text: &str) -> Result<f64, String> {
     number(text, "a number from 0 to under 1", |x| {
         (0.0..1.0).contains(&x)
     })

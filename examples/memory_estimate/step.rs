@@ -145,10 +145,11 @@ impl StepFlags {
     }
 
     fn ranks(&self) -> StepRanks {
-        self.exchange.step_ranks(Shard {
-            rank: 0,
-            world_size: self.world_size,
-        })
+        let (rank, world_size) = (0, self.world_size);
+        match world_size {
+            1 => StepRanks::Alone,
+            _ => self.exchange.step_ranks(Shard { rank, world_size }),
+        }
     }
 }
 
