@@ -87,7 +87,7 @@ impl FamilyFlags {
             _ => {
                 let tokenizer = Tokenizer::open(&folder)?;
                 tokenizer.check_fits(&config)?;
-                Vocabulary::Words(Box::new(tokenizer))
+                Vocabulary::Words(tokenizer.into())
             }
         };
         let family = Family {

@@ -265,7 +265,7 @@ pub enum Vocabulary {
     Bytes,
     /// Ids of a token file.
     Ids,
-    Words(Box<Tokenizer>),
+    Words(Box<Tokenizer>), // boxed: it is far larger than the others
 }
 
 impl Vocabulary {
