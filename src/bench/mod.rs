@@ -1,9 +1,8 @@
 //! Running work repeatedly and measuring it.
 //!
-//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's, [`AttentionRun`]
-//! those of attention and [`SelfAttentionRun`] those of the layer around it, with memory beside time and an
-//! out-of-memory row instead of a crash. [`alternate()`] measures runs in turns. [`report`](crate::report) has their
-//! statistics and tables.
+//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's, and [`AttentionRun`]
+//! those of attention, alone or in its layer, with memory next to time and an out-of-memory row instead of a crash.
+//! [`alternate()`] measures runs in turns. [`report`](crate::report) has their statistics and tables.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -30,7 +29,7 @@ mod stopwatch;
 mod update;
 
 pub use alternate::alternate;
-pub use attention::{AttentionRun, Limit, Sampling, SelfAttentionRun};
+pub use attention::{AttentionRun, AttentionTask, Limit, Sampling};
 pub use end_to_end::{EndToEnd, Execution};
 pub use environment::environment;
 pub use memory_profile::MemoryProfile;

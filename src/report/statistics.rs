@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::Fields;
 use crate::{Error, Result};
@@ -24,7 +24,7 @@ const NOISY_IQR_SHARE: f64 = 0.10;
 /// assert_eq!(Statistics::new(&[12.0])?.std_ms, None); // one sample has no spread
 /// # Ok::<(), tallow::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Statistics {
     /// How many samples there are.
@@ -105,18 +105,7 @@ impl Statistics {
 
     /// The public fields under their own names, ready for a row of a [`Report`](super::Report).
     pub fn fields(&self) -> Fields {
-        let mut fields = Fields::new();
-        fields.insert("n", self.n);
-        fields.insert("mean_ms", self.mean_ms);
-        fields.insert("std_ms", self.std_ms);
-        fields.insert("min_ms", self.min_ms);
-        fields.insert("max_ms", self.max_ms);
-        fields.insert("median_ms", self.median_ms);
-        fields.insert("cv_percent", self.cv_percent);
-        fields.insert("p20_ms", self.p20_ms);
-        fields.insert("p80_ms", self.p80_ms);
-        fields.insert("iqr_ms", self.iqr_ms);
-        fields
+        Fields::of(self).unwrap_or_default()
     }
 }
 

@@ -32,7 +32,7 @@ use crate::report::picture;
 use crate::report::svg::Svg;
 use crate::{Error, Result};
 use axis::Axis;
-use draw::{COLOURS, Frame, Look, WIDTH};
+use draw::{CAPTION_HEIGHT, COLOURS, Frame, LEFT, Look, TICK_SIZE, WIDTH};
 
 /// Longer lines have no markers.
 const MAX_MARKERS: usize = 40;
@@ -44,13 +44,18 @@ pub struct Series {
     pub name: String,
     /// (x, y) in the order in which the line passes through them; a point with a NaN or an infinity is left out.
     pub points: Vec<(f64, f64)>,
+    /// Each x that has no y, such as a size that ran out of memory: a cross at the top of the chart.
+    pub crosses: Vec<f64>,
 }
 
 impl Series {
     /// A named line.
     pub fn new(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
-        let name = name.into();
-        Self { name, points }
+        Self {
+            name: name.into(),
+            points,
+            ..Self::default()
+        }
     }
 
     fn finite_points(&self) -> impl Iterator<Item = (f64, f64)> {
@@ -95,6 +100,8 @@ pub struct LineChart {
     /// After how many lines the colours begin again, dashed; `None` after all seven. Where the lines are two methods
     /// at four sizes each, 4 gives a size one colour and a method one dash.
     pub colours: Option<usize>,
+    /// Lines of small text below the chart: what was measured, and where.
+    pub caption: Vec<String>,
 }
 
 /// Charts below each other in one picture.
@@ -137,8 +144,17 @@ impl LineChart {
             let (look, points) = (self.look(index), plot.points(series.finite_points()));
             look.draw(svg, &points);
             points.iter().for_each(|point| look.mark(svg, *point));
+            for x in &series.crosses {
+                let earlier = self.series[..index].iter();
+                let above = earlier.filter(|other| other.crosses.contains(x)).count();
+                look.cross(svg, plot.below_top(*x, above as i32));
+            }
         }
-        Ok(plot.end)
+        for (line, text) in (0..).zip(&self.caption) {
+            let at = (LEFT, plot.end + CAPTION_HEIGHT * line);
+            svg.text(at, TICK_SIZE, "start", text);
+        }
+        Ok(plot.end + CAPTION_HEIGHT * self.caption.len() as i32)
     }
 
     fn look(&self, index: usize) -> Look {
@@ -168,6 +184,7 @@ impl LineChart {
             }
         }
         let points = || self.series.iter().flat_map(Series::finite_points);
+        let crosses = self.series.iter().flat_map(|one| one.crosses.clone());
         if points().next().is_none() {
             return Err(refuse(format!(
                 " has no finite point in its {} series; measure something first",
@@ -175,7 +192,7 @@ impl LineChart {
             )));
         }
         Ok([
-            Axis::fit(points().map(|(x, _)| x), self.log_x, false),
+            Axis::fit(points().map(|(x, _)| x).chain(crosses), self.log_x, false),
             Axis::fit(points().map(|(_, y)| y), self.log_y, true),
         ])
     }
