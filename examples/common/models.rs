@@ -24,6 +24,17 @@ pub struct ModelFlags {
     #[arg(long, hide_short_help = true, num_args = 1.., value_name = "FOLDER")]
     family: Vec<PathBuf>,
 
+    #[command(flatten)]
+    sizes: SizeFlags,
+
+    /// Number of token ids
+    #[arg(long, value_name = "N")]
+    vocab_size: Option<usize>,
+}
+
+/// Sizes in place of a preset's.
+#[derive(Args, Clone, Debug)]
+pub struct SizeFlags {
     /// Width of the residual stream, instead of the preset's
     #[arg(long, value_name = "N")]
     d_model: Option<usize>,
@@ -39,10 +50,76 @@ pub struct ModelFlags {
     /// Number of attention heads
     #[arg(long, value_name = "N", alias = "heads")]
     num_heads: Option<usize>,
+}
 
-    /// Number of token ids
-    #[arg(long, value_name = "N")]
-    vocab_size: Option<usize>,
+impl SizeFlags {
+    /// Returns whether a size is given.
+    fn is_any_given(&self) -> bool {
+        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
+        sizes.iter().any(Option::is_some)
+    }
+
+    /// Returns the configuration with these sizes.
+    fn of(&self, config: TransformerConfig) -> TransformerConfig {
+        TransformerConfig {
+            d_model: self.d_model.unwrap_or(config.d_model),
+            d_ff: self.d_ff.unwrap_or(config.d_ff),
+            num_layers: self.num_layers.unwrap_or(config.num_layers),
+            num_heads: self.num_heads.unwrap_or(config.num_heads),
+            ..config
+        }
+    }
+}
+
+/// Flags of the model that an example trains.
+#[derive(Args, Clone, Debug)]
+pub struct TrainedModelFlags {
+    /// tiny to 10b [default: width 128, 4 layers, 4 heads]
+    #[arg(long, value_name = "NAME")]
+    size: Option<String>,
+
+    #[command(flatten)]
+    sizes: SizeFlags,
+
+    /// naive or flash
+    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
+    attention: Algorithm,
+
+    /// Tokens in a sequence
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 64,
+        alias = "sequence-length"
+    )]
+    pub context_length: usize,
+}
+
+impl TrainedModelFlags {
+    /// Returns the model's configuration.
+    ///
+    /// # Errors
+    /// A preset that does not exist, and sizes that do not fit together.
+    pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
+        };
+        let config = TransformerConfig {
+            vocab_size,
+            context_length: self.context_length,
+            attention: self.attention,
+            ..self.sizes.of(base)
+        };
+        config.validate()?;
+        Ok(config)
+    }
 }
 
 /// An edition of CS336's second assignment, which says what `xl` is.
@@ -92,16 +169,13 @@ impl ModelFlags {
 
     /// Whether a flag names a model or one of its sizes.
     pub fn names_a_model(&self) -> bool {
-        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
-        let is_sized = sizes.iter().any(Option::is_some);
-        is_sized || !self.size.is_empty() || !self.family.is_empty()
+        self.sizes.is_any_given() || !self.size.is_empty() || !self.family.is_empty()
     }
 
     /// The models to measure: presets, with whatever sizes are given in place of theirs, and room for `context_length`
     /// tokens. Each is one that every algorithm of `attention` can compute.
     pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {
-        let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
-        let custom = sizes.iter().any(Option::is_some);
+        let custom = self.sizes.is_any_given();
         let names = match (self.size.is_empty() && self.family.is_empty(), self.handout) {
             (true, Some(handout)) => handout.sizes().map(String::from).to_vec(),
             (true, None) => vec!["tiny".to_string()],
@@ -122,11 +196,7 @@ impl ModelFlags {
             let config = TransformerConfig {
                 vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
                 context_length,
-                d_model: self.d_model.unwrap_or(preset.d_model),
-                d_ff: self.d_ff.unwrap_or(preset.d_ff),
-                num_layers: self.num_layers.unwrap_or(preset.num_layers),
-                num_heads: self.num_heads.unwrap_or(preset.num_heads),
-                ..preset
+                ..self.sizes.of(preset)
             };
             for &attention in attention {
                 with_attention(&config, attention).validate()?;
