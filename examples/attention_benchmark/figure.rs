@@ -5,7 +5,7 @@ use tallow::report::bytes_to_mib;
 use tallow::report::plot::{Figure, LineChart, Series};
 
 /// Draws time of forward and backward, and peak memory where it was measured, over T, double logarithmic. Each
-/// implementation has a colour and each width a dash; crosses mark the sizes that ran out of memory. `caption` is below.
+/// implementation has a colour and each width a dash; crosses mark the sizes that ran out of memory.
 pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Figure {
     let (names, widths) = (groups(all, Measured::name), groups(all, |m| m.width));
     let chart = |title: &str, y_label: &str, of: fn(&Measured) -> Option<f64>| {

@@ -62,8 +62,8 @@ fn mean(losses: &[f64]) -> Option<f64> {
     (!finite.is_empty()).then(|| finite.iter().sum::<f64>() / finite.len() as f64)
 }
 
-/// Compares each run with that in f32: the difference at each of the last steps, whose batches are the same, by its mean
-/// and twice its standard error. `None` without f32 and another precision.
+/// Compares each run with that in f32: the difference at each of the last steps, whose batches are the same, by its
+/// mean and twice its standard error. `None` without f32 and another precision.
 pub fn answer(runs: &[Run]) -> Option<Answer> {
     let exact = runs.iter().find(|run| run.precision == "f32")?;
     let others = runs.iter().filter(|run| run.precision != "f32");

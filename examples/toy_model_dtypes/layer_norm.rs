@@ -33,8 +33,8 @@ pub struct Norm {
     pub output_error_percent: f64,
 }
 
-/// Returns a row for each kind of activations, stored in f16 and in bf16, and computed in that dtype, in that dtype with
-/// sums in f32, and in f32.
+/// Returns a row for each kind of activations, stored in f16 and in bf16, and computed in that dtype, in that dtype
+/// with sums in f32, and in f32.
 pub fn rows() -> Vec<Norm> {
     let mut rows = Vec::new();
     for (name, mean, std) in ACTIVATIONS {

@@ -73,7 +73,7 @@ pub struct AttentionRun {
     pub task: AttentionTask,
     /// The number of steps and the limits.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape by a [`compile::Step`](crate::compile::Step): on the CPU or a CUDA GPU; attention
+    /// Eager, or planned for its shape by a [`compile::Step`](crate::compile::Step) on the CPU or a CUDA GPU: attention
     /// alone in f32, bf16 or f16, a layer with weights in f32.
     pub execution: Execution,
 }
